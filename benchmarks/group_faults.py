@@ -47,7 +47,7 @@ SETTINGS = {
     "WORKER_KV_CACHE_BYTES": str(1 << 30),
     "POLICY_LONG_PROMPT_TOKENS": "1024",
     "POLICY_GROUP_IMPROVEMENT": "0",
-    "TRANSFER_GROUP_NO_PROGRESS_S": "10",
+    "TRANSFER_NO_PROGRESS_S": "3.3",
 }
 SMALL = CheckpointShape(
     hidden_size=128, intermediate_size=512, num_layers=6, num_heads=8, max_position_embeddings=4 * NUM_TOKENS

@@ -152,7 +152,9 @@ def main() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["pdmesh.transport.ucx", "uvloop", "ucxx._lib.libucxx"]
     )
-    config = TransferConfig(max_payload_bytes=options.piece_bytes, ucx_tls=options.tls, no_progress_s=DEAF_S)
+    config = TransferConfig(
+        max_payload_bytes=options.piece_bytes, ucx_tls=options.tls, no_progress_s=DEAF_S, network_no_progress_s=2.0
+    )
     rng = random.Random(options.seed)
     ends = anyio.run(kill_senders, config, options.kills, options.within_ms * 1e-3, rng)
     limits = Limits()

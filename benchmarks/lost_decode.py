@@ -1,11 +1,11 @@
 """The only decode instance killed under load: how long do streams wait, and how fast are tokens without it?
 
-Usage: python benchmarks/lost_decode.py [--model PATH] [--streams 20] [--away 20] [--max-tokens 240] [--seed 1] [--wait]
+Usage: python benchmarks/lost_decode.py [--model PATH] [--streams 20] [--away 20] [--max-tokens 240] [--seed 1]
 
 A mesh of real processes (1 prefill, 1 decode) serves so many streams at once all the time, greedy and seeded in turns.
 The decode instance is killed (SIGKILL), and its supervisor is stopped for ``--away`` seconds, so that no successor
 starts. Then the supervisor goes on, the successor joins, and streams go back to it. Each answer is compared with that
-of an undisturbed request. With ``--wait`` prefill instances do not decode, as before (`policy.decodes_locally` off).
+of an undisturbed request.
 
 Exit code 1 if a stream was lost or differs, if the longest gap of a stream is above 2 s, or if less than 0.3 of the
 events a second come while the instance is away.
@@ -80,14 +80,12 @@ def main() -> None:
     parser.add_argument("--away", type=float, default=20.0)
     parser.add_argument("--max-tokens", type=int, default=240)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--wait", action="store_true")
     options = parser.parse_args()
     print(heading("The only decode instance killed under load"))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = options.model or write_checkpoint(folder / "model", seed=3, max_position_embeddings=4096)
-        settings = {"POLICY_DECODES_LOCALLY": "false"} if options.wait else {}
-        with running_mesh(folder, model=model, prefill=1, decode=1, settings=settings) as mesh:
+        with running_mesh(folder, model=model, prefill=1, decode=1) as mesh:
             load, at_s = asyncio.run(run(mesh, options))
     limits = Limits()
     before = load.num_tokens(at_s["begin"], at_s["killed"]) / (at_s["killed"] - at_s["begin"])

@@ -1,6 +1,6 @@
 """What guessing tokens by n-grams of the prompt gains, and what it costs where nothing is quoted.
 
-Usage: python benchmarks/speculation.py [--rounds 3] [--tokens 256] [--num-speculative 4] [--batches 1,8]
+Usage: python benchmarks/speculation.py [--rounds 3] [--tokens 256] [--batches 1,8]
 
 Two meshes of an 82M bf16 model on this machine (one instance prefills, one decodes), with ``worker.speculation`` off
 and ngram, which are asked in turns, so that whatever else the machine does is in both figures:
@@ -116,10 +116,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=256, help="of an answer")
-    parser.add_argument("--num-speculative", type=int, default=4)
     parser.add_argument("--batches", default="1,8")
     options = parser.parse_args()
-    print(heading(f"Speculation by n-grams of the prompt, {options.num_speculative} tokens at most"))
+    print(heading("Speculation by n-grams of the prompt"))
     limits = Limits()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         model = write_quoting_checkpoint(Path(name) / "model")
@@ -128,11 +127,7 @@ def main() -> None:
                 running_mesh(
                     Path(name) / way,
                     model=model,
-                    settings={
-                        **SETTINGS,
-                        "WORKER_SPECULATION": way,
-                        "WORKER_NUM_SPECULATIVE_TOKENS": str(options.num_speculative),
-                    },
+                    settings={**SETTINGS, "WORKER_SPECULATION": way},
                 )
             )
             for way in WAYS

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+from msgspec import Meta
+
 from pdmesh.model import Role
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.ranges import COUNT, KV_RISK, PORT, Range
-from pdmesh.settings import SECRET, one_of
+from pdmesh.ranges import Amount, AnyCount, Count, Duration, Port
+from pdmesh.settings import HANDED_DOWN, SECRET, TOP_TEN, one_of
 
 LOOPBACK = "127.0.0.1"
 
@@ -29,7 +31,9 @@ class SecurityConfig:
     """
 
     api_keys_file: Annotated[
-        Path | None, "API keys that clients may use: [keys.NAME] tables with limits (.toml), or one key on each line"
+        Path | None,
+        TOP_TEN,
+        "API keys that clients may use: [keys.NAME] tables with limits (.toml), or one key on each line",
     ] = None
     api_key: Annotated[str | None, SECRET, "a single API key, instead of a file"] = None
     mesh_token: Annotated[str, SECRET, "secret that the mesh's own services share"] = ""
@@ -72,17 +76,17 @@ class SecurityConfig:
 class GatewayConfig:
     """Addresses that clients connect to, and limits of what they may ask for."""
 
-    host: Annotated[str, "address that HTTP and gRPC clients connect to"] = LOOPBACK
-    port: Annotated[int, PORT, "HTTP; 0 takes a free port"] = 8000
-    grpc_port: Annotated[int, PORT, "protobuf service for typed clients; 0 takes a free port"] = 0
+    host: Annotated[str, TOP_TEN, "address that HTTP and gRPC clients connect to"] = LOOPBACK
+    port: Annotated[Port, TOP_TEN, "HTTP; 0 takes a free port"] = 8000
+    grpc_port: Annotated[Port, "protobuf service for typed clients; 0 takes a free port"] = 0
     token_host: Annotated[str, "address that workers stream tokens to"] = LOOPBACK
-    token_port: Annotated[int, PORT, "0 takes a free port"] = 0
+    token_port: Annotated[Port, "0 takes a free port"] = 0
     token_address: Annotated[
         str | None,
         "address that workers connect to; default: token_host:token_port. For a wildcard it is the address by which "
         "this host reaches the scheduler",
     ] = None
-    max_body_bytes: Annotated[int, COUNT, "largest body of an HTTP request; a larger one gets a 413"] = 32 * 1024 * 1024
+    max_body_bytes: Annotated[Count, "largest body of an HTTP request; a larger one gets a 413"] = 32 * 1024 * 1024
     allowed_hosts: Annotated[
         str,
         "host names that clients without keys may use, besides IP addresses and the server's own name; * allows all",
@@ -104,33 +108,19 @@ class GatewayConfig:
         str, "a path such as /llm under which a proxy shows this gateway, where the proxy leaves it in requests"
     ] = ""
     kept_responses_bytes: Annotated[
-        int, Range(0, 1 << 40), "memory for responses that `previous_response_id` can name, for an hour; 0 keeps none"
+        int,
+        Meta(ge=0, le=1 << 40),
+        "memory for responses that `previous_response_id` can name, for an hour; 0 keeps none",
     ] = 64 * 1024 * 1024
-    strict_fields: Annotated[
-        bool, "refuse requests with unknown fields; otherwise, those that cannot change an answer are ignored"
-    ] = False
     tool_format: Annotated[
         str,
         one_of("", "hermes", "llama", "mistral", "mistral_list", "qwen_coder"),
         "how the model writes tool calls; empty: found from its chat template and vocabulary",
     ] = ""
-    max_body_values: Annotated[int, COUNT, "most values in the JSON of an HTTP request; more get a 413"] = 2_000_000
-    max_messages: Annotated[int, COUNT, "most messages of a conversation"] = 8192
-    max_n: Annotated[int, COUNT, "most choices of one prompt (`n`)"] = 128
-    max_concurrent_requests: Annotated[int, COUNT, "most requests under way at once; more get a 429"] = 4096
-    max_queued_bytes: Annotated[int, COUNT, "most bytes of bodies and prompts held for requests under way"] = (
-        512 * 1024 * 1024
-    )
-    body_timeout_s: Annotated[float, "longest time that a request's body may take to arrive"] = 30.0
+    max_concurrent_requests: Annotated[Count, "most requests under way at once; more get a 429"] = 4096
     request_timeout_s: Annotated[
-        float, "longest time that a request may take, its stream included; then it ends with a 504, or that event"
+        Duration, "longest time that a request may take, its stream included; then it ends with a 504, or that event"
     ] = 3600.0
-    sse_keep_alive_s: Annotated[
-        float, Range(0, 3600), "interval of keep-alive comments on a stream that waits for a token; 0: none"
-    ] = 10.0
-    no_instance_grace_s: Annotated[
-        float, Range(0, 3600), "time that a new request waits for a usable instance before it gets a 503"
-    ] = 5.0
     embeddings: Annotated[
         str,
         one_of("auto", "on", "matryoshka", "off"),
@@ -138,7 +128,7 @@ class GatewayConfig:
         "always and cut to whatever `dimensions` a request asks for, or never",
     ] = "auto"
     default_max_tokens: Annotated[
-        int | None, COUNT, "output limit of requests that set none; if not set, the context length"
+        Count | None, "output limit of requests that set none; if not set, the context length"
     ] = None
     prefix_reuse: Annotated[
         str,
@@ -148,15 +138,24 @@ class GatewayConfig:
     ] = "tenant"
     linger_s: Annotated[
         float,
-        Range(0, 3600),
+        Meta(ge=0, le=3600),
         "time that a stopping gateway still accepts connections while /ready fails, so that load balancers notice. "
         "Gateways of one `pdmesh up` share their port and need none",
     ] = 0.0
-    listen_fd: Annotated[
-        int | None,
-        "inherited socket, bound to the port, that the gateways of one `pdmesh up` share; set by `pdmesh up`",
-    ] = None
+    listen_fd: Annotated[AnyCount | None, HANDED_DOWN, "socket that the gateways of one `pdmesh up` share"] = None
     ui: Annotated[bool, "serve the live page at /ui, without API keys only to this machine, and a chat at /chat"] = True
+
+    # Constants.
+    max_body_values: int = 2_000_000  # largest number of values in the JSON of a request; more get a 413
+    max_messages: int = 8192  # largest number of messages of a conversation
+    max_n: int = 128  # largest number of choices of a prompt (`n`)
+    max_queued_bytes: int = 0  # limit of bodies and prompts under way; 0: 512 MiB, or 16 of the largest bodies
+    body_timeout_s: float = 30.0  # deadline of a request's body
+    sse_keep_alive_s: float = 10.0  # interval of comments on a stream that waits for a token; 0: none
+    no_instance_grace_s: float = 5.0  # wait of a new request for a usable instance; then a 503
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_queued_bytes", self.max_queued_bytes or max(512 << 20, 16 * self.max_body_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +163,8 @@ class SchedulerConfig:
     """The scheduler's address, and limits of what may wait there."""
 
     host: Annotated[str, "address that gateways and workers connect to"] = LOOPBACK
-    port: Annotated[int, PORT, "0 takes a free port"] = 0
-    metrics_port: Annotated[int, PORT, "Prometheus, on telemetry.metrics_host; 0 takes a free port"] = 0
+    port: Annotated[Port, "0 takes a free port"] = 0
+    metrics_port: Annotated[Port, "Prometheus, on telemetry.metrics_host; 0 takes a free port"] = 0
     bundle: Annotated[str, "policy bundle; see [policies](policies.md)"] = "pdmesh"
     batching: Annotated[
         str,
@@ -177,35 +176,28 @@ class SchedulerConfig:
         str | None,
         "latency model of an instance: a built-in name or a file of `pdmesh profile`; if not set, measured at start",
     ] = None
-    plans_in_flight: Annotated[
-        int, COUNT, "step plans in flight per instance; with two, the device never waits for a round trip"
-    ] = 2
-    max_queue_entries: Annotated[int, COUNT, "most waiting requests; more get a 429"] = 4096
-    max_queue_bytes: Annotated[int, COUNT, "most bytes of prompts held for waiting requests"] = 512 * 1024 * 1024
-    max_queue_s: Annotated[float, "longest wait of a request before it gets a 503"] = 120.0
+    max_queue_entries: Annotated[Count, "most waiting requests; more get a 429"] = 4096
+    max_queue_s: Annotated[Duration, "longest wait of a request before it gets a 503"] = 120.0
     refuses_early: Annotated[
         bool, "refuse a request on arrival with a 429 if it is predicted to miss its target or to wait too long"
     ] = True
-    admission_ttft_s: Annotated[float | None, "TTFT target that refuses_early assumes for requests without one"] = None
     kv_reservation: Annotated[
         str,
         one_of("on_demand", "full"),
         "KV for output tokens: granted as requests grow (some restart if none is left), or reserved from the start",
     ] = "on_demand"
-    kv_risk: Annotated[float, KV_RISK, "with on_demand: accepted risk, at admission, of running out of KV later"] = 0.01
-    lease_s: Annotated[float, "silence after which an instance counts as lost"] = 5.0
-    gateway_lease_s: Annotated[
-        float,
-        "silence after which a gateway counts as lost, with all its requests. Tokens do not pass through the "
-        "scheduler: a gateway that loses only its link to the scheduler keeps serving",
-    ] = 30.0
+    lease_s: Annotated[
+        Duration,
+        "silence after which an instance counts as lost; a gateway does after six times as long, and heartbeats come "
+        "five times as often",
+    ] = 5.0
     suspect_s: Annotated[
-        float,
+        Duration,
         "silence after which nothing new is placed on an instance; a live one sends a heartbeat three times as often",
     ] = 0.6
-    heartbeat_s: Annotated[float, "longest interval between heartbeats of instances and gateways"] = 1.0
     orphan_grace_s: Annotated[
-        float, "after a restart of the scheduler: time for an instance to claim a request before the request restarts"
+        Duration,
+        "after a restart of the scheduler: time for an instance to claim a request before the request restarts",
     ] = 3.0
     operations_file: Annotated[
         Path | None, "file that keeps what operators set (policy, drains, roles) across restarts; `pdmesh up` sets one"
@@ -216,14 +208,20 @@ class SchedulerConfig:
         "{prefill}, {decode} and {mixed} for their sizes",
     ] = None
     event_log: Annotated[Path | None, "append-only log of all events, for `pdmesh replay`"] = None
-    recent_decisions: Annotated[
-        int,
-        Range(0, 1_000_000),
-        "most decisions of the last ten minutes to keep in memory, about 1 KB each, for `pdmesh pool advise`",
-    ] = 20_000
-    event_log_max_bytes: Annotated[int, COUNT, "largest event log of one run; a request takes about 1.5 KB"] = 1 << 30
-    event_log_keep: Annotated[int, "event logs of earlier runs to keep, as `event_log`.1 (the newest) and so on"] = 3
-    max_records: Annotated[int, "finished requests kept for `pdmesh requests show`"] = 10_000
+
+    # Constants.
+    plans_in_flight: int = 2  # step plans sent ahead to each instance; two hide the round trip
+    max_queue_bytes: int = 512 * 1024 * 1024  # limit of prompts of waiting requests
+    gateway_lease_s: float = 0.0  # silence after which a gateway is lost; 0: 6 x ``lease_s``
+    heartbeat_s: float = 0.0  # longest interval of heartbeats; 0: ``lease_s`` / 5
+    recent_decisions: int = 20_000  # decisions kept for `pdmesh pool advise`, at most ten minutes, 1 KB each
+    event_log_max_bytes: int = 1 << 30  # limit of a log; a request takes about 1.5 KB
+    event_log_keep: int = 3  # number of logs kept from earlier runs, as ``event_log``.1 (the newest) and so on
+    max_records: int = 10_000  # number of finished requests kept for `pdmesh requests show`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gateway_lease_s", self.gateway_lease_s or 6 * self.lease_s)
+        object.__setattr__(self, "heartbeat_s", self.heartbeat_s or self.lease_s / 5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +238,7 @@ class StandbyConfig:
     file: Annotated[Path | None, "the file, for `store = file`"] = None
     lease_s: Annotated[
         float,
-        Range(0.5, 300),
+        Meta(ge=0.5, le=300),
         "time without a renewal after which a standby takes over; its leader stops a quarter of it before",
     ] = 3.0
     address: Annotated[
@@ -265,7 +263,7 @@ class KubernetesConfig:
         "/var/run/secrets/kubernetes.io/serviceaccount"
     )
     metrics_port: Annotated[
-        int, PORT, "of `pdmesh actuator`: Prometheus, on telemetry.metrics_host; 0 takes a free port"
+        Port, "of `pdmesh actuator`: Prometheus, on telemetry.metrics_host; 0 takes a free port"
     ] = 0
 
 
@@ -274,12 +272,13 @@ class WorkerConfig:
     """What an instance runs."""
 
     instance_id: Annotated[str | None, "name of the instance; default: its role and a random suffix"] = None
-    served_model_name: Annotated[str | None, "model name that clients use; default: its hub id or directory name"] = (
-        None
-    )
+    served_model_name: Annotated[
+        str | None, TOP_TEN, "model name that clients use; default: its hub id or directory name"
+    ] = None
     dtype: Annotated[
         str,
         one_of("auto", "float32", "bfloat16", "float16"),
+        TOP_TEN,
         "data type of weights and KV; auto: the checkpoint's, or float16 on a CPU for a quantised model whose "
         "activations fit",
     ] = "auto"
@@ -291,7 +290,7 @@ class WorkerConfig:
     lora: Annotated[
         Path | None, "directory of a LoRA adapter (PEFT's), merged into the weights when they are loaded"
     ] = None
-    device: Annotated[str, "cpu or cuda; auto: cuda if there is one"] = "auto"
+    device: Annotated[str, TOP_TEN, "cpu or cuda; auto: cuda if there is one"] = "auto"
     cpu_level: Annotated[
         str,
         one_of("auto", "amx", "avx512_bf16", "avx512", "avx2", "baseline", "neon"),
@@ -299,7 +298,7 @@ class WorkerConfig:
         "give the same bits",
     ] = "auto"
     role: Annotated[
-        str | None, one_of("prefill", "decode", "mixed"), "role of the instance; default: the service's"
+        Annotated[str, one_of("prefill", "decode", "mixed")] | None, "role of the instance; default: the service's"
     ] = None
     engine: Annotated[
         str, one_of("torch", "fake"), "torch, or fake: a stand-in without a model (of `pdmesh-testing`)"
@@ -308,30 +307,31 @@ class WorkerConfig:
         str | None,
         "step times of the fake engine: a profile, or terms in seconds (`a_s=0.004,decode_s=1e-4`)",
     ] = None
-    block_size: Annotated[int, Range(1, 4096), "tokens in a KV block"] = 16
+    block_size: Annotated[int, Meta(ge=1, le=4096), "tokens in a KV block"] = 16
     kv_cache_bytes: Annotated[
-        int | None,
-        COUNT,
-        "KV cache of an instance; if not set, kv_cache_share of a device, or kv_cache_host_share of the host",
+        Count | None,
+        TOP_TEN,
+        "KV cache of an instance; if not set, kv_cache_share of a device, or a quarter of what a host has free: more "
+        "than two instances of one `pdmesh up` share what two would get. Pages of a host are taken at first use",
     ] = None
     kv_cache_share: Annotated[
-        float, Range(0.01, 0.99), "share of a device's memory, free after the weights, for the KV cache"
+        float, Meta(ge=0.01, le=0.99), "share of a device's memory, free after the weights, for the KV cache"
     ] = 0.85
     kv_cache_host_share: Annotated[
         float,
-        Range(0.001, 0.9),
-        "share of the host's or container's memory, free after the weights, for the KV cache of an instance without a "
-        "device. More than two instances of one `pdmesh up` share what two would get. Pages are taken at first use",
+        Meta(gt=0.0, le=0.9),
+        HANDED_DOWN,
+        "share of the host's or container's memory, free after the weights, for the KV cache without a device",
     ] = 0.25
     kv_offload_host_bytes: Annotated[
         int,
-        Range(0, 1 << 46),
+        Meta(ge=0, le=1 << 46),
         "host memory of an instance for KV that its cache has no room for, and that requests to come may reuse; pinned "
         "where there is a device. 0: none",
     ] = 0
     kv_offload_disk_bytes: Annotated[
         int,
-        Range(0, 1 << 50),
+        Meta(ge=0, le=1 << 50),
         "space in kv_offload_dir for what that has no room for; encrypted, and gone with the process. 0: none",
     ] = 0
     kv_offload_dir: Annotated[Path | None, "directory on a disk for kv_offload_disk_bytes"] = None
@@ -341,51 +341,54 @@ class WorkerConfig:
         "tier, and contexts are not spread; then no groups compute long prompts. All instances of a mesh must have the "
         "same",
     ] = True
-    prefill_attention: Annotated[
-        str, one_of("auto", "fa2", "fa3"), "FlashInfer kernels for chunks on a device; auto: by the chunk's length"
-    ] = "auto"
-    max_model_len: Annotated[int | None, COUNT, "context length; default: the checkpoint's"] = None
+    max_model_len: Annotated[Count | None, TOP_TEN, "context length; default: the checkpoint's"] = None
     speculation: Annotated[
         str,
         one_of("off", "ngram"),
         "ngram: guess tokens by what followed the same few in the prompt or the answer, and verify them in one step. "
         "Answers stay the same; those that quote come faster. On CPU only",
     ] = "off"
-    num_speculative_tokens: Annotated[int, Range(1, 16), "tokens that a request guesses in a step, at most"] = 4
-    prompt_lookup_min: Annotated[int, Range(1, 64), "shortest n-gram to look up, in tokens"] = 2
-    prompt_lookup_max: Annotated[int, Range(1, 64), "longest n-gram to look up, in tokens"] = 4
     max_kv_tokens_per_instance: Annotated[
         int,
-        Range(0, 1 << 31),
+        Meta(ge=0, le=1 << 31),
         "most tokens of a context that an instance holds while the request decodes; a longer one is spread over "
         "several instances, also as it grows, and they read it at the same time. A multiple of block_size; on CPUs "
         "alone. 0: no limit",
     ] = 0
-    max_num_seqs: Annotated[int, COUNT, "most requests that an instance decodes at once"] = 64
+    max_num_seqs: Annotated[Count, "most requests that an instance decodes at once"] = 64
     tensor_parallel_size: Annotated[
         int,
-        Range(1, 64),
+        Meta(ge=1, le=64),
+        TOP_TEN,
         "processes (ranks) that compute each step of an instance together; each has a part of the model",
     ] = 1
     pipeline_parallel_size: Annotated[
         int,
-        Range(1, 64),
+        Meta(ge=1, le=64),
         "stages of an instance, each with a part of the layers and tensor_parallel_size ranks of its own: a step "
         "enters as the one before leaves the first",
     ] = 1
     num_threads: Annotated[
-        int, Range(0, 4096), "threads of the engine, in each rank; 0: a fair share of the machine's cores"
+        int,
+        Meta(ge=0, le=4096),
+        "threads of the engine, in each rank; 0: a fair share of the machine's cores",
     ] = 0
     lend_cores: Annotated[
         bool,
         "compute with the idle cores of other workers of one `pdmesh up`, and lend them the own ones while idle. On "
         "CPUs, where compiled kernels do all of the work in instances of one rank: bits stay the same",
     ] = True
-    cores_file: Annotated[Path | None, "shared table of idle workers for lend_cores; `pdmesh up` makes one"] = None
-    metrics_port: Annotated[int, PORT, "Prometheus, on telemetry.metrics_host; 0 takes a free port"] = 0
+    cores_file: Annotated[Path | None, HANDED_DOWN, "table of idle workers for lend_cores"] = None
+    metrics_port: Annotated[Port, "Prometheus, on telemetry.metrics_host; 0 takes a free port"] = 0
     deterministic: Annotated[bool, "make results independent of batch and chunk shape, bit for bit; on CPUs alone"] = (
         False
     )
+
+    # Constants.
+    num_speculative_tokens: int = 4  # largest number of tokens guessed in a step
+    prompt_lookup_min: int = 2  # shortest n-gram to look up, in tokens
+    prompt_lookup_max: int = 4  # longest n-gram to look up, in tokens
+    prefill_attention: str = "auto"  # FlashInfer kernels for chunks: auto, fa2 or fa3
 
 
 class InstanceDegrees(NamedTuple):
@@ -410,10 +413,12 @@ class PoolConfig:
     """The instances of one pool, where they are not like all."""
 
     tensor_parallel_size: Annotated[
-        int | None, Range(1, 64), "ranks of each instance of this pool; if not set, worker.tensor_parallel_size"
+        Annotated[int, Meta(ge=1, le=64)] | None,
+        "ranks of each instance of this pool; if not set, worker.tensor_parallel_size",
     ] = None
     pipeline_parallel_size: Annotated[
-        int | None, Range(1, 64), "stages of each instance of this pool; if not set, worker.pipeline_parallel_size"
+        Annotated[int, Meta(ge=1, le=64)] | None,
+        "stages of each instance of this pool; if not set, worker.pipeline_parallel_size",
     ] = None
 
 
@@ -421,33 +426,12 @@ class PoolConfig:
 class TransferConfig:
     """How KV moves between instances."""
 
-    transport: Annotated[str, one_of("ucx", "memory"), "transport of KV; memory: within one process, for tests"] = "ucx"
-    num_backends: Annotated[int, COUNT, "most transfers that an instance receives at once"] = 8
-    max_payload_bytes: Annotated[int, Range(4096, 1 << 30), "largest piece of KV in one message"] = 1024 * 1024
-    device_payload_bytes: Annotated[
-        int, Range(4096, 1 << 30), "the same for KV in a device's memory, where each copy costs more"
-    ] = 8 * 1024 * 1024
-    message_bytes: Annotated[
-        int,
-        Range(1 << 19, 1 << 30),
-        "most bytes of KV in one message to another host: pieces that wait for the same instance travel together",
-    ] = 2 * 1024 * 1024
-    num_send_buffers: Annotated[
-        int, COUNT, "send buffers, each the size of a piece, or of a message between hosts if KV may go there"
-    ] = 16
-    num_receive_buffers: Annotated[
-        int, COUNT, "receive buffers, each the size of a piece, or of a message between hosts if KV may come from there"
-    ] = 16
-    deadline_s: Annotated[
-        float, "longest time for KV to land, once the transfer is granted and the prompt computed"
-    ] = 120.0
-    no_progress_s: Annotated[float, "longest time that one piece may take between instances of one host"] = 10.0
-    network_no_progress_s: Annotated[
-        float, "the same between hosts: after that time another instance replaces one that is cut off"
-    ] = 2.0
-    group_no_progress_s: Annotated[
-        float, "longest wait for KV within a prefill group, before the group releases the prompt"
-    ] = 30.0
+    max_payload_bytes: Annotated[int, Meta(ge=4096, le=1 << 30), "largest piece of KV in one message"] = 1024 * 1024
+    no_progress_s: Annotated[
+        Duration,
+        "longest time that one piece of KV may take between instances of one host. Between hosts it is a fifth of "
+        "that, within a prefill group three times, and for all KV of a request twelve times",
+    ] = 10.0
     peer_reads: Annotated[
         bool,
         "let instances on one host copy KV from each other's caches, if both can and both have this set; "
@@ -473,6 +457,23 @@ class TransferConfig:
         "it whether they have this set or not. What peers on one host copy from its cache is not sent",
     ] = False
 
+    # Constants.
+    transport: str = "ucx"  # ucx, or memory: within one process, for tests
+    num_backends: int = 8  # largest number of transfers received at once
+    device_payload_bytes: int = 8 * 1024 * 1024  # largest piece in a device's memory, where a copy costs more
+    message_bytes: int = 2 * 1024 * 1024  # largest message to another host; pieces travel together
+    num_send_buffers: int = 16  # buffers of one piece each, or of one message if KV may leave the host
+    num_receive_buffers: int = 16
+    deadline_s: float = -1.0  # time for a request's KV to land; -1: 12 x ``no_progress_s``
+    network_no_progress_s: float = 0.0  # time for a piece between hosts; 0: ``no_progress_s`` / 5
+    group_no_progress_s: float = 0.0  # wait for KV within a prefill group; 0: 3 x ``no_progress_s``
+
+    def __post_init__(self) -> None:
+        if self.deadline_s < 0:
+            object.__setattr__(self, "deadline_s", 12 * self.no_progress_s)
+        object.__setattr__(self, "network_no_progress_s", self.network_no_progress_s or self.no_progress_s / 5)
+        object.__setattr__(self, "group_no_progress_s", self.group_no_progress_s or 3 * self.no_progress_s)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetryConfig:
@@ -495,11 +496,13 @@ class SupervisorConfig:
     """How `pdmesh up` looks after its services."""
 
     start_timeout_s: Annotated[
-        float, "longest time for a service to start; a large checkpoint on a slow disk takes minutes"
+        Duration, "longest time for a service to start; a large checkpoint on a slow disk takes minutes"
     ] = 900.0
-    hang_s: Annotated[float, "time without an answer after which a service is killed and started again"] = 60.0
-    log_max_bytes: Annotated[int, COUNT, "largest log of a service; a larger one is renamed to NAME.log.1"] = 64 << 20
-    log_keep: Annotated[int, "renamed logs to keep for each service, including earlier runs"] = 2
+
+    # Constants.
+    hang_s: float = 60.0  # silence after which a service is killed and started again
+    log_max_bytes: int = 64 << 20  # largest log of a service; a larger one becomes NAME.log.1
+    log_keep: int = 2  # number of renamed logs kept for each service
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -507,7 +510,9 @@ class MeshConfig:
     """The whole tree."""
 
     model: Annotated[
-        str | None, "directory, hub id or GGUF file of the model, or a name such as smollm2; if not set, the demo model"
+        str | None,
+        TOP_TEN,
+        "directory, hub id or GGUF file of the model, or a name such as smollm2; if not set, the demo model",
     ] = None
     scheduler_address: Annotated[
         str,
@@ -515,14 +520,11 @@ class MeshConfig:
         "comma-separated. `pdmesh up` sets it",
     ] = ""
     drain_s: Annotated[
-        float | None,
-        Range(0),
+        Amount | None,
         "time that requests have to finish once a service is told to stop, before they end with an error. "
         "Not set: no limit",
     ] = 30.0
-    ready_fd: Annotated[
-        int | None, "inherited pipe that gets one JSON line when the service can serve; set by `pdmesh up`"
-    ] = None
+    ready_fd: Annotated[AnyCount | None, HANDED_DOWN, "pipe that gets one JSON line when the service can serve"] = None
     security: SecurityConfig = field(default_factory=SecurityConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +19,8 @@ from typing import Any
 
 from pdmesh.config import MeshConfig
 from pdmesh.errors import ConfigError
-from pdmesh.settings import CLIENT_KEY_VARIABLE, Setting, settings_of, values_of, with_values
+from pdmesh.removed_settings import REMOVED
+from pdmesh.settings import CLIENT_KEY_VARIABLE, HANDED_DOWN, Setting, converted, settings_of, values_of
 
 PREFIX = "PDMESH_"
 
@@ -61,30 +61,34 @@ def load_config(
     CUDA_*, OTEL_*). Raises ConfigError.
     """
     settings = {setting.name: setting for setting in settings_of(MeshConfig)}
+    given = {name: setting for name, setting in settings.items() if HANDED_DOWN not in setting.marks}
     values: dict[str, object] = {}
     if file is None and environ.get(CONFIG_FILE_VARIABLE):
         file = Path(environ[CONFIG_FILE_VARIABLE])
     if file is not None:
         for name, value in _read_toml(file):
-            values[name] = _lookup(settings, name, f"{name} in {file}").checked(value, f"{name} in {file}")
+            where = f"{name} in {file}"
+            values[name] = _lookup(given, REMOVED, name, where).value(value, where)
 
     for variable in _OTLP_VARIABLES:
         if environ.get(variable):
             values.setdefault("telemetry.otlp_endpoint", environ[variable])
 
-    by_variable = {variable_of(setting): setting for setting in settings.values()}
+    by_variable = {variable_of(name): setting for name, setting in settings.items()}
+    removed = {variable_of(name): advice for name, advice in REMOVED.items()}
     for variable, text in environ.items():
         if variable.startswith(PREFIX) and variable not in _NO_SETTINGS:
             _check_no_service_link(variable, text)
-            setting = _lookup(by_variable, variable, variable)
-            values[setting.name] = setting.checked(setting.parsed(text), variable)
+            setting = _lookup(by_variable, removed, variable, variable)
+            is_unset = text == "" and setting.optional
+            values[setting.name] = None if is_unset else setting.value(text, variable, is_text=True)
 
     for name, value in flags.items():
         if value is not None:
-            setting = _lookup(settings, name, name)
-            values[name] = setting.checked(value if setting.secret else setting.parsed(value), typed.get(name, name))
+            where = typed.get(name, name)
+            values[name] = _lookup(given, REMOVED, name, where).value(value, where, is_text=True)
 
-    config = typing.cast(MeshConfig, with_values(MeshConfig, values))
+    config = converted(_nested(values), MeshConfig)
     if (config.security.tls_cert is None) != (config.security.tls_key is None):
         raise ConfigError("security.tls_cert and security.tls_key go together: set both or neither")
     return config
@@ -94,7 +98,7 @@ def to_dict(config: MeshConfig, *, secrets: bool = False) -> dict[str, Any]:
     """The tree as plain values. Secrets that are set show as ``***`` unless asked for."""
 
     tree: dict[str, Any] = {}
-    for setting, value in values_of(config):
+    for setting, value in _given(config):
         section, _, key = setting.name.rpartition(".")
         shown = "***" if setting.secret and value and not secrets else value
         (tree.setdefault(section, {}) if section else tree)[key] = str(shown) if isinstance(shown, Path) else shown
@@ -104,7 +108,7 @@ def to_dict(config: MeshConfig, *, secrets: bool = False) -> dict[str, Any]:
 def to_toml(config: MeshConfig) -> str:
     """The tree as a TOML file that `load_config` reads back; what is unset or secret is left out as a comment."""
     lines: list[str] = []
-    for setting, value in values_of(config):
+    for setting, value in _given(config):
         section, _, key = setting.name.rpartition(".")
         if section and f"[{section}]" not in lines:
             lines += ["", f"[{section}]"]
@@ -113,18 +117,32 @@ def to_toml(config: MeshConfig) -> str:
     return "\n".join(lines).lstrip() + "\n"
 
 
+def _given(config: MeshConfig) -> Iterator[tuple[Setting, object]]:
+    """The settings that users give, with their values."""
+    return (each for each in values_of(config) if HANDED_DOWN not in each[0].marks)
+
+
 def environment_of(config: MeshConfig) -> dict[str, str]:
     """The variables that make `load_config` build ``config`` again, secrets among them; defaults are left out."""
     return {
-        variable_of(setting): _environment_value(value)
+        variable_of(setting.name): _environment_value(value)
         for setting, value in values_of(config)
         if value != setting.default
     }
 
 
-def variable_of(setting: Setting) -> str:
-    """Its name in the environment."""
-    return PREFIX + setting.name.replace(".", "_").upper()
+def variable_of(name: str) -> str:
+    """Return the name in the environment of the setting ``name``."""
+    return PREFIX + name.replace(".", "_").upper()
+
+
+def _nested(values: Mapping[str, object]) -> dict[str, Any]:
+    """Return values by dotted names as a tree of dictionaries."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        section, _, key = name.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[key] = value
+    return tree
 
 
 def _read_toml(file: Path) -> Iterator[tuple[str, object]]:
@@ -154,9 +172,11 @@ def _check_no_service_link(variable: str, text: str) -> None:
         )
 
 
-def _lookup(known: Mapping[str, Setting], name: str, where: str) -> Setting:
+def _lookup(known: Mapping[str, Setting], removed: Mapping[str, str], name: str, where: str) -> Setting:
     if name in known:
         return known[name]
+    if name in removed:
+        raise ConfigError(f"{where} is no longer a setting: {removed[name]}")
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f"did you mean {close[0]}?" if close else "`pdmesh config show` lists all settings"
     raise ConfigError(f"unknown setting {where}: {hint}")

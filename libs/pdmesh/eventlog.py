@@ -35,9 +35,7 @@ from pdmesh.core.events import Event
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError
 from pdmesh.policy.bundles import make_bundle
-from pdmesh.ranges import KV_RISK, Range, out_of_range
 from pdmesh.rotation import set_aside
-from pdmesh.settings import values_of
 
 log = structlog.get_logger()
 
@@ -121,7 +119,7 @@ class EventLogWriter(AbstractContextManager["EventLogWriter"]):
             return
         record = _framed(payload)
         if self._num_bytes + len(record) > self._max_bytes:
-            self._end("it has reached scheduler.event_log_max_bytes")
+            self._end("it is as long as a log may be")
         elif len(self._buffer) > MAX_BUFFERED_BYTES:
             self._end("the disk is too slow")
         else:
@@ -193,20 +191,9 @@ class EventLogReader(AbstractContextManager["EventLogReader"]):
             header = msgspec.convert(next(self._payloads(), None), Header)
         # TypeError: something stands where a log has nothing, because it is no data (`PolicyConfig.links`).
         except (msgspec.ValidationError, TypeError) as error:
-            raise EventLogError(f"{self._path} is not an event log: {error}") from error
+            raise EventLogError(f"{self._path} is damaged, or not an event log: {error}") from error
         if header.version != FORMAT_VERSION:
             raise EventLogError(f"{self._path} has format {header.version}, this pdmesh reads {FORMAT_VERSION}")
-        for setting, value in values_of(header.config):
-            # Studies go beyond what the configuration allows at the upper end, and no harm comes of it.
-            least = Range(-math.inf if setting.range is None else setting.range.low)
-            if isinstance(value, int | float) and value not in least:
-                raise EventLogError(
-                    f"{self._path} is damaged: {setting.name} in its header is {value}: must be a number{least}"
-                )
-        if header.config.kv_risk not in KV_RISK:
-            raise EventLogError(
-                f"{self._path} is damaged: kv_risk in its header is {header.config.kv_risk}: must be a number{KV_RISK}"
-            )
         policy = header.config.policy
         if not all(map(math.isfinite, (coefficients := policy.latency.coefficients))):
             raise EventLogError(f"{self._path} is damaged: its header has a latency model of {coefficients}")
@@ -225,8 +212,6 @@ class EventLogReader(AbstractContextManager["EventLogReader"]):
                         entry = Entry(now_s, msgspec.convert(fields, _EVENT_TYPES[name]))
                     except (ValueError, KeyError) as error:  # msgspec's ValidationError is a ValueError
                         raise self._damaged(f"unknown record ({error})") from error
-                    if (problem := out_of_range(entry.event)) is not None:
-                        raise self._damaged(f"{name}: {problem}")
                 case [int(digest)] if entry is not None:
                     yield entry._replace(digest=digest)
                     entry = None

@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple, NewType
 
 from msgspec import Meta
 
-from pdmesh.ranges import ANY_COUNT, COUNT, FINITE, SECONDS, Range
+from pdmesh.ranges import ANY_COUNT, COUNT, FINITE, SECONDS
 
 RequestId = NewType("RequestId", str)
 InstanceId = NewType("InstanceId", str)
@@ -47,8 +47,8 @@ RequestKey = tuple[RequestId, Epoch]
 #: so that a larger number is damage, and tables that grow with the longest prompt must not follow it.
 MAX_REQUEST_TOKENS = 1 << 24
 
-NumTokens = Annotated[int, Range(0, MAX_REQUEST_TOKENS)]
-SomeTokens = Annotated[int, Range(1, MAX_REQUEST_TOKENS)]
+NumTokens = Annotated[int, Meta(ge=0, le=MAX_REQUEST_TOKENS)]
+SomeTokens = Annotated[int, Meta(ge=1, le=MAX_REQUEST_TOKENS)]
 
 #: Tokens of a *granule*: KV is kept for other requests, and reused, in granules of a prompt's tokens.
 GRANULE_TOKENS = 128
@@ -225,8 +225,8 @@ class Request:
     max_tokens: SomeTokens
     arrival_s: Annotated[float, FINITE]
     priority: int = 0  # lower is earlier, as in vLLM
-    slo_ttft_s: Annotated[float | None, SECONDS] = None
-    slo_tpot_s: Annotated[float | None, SECONDS] = None
+    slo_ttft_s: Annotated[float, SECONDS] | None = None
+    slo_tpot_s: Annotated[float, SECONDS] | None = None
     tenant: str = ""  # the name of the key that it came with
     share: Annotated[int, COUNT] = 1  # of that key, among others
     num_tokens_before: Annotated[int, ANY_COUNT] = 0  # of other prompts, in line before it, of the same client request
@@ -494,7 +494,7 @@ class OwnDecodeSteps:
     #: From the beginning of the first to the end of the last: what is more than duration_s are gaps.
     wall_s: Annotated[float, SECONDS]
     began_s: Annotated[float, FINITE] = 0.0
-    lent_share: Annotated[float, Range(0)] = 0.0  # sum of the shares of the steps (`StepDone`)
+    lent_share: Annotated[float, SECONDS] = 0.0  # sum of the shares of the steps (`StepDone`)
 
     @property
     def ended_s(self) -> float:

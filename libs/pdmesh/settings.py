@@ -1,55 +1,53 @@
-"""What a setting is: a field of a frozen dataclass whose type says its limits and its meaning.
+"""Settings: fields of frozen dataclasses whose types say their limits and their meaning.
 
-``port: Annotated[int, PORT, "HTTP; 0 takes a free port"] = 8000`` is all there is to one: what the configuration file,
-the environment and flags may say of it, and its row in ``docs/configuration.md``, follow from that line. This module
-knows no file and no environment (`pdmesh.config` does), so that the pure core can declare settings too.
+``port: Annotated[Port, "HTTP; 0 takes a free port"] = 8000`` declares one. msgspec parses and checks its value
+from the configuration file, the environment and flags, and its row in ``docs/configuration.md`` is made from that line.
+A field without a meaning is no setting: only code sets it. This module knows no file and no environment
+(`pdmesh.config_sources` does), so that the pure core can declare settings too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from pdmesh.errors import ConfigError
-from pdmesh.ranges import Range
 from pdmesh.units import parse_bytes, parse_seconds
 
 #: No setting of any service: the key that our own commands show to a gateway. A mesh's settings may have hashes only.
 CLIENT_KEY_VARIABLE = "PDMESH_API_KEY"
 
-
-@dataclass(frozen=True, slots=True)
-class OneOf:
-    """The only values of a text."""
-
-    values: tuple[str, ...]
-
-
-def one_of(*values: str) -> OneOf:
-    """Mark a text as one of ``values``."""
-    return OneOf(values)
+T = TypeVar("T")
 
 
 class Mark(Enum):
     """What else a setting's type may say of it."""
 
     SECRET = "secret"  # never shown or recorded
-    NO_SETTING = "no setting"  # a field that is filled in otherwise
+    TOP_TEN = "top ten"  # most users need this one
+    HANDED_DOWN = "handed down"  # `pdmesh up` sets it in the environment of its services
 
 
-SECRET = Mark.SECRET
-NO_SETTING = Mark.NO_SETTING
+SECRET, TOP_TEN, HANDED_DOWN = Mark.SECRET, Mark.TOP_TEN, Mark.HANDED_DOWN
 
-_ANY_NUMBER = Range(0)
-_ANY_DURATION = Range(1e-3)
 
+def one_of(*values: str) -> msgspec.Meta:
+    """Mark a text as one of ``values``."""
+    return msgspec.Meta(pattern=rf"\A({'|'.join(values)})\Z", extra={_CHOICES: values})
+
+
+_CHOICES = "choices"
 _NOUNS = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path"}
+_SWITCHES = {"yes": True, "no": False}  # msgspec reads true, false, 1 and 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +70,18 @@ class Setting:
     """One leaf of a tree of settings."""
 
     name: str  # "gateway.port"
+    hint: Any  # the field's type, with its marks
     type: type
     optional: bool
     default: object
-    meaning: str = ""
-    range: Range | None = None  # of numbers only
-    choices: tuple[str, ...] = ()
-    secret: bool = False
+    meaning: str
+    choices: tuple[str, ...]
+    marks: frozenset[Mark]
+
+    @property
+    def secret(self) -> bool:
+        """Whether values are never shown."""
+        return SECRET in self.marks
 
     @property
     def unit(self) -> Unit | None:
@@ -86,47 +89,55 @@ class Setting:
         return _UNITS.get((self.name.rpartition("_")[2], self.type))
 
     @property
+    def limits(self) -> tuple[float | None, float | None]:
+        """The least and the greatest number, None where there is none."""
+        meta = _number_or_text(self.hint)
+        return meta.ge, None if meta.le == sys.float_info.max else meta.le
+
+    @property
     def wanted(self) -> str:
-        """What it may be, in words."""
+        """What the value may be, in words."""
         if self.choices:
-            return "one of " + ", ".join(self.choices)
-        noun = _NOUNS[self.type] if self.unit is None else self.unit.noun
-        examples = "" if self.unit is None else f", {self.unit.examples}"
-        return f"{noun}{self.range or ''}{examples}"
+            return f"one of {', '.join(filter(None, self.choices))}"
+        noun, examples = _NOUNS[self.type], ""
+        if self.unit is not None:
+            noun, examples = self.unit.noun, f", {self.unit.examples}"
+        low, high = self.limits
+        limits = "" if low is None else f" of at least {low:g}" if high is None else f" from {low:g} to {high:g}"
+        return f"{noun}{limits}{examples}"
 
-    def parsed(self, text: object) -> object:
-        """A value from text, or the text itself where it cannot be one (`checked` then says so)."""
-        if not isinstance(text, str):
-            return text
-        if self.optional and text == "":
-            return None
+    def value(self, given: object, where: str, *, is_text: bool = False) -> object:
+        """Return what the tree holds for ``given``; ``is_text``: numbers and switches may come as text.
+
+        Raises ConfigError, which names the value, its limits and ``where`` it came from.
+        """
+        if given == "" and self.optional:
+            if self.secret:  # a variable of a script's that is not set, most likely
+                raise ConfigError(f"{where} is empty: give a secret, or leave the setting out")
+            if is_text:
+                return None
+        found = given
         try:
-            if self.type is bool:
-                return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
-            return self.type(text) if self.unit is None else self.unit.parse(text)
-        except (ValueError, KeyError):
-            return text
-
-    def checked(self, value: object, where: str) -> object:
-        """``value`` as the tree holds it. Raises ConfigError, which says ``where`` it came from."""
-        if value is None and self.optional:
-            return None
-        if self.secret and self.optional and value == "":  # a variable of a script's that is not set, most likely
-            raise ConfigError(f"{where} is empty: give a secret, or leave the setting out")
-        if self.type is Path and isinstance(value, str):
-            value = Path(value)
-        if self.unit is not None and isinstance(value, str):
-            value = self.parsed(value)  # TOML has no sizes and durations
-        if self.type is float and type(value) is int:
-            value = float(value)
-        fits = type(value) is self.type or (self.type is Path and isinstance(value, Path))
-        if fits and self.range is not None and isinstance(value, int | float):
-            fits = value in self.range
-        if not fits or (self.choices and value not in self.choices):
-            shown = "a secret of the wrong type" if self.secret else repr(value)
+            if isinstance(found, str) and self.unit is not None:
+                found = self.unit.parse(found)
+            elif is_text and isinstance(found, str) and self.type is bool:
+                found = _SWITCHES.get(found.lower(), found)
+            return converted(found, self.hint, strict=not is_text)
+        except ValueError:  # msgspec's ValidationError is one
+            shown = "a secret of the wrong type" if self.secret else repr(given)
             article = "" if self.choices or self.type in (bool, str) else "a "
-            raise ConfigError(f"{where} is {shown}: must be {article}{self.wanted}")
-        return value
+            raise ConfigError(f"{where} is {shown}: must be {article}{self.wanted}") from None
+
+
+def converted(value: object, hint: type[T], *, strict: bool = True) -> T:
+    """Return plain ``value`` as what ``hint`` says. Raises msgspec.ValidationError."""
+    return msgspec.convert(value, hint, strict=strict, dec_hook=_path)
+
+
+def _path(kind: type, value: object) -> object:
+    if kind is Path and isinstance(value, str | Path):
+        return Path(value)
+    raise ValueError(f"no {kind.__name__}")
 
 
 def settings_of(node: type, prefix: str = "") -> Iterator[Setting]:
@@ -135,45 +146,41 @@ def settings_of(node: type, prefix: str = "") -> Iterator[Setting]:
     for item in dataclasses.fields(node):
         name, hint = prefix + item.name, hints[item.name]
         marks: tuple[Any, ...] = getattr(hint, "__metadata__", ())
-        plain = hint.__origin__ if marks else hint
-        if NO_SETTING in marks:
-            continue
-        if dataclasses.is_dataclass(plain):
+        meaning = next((mark for mark in marks if isinstance(mark, str)), "")
+        plain = _plain(hint)
+        if dataclasses.is_dataclass(plain) and not meaning and prefix == "":
             yield from settings_of(typing.cast(type, plain), name + ".")
-            continue
-        optional = isinstance(plain, types.UnionType)
-        kind = next(part for part in typing.get_args(plain) if part is not types.NoneType) if optional else plain
-        yield Setting(
-            name,
-            kind,
-            optional,
-            item.default,
-            meaning=next((mark for mark in marks if isinstance(mark, str)), ""),
-            range=_range(marks, item.name) if kind in (int, float) else None,
-            choices=next((mark.values for mark in marks if isinstance(mark, OneOf)), ()),
-            secret=SECRET in marks,
-        )
+        elif meaning:
+            yield _setting(name, hint, plain, item.default, meaning, marks)
 
 
-def _range(marks: tuple[Any, ...], name: str) -> Range:
-    """Return the declared range; by default a duration is above zero, another number at least zero."""
-    unsaid = _ANY_DURATION if name.endswith("_s") else _ANY_NUMBER
-    return next((mark for mark in marks if isinstance(mark, Range)), unsaid)
+def _setting(name: str, hint: Any, plain: Any, default: object, meaning: str, marks: tuple[Any, ...]) -> Setting:
+    optional = isinstance(plain, types.UnionType) or typing.get_origin(plain) is typing.Union
+    kind = _plain(next(part for part in typing.get_args(plain) if part is not types.NoneType)) if optional else plain
+    extra = _number_or_text(hint).extra or {}
+    return Setting(
+        name,
+        hint,
+        kind,
+        optional,
+        default,
+        meaning,
+        extra.get(_CHOICES, ()),
+        frozenset(mark for mark in marks if isinstance(mark, Mark)),
+    )
 
 
-def with_values(node: type, values: dict[str, object], prefix: str = "") -> Any:
-    """A tree of ``node`` with ``values`` by their dotted names, and defaults elsewhere."""
-    hints = typing.get_type_hints(node)
-    arguments: dict[str, object] = {}
-    for item in dataclasses.fields(node):
-        name, hint = prefix + item.name, hints[item.name]
-        if name in values:
-            arguments[item.name] = values[name]
-        elif dataclasses.is_dataclass(hint):
-            section = {key: value for key, value in values.items() if key.startswith(name + ".")}
-            if section:
-                arguments[item.name] = with_values(typing.cast(type, hint), section, name + ".")
-    return node(**arguments)
+def _plain(hint: Any) -> Any:
+    """Return a type without its marks."""
+    return hint.__origin__ if hasattr(hint, "__metadata__") else hint
+
+
+def _number_or_text(hint: Any) -> msgspec.Meta:
+    """Return what a type says of a number's limits, or of the choices of a text."""
+    marks = [*getattr(hint, "__metadata__", ())]
+    for part in typing.get_args(_plain(hint)):
+        marks += getattr(part, "__metadata__", ())
+    return next((mark for mark in marks if isinstance(mark, msgspec.Meta)), msgspec.Meta())
 
 
 def values_of(tree: object) -> Iterator[tuple[Setting, object]]:

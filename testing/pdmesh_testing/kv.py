@@ -19,7 +19,14 @@ from pdmesh.transport.ucx import UcxTransport
 
 SMALL_LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 SMALL_TRANSFER = TransferConfig(
-    transport="memory", max_payload_bytes=4096, num_send_buffers=4, num_receive_buffers=4, no_progress_s=5.0
+    transport="memory",
+    max_payload_bytes=4096,
+    num_send_buffers=4,
+    num_receive_buffers=4,
+    no_progress_s=5.0,
+    deadline_s=120.0,
+    network_no_progress_s=2.0,
+    group_no_progress_s=30.0,
 )
 
 

@@ -46,7 +46,7 @@ GATEWAY_METHOD = "/pdmesh.v1.Scheduler/Gateway"
 _GATEWAY_COMMANDS = {kind.__name__ for kind in get_args(GatewayCommand)}
 
 #: A lease that no test outlives, and nobody is suspected before: only what a test does ends a stream.
-CONFIG = MeshConfig(scheduler=SchedulerConfig(lease_s=60.0, suspect_s=60.0))
+CONFIG = MeshConfig(scheduler=SchedulerConfig(lease_s=60.0, suspect_s=60.0, heartbeat_s=1.0, gateway_lease_s=30.0))
 
 
 class RunningScheduler(ServiceContext):

@@ -87,6 +87,7 @@ def main() -> None:
         ucx_tls=options.tls,
         ucx_net_devices=options.net_devices,
         no_progress_s=0.3,
+        network_no_progress_s=2.0,
     )
     anyio.run(partial(_serve, config))
 

@@ -92,7 +92,7 @@ def served(
         "SCHEDULER_MAX_QUEUE_S": "600",  # on a machine with other work 32 at once may be predicted to wait for long
     }
     if case.drafts:
-        settings |= {"WORKER_SPECULATION": "ngram", "WORKER_PROMPT_LOOKUP_MIN": "1"}
+        settings |= {"WORKER_SPECULATION": "ngram"}
     if case.over_ucx:
         settings |= {"TRANSFER_UCX_TLS": "tcp", "TRANSFER_UCX_NET_DEVICES": "lo"}
     with running_mesh(

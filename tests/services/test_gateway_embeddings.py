@@ -117,11 +117,10 @@ async def test_a_model_that_is_not_for_embeddings_says_so(model: Path, tmp_path:
         ({"input": [1, 10_000]}, "out of vocabulary"),
         ({"input": "a" * 100}, "maximum context length is 64 tokens"),
         ({"input": "a", "model": "gpt"}, "does not exist"),
-        ({"input": "a", "temperature": 1}, "temperature"),
     ],
 )
 async def test_bad_requests_are_refused_by_field(model: Path, fields: dict[str, Any], message: str) -> None:
-    async with served(model, strict_fields=True) as (_client, http, mesh):
+    async with served(model) as (_client, http, mesh):
         response = await http.post("/v1/embeddings", json=fields)
         assert response.status_code in (400, 404)
         assert message in response.json()["error"]["message"]

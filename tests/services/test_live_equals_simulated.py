@@ -83,9 +83,9 @@ from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.gateway_streams import GatewayStreams
 from pdmesh_scheduler.history import MeshHistory
 from pdmesh_scheduler.mesh_check import MeshCheck
-from pdmesh_scheduler.scheduler_metrics import SchedulerMetrics
 from pdmesh_scheduler.peer_streams import Leases, Peers
 from pdmesh_scheduler.request_records import RequestRecords
+from pdmesh_scheduler.scheduler_metrics import SchedulerMetrics
 from pdmesh_scheduler.scheduler_spans import SchedulerSpans
 from pdmesh_scheduler.tenants import TenantUsage
 from pdmesh_scheduler.worker_streams import WorkerStreams

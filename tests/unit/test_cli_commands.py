@@ -185,7 +185,7 @@ def test_words_of_other_tools_are_commands_that_help_shows() -> None:
 @pytest.mark.parametrize(
     ("arguments", "variables", "sentence"),
     [
-        (["up", "--port", "99999"], {}, "--port is 99999: must be a whole number from 0 to 65535"),
+        (["up", "--port", "99999"], {}, "--port is '99999': must be a whole number from 0 to 65535"),
         (["up", "--port", "x"], {}, "--port is 'x': must be a whole number from 0 to 65535"),
         (["up", "--kv-cache-bytes", "4 gigs"], {}, "--kv-cache-bytes is '4 gigs': must be a size in bytes of at least"),
         (
@@ -208,8 +208,21 @@ def test_words_of_other_tools_are_commands_that_help_shows() -> None:
         (["up", "--set", "worker.dtyp=float32"], {}, "unknown setting worker.dtyp: did you mean worker.dtype?"),
         (["up", "--set", "worker.dtype"], {}, "--set 'worker.dtype': must be NAME=VALUE"),
         (["up", "--prefill", "0"], {}, "no instance could prefill"),
-        (["up", "--set", "scheduler.bundle=fcfs"], {"PDMESH_SCHEDULER_BATCHING": "eb"}, "no instance has a choice of"),
-        (["up"], {"PDMESH_POLICY_EB_THRESHOLD": "1"}, "PDMESH_POLICY_EB_THRESHOLD is 1.0: must be a number from 0.001"),
+        (
+            ["up", "--set", "scheduler.bundle=fcfs"],
+            {"PDMESH_SCHEDULER_BATCHING": "eb"},
+            "scheduler.batching is eb: no instance",
+        ),
+        (
+            ["up"],
+            {"PDMESH_POLICY_GROUP_IMPROVEMENT": "1"},
+            "PDMESH_POLICY_GROUP_IMPROVEMENT is '1': must be a number from 0 to 0.9",
+        ),
+        (
+            ["up"],
+            {"PDMESH_POLICY_EB_THRESHOLD": "0.5"},
+            "PDMESH_POLICY_EB_THRESHOLD is no longer a setting",
+        ),
         (["policy", "set", "mb", "--threshold", "0.3"], {}, "--threshold applies to `eb` only"),
         (["up", "--name", "../x"], {}, "--name is '../x'"),
         (["up", "--model", "./nowhere"], {}, "model './nowhere': there is no such file or directory"),
@@ -283,7 +296,7 @@ def test_what_compose_takes_does_not_break_the_command(machine: Machine) -> None
 def test_every_variable_of_the_compose_files_is_a_setting_or_known_to_be_none() -> None:
     folder = Path(__file__).parents[2] / "deploy/compose"
     taken = {name for file in folder.glob("*.yaml") for name in re.findall(r"\$\{(PDMESH_\w+)", file.read_text())}
-    settings = {variable_of(setting) for setting in settings_of(MeshConfig)}
+    settings = {variable_of(setting.name) for setting in settings_of(MeshConfig)}
     assert taken - settings <= COMPOSE_VARIABLES
     assert not COMPOSE_VARIABLES & settings
 

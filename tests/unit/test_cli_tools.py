@@ -40,7 +40,7 @@ from pdmesh.cli.http import Target
 from pdmesh.cli.process_id import process_id
 from pdmesh.cli.request_view import requests_table
 from pdmesh.cli.run import _serves
-from pdmesh.cli.state_folder import MeshRecord, ServiceRecord, StateFolder, running_meshes
+from pdmesh.cli.state_folder import MeshRecord, ServiceRecord, StateFolder, running_meshes, scheduler_of
 from pdmesh.cli.status import (
     compute_lines,
     group_line,
@@ -48,7 +48,6 @@ from pdmesh.cli.status import (
     instances_table,
     processes_table,
     speed_line,
-    target,
 )
 from pdmesh.cli.tables import Column, Table
 from pdmesh.cli.up import down
@@ -437,7 +436,7 @@ def test_commands_know_a_meshs_certificates_by_its_record(tmp_path: Path) -> Non
     record = record_of(config={"security": own})
     state = StateFolder("default", tmp_path)
     state.write(record)
-    _, _, security = target(MeshConfig(), state)
+    _, _, security = scheduler_of(MeshConfig(), state)
     assert (security.mesh_token, security.tls_cert, security.tls_key, security.tls_ca) == (
         "token",
         Path("/tls/mesh.pem"),
@@ -445,7 +444,7 @@ def test_commands_know_a_meshs_certificates_by_its_record(tmp_path: Path) -> Non
         None,
     )
     given = SecurityConfig(tls_cert=Path("/mine.pem"), tls_key=Path("/mine.key"), tls_ca=Path("/ca.pem"))
-    _, _, security = target(MeshConfig(security=given), state)
+    _, _, security = scheduler_of(MeshConfig(security=given), state)
     assert security == replace(given, mesh_token="token")
 
 
@@ -514,7 +513,7 @@ def test_doctor_knows_the_mesh_that_has_the_port(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("available_mib", "kv_cache_bytes", "verdict", "said"),
     [
-        (500, None, Severity.WARNING, "lower PDMESH_WORKER_KV_CACHE_HOST_SHARE"),
+        (500, None, Severity.WARNING, "lower --kv-cache-bytes"),
         (8000, None, Severity.OK, "3.9 GiB of them for two KV caches"),  # a quarter each of what is available
         (2400, None, Severity.OK, "1.2 GiB of them"),
         (2300, None, Severity.WARNING, ""),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,12 @@ from hypothesis import strategies as st
 
 from pdmesh.cli.reference import with_tables
 from pdmesh.config import GatewayConfig, MeshConfig, SecurityConfig, WorkerConfig
-from pdmesh.config_sources import environment_of, load_config, to_dict, to_toml
+from pdmesh.config_sources import environment_of, load_config, to_dict, to_toml, variable_of
 from pdmesh.errors import ConfigError
-from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import PROFILES
 from pdmesh.profiles import load_profile
-from pdmesh.settings import Setting, settings_of
+from pdmesh.removed_settings import REMOVED
+from pdmesh.settings import HANDED_DOWN, TOP_TEN, Setting, settings_of
 from pdmesh_scheduler.main import core_config_of
 
 
@@ -40,10 +41,10 @@ def test_without_anything_it_is_the_default_tree() -> None:
 
 
 def test_file_then_environment_then_flags(tmp_path: Path) -> None:
-    file = toml_file(tmp_path, 'model = "file"\n[gateway]\nport = 1\nmax_n = 1\n[scheduler]\nport = 1\n')
+    file = toml_file(tmp_path, 'model = "file"\n[gateway]\nport = 1\ngrpc_port = 1\n[scheduler]\nport = 1\n')
     environ = {"PDMESH_GATEWAY_PORT": "2", "PDMESH_SCHEDULER_PORT": "2", "PDMESH_MODEL": "environment"}
-    config = load_config(file, environ, {"gateway.port": 3, "gateway.max_n": None})
-    assert (config.gateway.max_n, config.scheduler.port, config.gateway.port) == (1, 2, 3)
+    config = load_config(file, environ, {"gateway.port": 3, "gateway.grpc_port": None})
+    assert (config.gateway.grpc_port, config.scheduler.port, config.gateway.port) == (1, 2, 3)
     assert config.model == "environment"
 
 
@@ -136,16 +137,16 @@ def test_a_flag_is_named_as_it_was_typed() -> None:
 
 @pytest.mark.parametrize(("variable", "text", "wanted"), [
     ("PDMESH_GATEWAY_PORT", "many", "PDMESH_GATEWAY_PORT is 'many': must be a whole number from 0 to 65535"),
-    ("PDMESH_GATEWAY_PORT", "65536", "PDMESH_GATEWAY_PORT is 65536: must be a whole number from 0 to 65535"),
+    ("PDMESH_GATEWAY_PORT", "65536", "PDMESH_GATEWAY_PORT is '65536': must be a whole number from 0 to 65535"),
     ("PDMESH_GATEWAY_PORT", "1.5", "PDMESH_GATEWAY_PORT is '1.5': must be a whole number from 0 to 65535"),
-    ("PDMESH_SCHEDULER_LEASE_S", "0", f"PDMESH_SCHEDULER_LEASE_S is 0.0: must be {SECONDS}"),
+    ("PDMESH_SCHEDULER_LEASE_S", "0", f"PDMESH_SCHEDULER_LEASE_S is '0': must be {SECONDS}"),
     ("PDMESH_SCHEDULER_LEASE_S", "nan", f"PDMESH_SCHEDULER_LEASE_S is 'nan': must be {SECONDS}"),
     ("PDMESH_SCHEDULER_LEASE_S", "inf", f"PDMESH_SCHEDULER_LEASE_S is 'inf': must be {SECONDS}"),
-    ("PDMESH_POLICY_GROUP_SIZE", "65", "PDMESH_POLICY_GROUP_SIZE is 65: must be a whole number from 1 to 64"),
+    ("PDMESH_POLICY_GROUP_SIZE", "65", "PDMESH_POLICY_GROUP_SIZE is '65': must be a whole number from 1 to 64"),
     (
         "PDMESH_POLICY_MAX_GROUP_MEMBERS",
         "65",
-        "PDMESH_POLICY_MAX_GROUP_MEMBERS is 65: must be a whole number from 1 to 64",
+        "PDMESH_POLICY_MAX_GROUP_MEMBERS is '65': must be a whole number from 1 to 64",
     ),
     ("PDMESH_WORKER_DTYPE", "fp8", "PDMESH_WORKER_DTYPE is 'fp8': must be one of auto, float32, bfloat16, float16"),
     ("PDMESH_WORKER_DETERMINISTIC", "maybe", "PDMESH_WORKER_DETERMINISTIC is 'maybe': must be true or false"),
@@ -221,7 +222,7 @@ def test_every_tree_survives_environment_and_file(
     config = MeshConfig(
         model=model,
         security=SecurityConfig(api_keys_file=key_file),
-        gateway=GatewayConfig(port=port, body_timeout_s=timeout_s),
+        gateway=GatewayConfig(port=port, request_timeout_s=timeout_s),
         worker=WorkerConfig(deterministic=deterministic),
     )
     assert load_config(None, environment_of(config), {}) == config
@@ -234,25 +235,60 @@ def test_only_what_differs_from_the_default_goes_to_children() -> None:
     assert environment_of(config) == {"PDMESH_MODEL": "m", "PDMESH_GATEWAY_PORT": "1"}
 
 
-def test_every_setting_has_a_meaning() -> None:
-    assert [setting.name for setting in settings_of(MeshConfig) if not setting.meaning] == []
-
-
 def test_every_default_is_a_value_that_may_be_given() -> None:
     for setting in settings_of(MeshConfig):
-        assert setting.checked(setting.default, setting.name) == setting.default
+        assert setting.value(setting.default, setting.name) == setting.default
+
+
+def test_there_are_few_settings_and_ten_of_them_come_first() -> None:
+    """Before one is added: can it be a constant, or follow from another?"""
+    marks = [setting.marks for setting in settings_of(MeshConfig)]
+    assert sum(HANDED_DOWN not in each for each in marks) <= 120
+    assert sum(TOP_TEN in each for each in marks) == 10
+
+
+@pytest.mark.parametrize("name", sorted(REMOVED))
+def test_a_setting_of_an_earlier_version_is_refused_wherever_it_is_given(tmp_path: Path, name: str) -> None:
+    section, _, key = name.rpartition(".")
+    file = toml_file(tmp_path, f"[{section}]\n{key} = 1\n")
+    given: tuple[tuple[str, Callable[[], MeshConfig]], ...] = (
+        (f"{name} in {file}", lambda: load_config(file, {}, {})),
+        (variable_of(name), lambda: load_config(None, {variable_of(name): "1"}, {})),
+        (name, lambda: load_config(None, {}, {name: "1"})),
+    )
+    for where, load in given:
+        if name == "worker.kv_cache_host_share" and where == variable_of(name):
+            continue  # `pdmesh up` hands it down
+        with pytest.raises(ConfigError) as error:
+            load()
+        assert str(error.value).startswith(f"{where} is no longer a setting: ")
+
+
+def test_no_removed_setting_has_the_name_of_one_that_users_give() -> None:
+    assert not {setting.name for setting in settings_of(MeshConfig) if HANDED_DOWN not in setting.marks} & set(REMOVED)
+
+
+def test_what_is_handed_down_comes_by_the_environment_alone(tmp_path: Path) -> None:
+    assert load_config(None, {"PDMESH_READY_FD": "5"}, {}).ready_fd == 5
+    assert "ready_fd" not in to_toml(MeshConfig(ready_fd=5)) + str(to_dict(MeshConfig(ready_fd=5)))
+    with pytest.raises(ConfigError, match="unknown setting ready_fd"):
+        load_config(toml_file(tmp_path, "ready_fd = 5"), {}, {})
+    with pytest.raises(ConfigError, match="unknown setting ready_fd"):
+        load_config(None, {}, {"ready_fd": 5})
+
+
+def test_limits_follow_from_the_settings_that_are_left() -> None:
+    given = {"scheduler.lease_s": "10", "transfer.no_progress_s": "5", "gateway.max_body_bytes": "1GiB"}
+    config = load_config(None, {}, given)
+    assert (config.scheduler.gateway_lease_s, config.scheduler.heartbeat_s) == (60.0, 2.0)
+    transfer = config.transfer
+    assert (transfer.deadline_s, transfer.network_no_progress_s, transfer.group_no_progress_s) == (60.0, 1.0, 15.0)
+    assert config.gateway.max_queued_bytes == 16 << 30
 
 
 def test_the_page_is_made_from_the_types() -> None:
     page = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
     assert with_tables(page) == page, "run `make docs`"
-
-
-def test_every_knob_of_the_policies_is_a_setting() -> None:
-    """Those that are none come from others: profiles, what is measured, and `scheduler.batching`."""
-    reachable = {setting.name.removeprefix("policy.") for setting in settings_of(MeshConfig)}
-    from_others = {"latency", "num_stages", "latency_of_device_class", "links", "batching"}
-    assert {item.name for item in fields(PolicyConfig)} - reachable == from_others
 
 
 @given(data=st.data())
@@ -271,7 +307,8 @@ def _another_value(setting: Setting) -> str | float:
         return next(choice for choice in setting.choices if choice != default)
     assert isinstance(default, int | float)
     value = {bool: not default, float: default / 2, int: default + 1}[setting.type]
-    if setting.range is not None and not setting.range.low <= value <= setting.range.high:
+    low, high = setting.limits
+    if (low is not None and value < low) or (high is not None and value > high):
         return default * 1.5 if isinstance(default, float) else int(default * 1.5)
     return value
 

@@ -129,13 +129,13 @@ def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("event", "what"),
     [
-        (RequestArrived(a_request("r", 2**40)), "num_prompt_tokens is 1099511627776: must be a number from 1 to"),
-        (RequestArrived(a_request("r", 0)), "num_prompt_tokens is 0"),
+        (RequestArrived(a_request("r", 2**40)), r"<= 16777216.*num_prompt_tokens"),
+        (RequestArrived(a_request("r", 0)), ">= 1.*num_prompt_tokens"),
         (RequestArrived(a_request("r", output=2**62)), "max_tokens"),
         (RequestFinished(InstanceId("i"), RequestId("r"), Epoch(0), FinishReason.STOP, 2**40), "num_output_tokens"),
-        (StepDone(InstanceId("i"), 1, math.nan, (), 0), "duration_s is nan"),
-        (LoadReported(InstanceId("i"), -1, 0, 0, 0), "num_free_blocks is -1: must be a number of at least 0"),
-        (InstanceJoined(replace(modelled_profile("i", Role.MIXED), num_blocks=-5), ()), "profile: num_blocks is -5"),
+        (StepDone(InstanceId("i"), 1, math.nan, (), 0), ">= 0.*duration_s"),
+        (LoadReported(InstanceId("i"), -1, 0, 0, 0), ">= 0.*num_free_blocks"),
+        (InstanceJoined(replace(modelled_profile("i", Role.MIXED), num_blocks=-5), ()), r">= 1.*profile\.num_blocks"),
     ],
 )
 def test_a_number_that_cannot_be_is_damage(tmp_path: Path, event: Event, what: str) -> None:
@@ -152,21 +152,21 @@ def test_a_number_that_cannot_be_is_damage(tmp_path: Path, event: Event, what: s
     [
         (
             replace(CONFIG, policy=replace(POLICY, chunk_tokens=-16)),
-            r"policy\.chunk_tokens in its header is -16: must be a number of at least 1",
+            r">= 1.*policy\.chunk_tokens",
         ),
-        (replace(CONFIG, policy=replace(POLICY, slo_tpot_s=math.nan)), r"policy\.slo_tpot_s"),
+        (replace(CONFIG, policy=replace(POLICY, slo_tpot_s=math.nan)), r">= 0\.001.*policy\.slo_tpot_s"),
         (
             replace(CONFIG, policy=replace(POLICY, latency=replace(POLICY.latency, b_s=math.inf))),
             "its header has a latency model of",
         ),
-        (replace(CONFIG, kv_risk=1.0), r"kv_risk in its header is 1\.0: must be a number from 1e-06 to 0\.5"),
+        (replace(CONFIG, kv_risk=1.0), r"<= 0\.5.*kv_risk"),
     ],
 )
 def test_a_setting_that_cannot_be_is_damage(tmp_path: Path, config: CoreConfig, what: str) -> None:
     path = tmp_path / "events.log"
     with EventLogWriter(path, replace(HEADER, config=config)):
         pass
-    with pytest.raises(EventLogError, match=rf"events\.log is damaged: {what}"):
+    with pytest.raises(EventLogError, match=rf"events\.log is damaged.*{what}"):
         EventLogReader(path)
 
 

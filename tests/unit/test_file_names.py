@@ -20,16 +20,15 @@ FOLDERS = (
     "services/scheduler",
 )
 
-#: Not of the product; names that Python or every service has.
-LEFT_OUT = ("testing", "sim", "studies")
-BY_CONVENTION = ("__init__.py", "__main__.py", "main.py", "testing.py")
+#: Names that Python or every service has.
+BY_CONVENTION = ("__init__.py", "__main__.py", "main.py")
 
 
 def test_no_other_file_of_the_product_has_the_name_of_a_file_in_these_folders() -> None:
     paths = defaultdict[str, list[str]](list)
     for path in sorted((*(ROOT / "libs").rglob("*.py"), *(ROOT / "services").rglob("*.py"))):
         relative = path.relative_to(ROOT)
-        if path.name not in BY_CONVENTION and not set(LEFT_OUT) & set(relative.parts):
+        if path.name not in BY_CONVENTION:
             paths[path.name].append(str(relative))
     assert len(paths) > 300
     twice = [same for same in paths.values() if len(same) > 1 and any(each.startswith(FOLDERS) for each in same)]

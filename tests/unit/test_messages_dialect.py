@@ -152,7 +152,7 @@ def test_stop_reasons(pieces: Any, end: Any, is_clamped: bool, stop_reason: str,
 
 def request(**fields: Any) -> MessagesRequest:
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], **fields}
-    return msgspec.convert(known_fields(body, MessagesRequest, strict=False)[0], MessagesRequest)
+    return msgspec.convert(known_fields(body, MessagesRequest)[0], MessagesRequest)
 
 
 def test_blocks_become_the_messages_that_templates_know() -> None:

@@ -41,7 +41,14 @@ from pdmesh_testing.worker import RunningInstance, chunk_plans, make_generation,
 
 pytestmark = pytest.mark.anyio
 
-CONFIG = TransferConfig(max_payload_bytes=4096, num_send_buffers=4, num_receive_buffers=4, no_progress_s=0.3)
+CONFIG = TransferConfig(
+    max_payload_bytes=4096,
+    num_send_buffers=4,
+    num_receive_buffers=4,
+    no_progress_s=0.3,
+    deadline_s=120.0,
+    group_no_progress_s=30.0,
+)
 LONG = SamplingParams(max_tokens=300, temperature=0)
 BLOCK = FAKE_LAYOUT.block_size
 

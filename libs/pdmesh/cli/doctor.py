@@ -214,14 +214,14 @@ def check_memory(config: MeshConfig, available_bytes: int | None) -> Check:
     worker = config.worker
     # Two workers, the smallest mesh: their KV caches, and about 600 MiB each for torch itself.
     if worker.kv_cache_bytes is None:
-        kv_bytes, option = int(available_bytes * worker.kv_cache_host_share), "PDMESH_WORKER_KV_CACHE_HOST_SHARE"
+        kv_bytes = int(available_bytes * worker.kv_cache_host_share)
     else:
-        kv_bytes, option = worker.kv_cache_bytes, "--kv-cache-bytes"
+        kv_bytes = worker.kv_cache_bytes
     wanted_bytes = 2 * (kv_bytes + 600 * (1 << 20))
     found = f"{available_bytes / _GIB:.1f} GiB available, {2 * kv_bytes / _GIB:.1f} GiB of them for two KV caches"
     if available_bytes < wanted_bytes:
         advice = f"one prefill and one decode worker take {wanted_bytes / _GIB:.1f} GiB and twice the weights: "
-        return Check("memory", Severity.WARNING, found, advice + f"lower {option}, or use --mixed 1")
+        return Check("memory", Severity.WARNING, found, advice + "lower --kv-cache-bytes, or use --mixed 1")
     return Check("memory", Severity.OK, found)
 
 

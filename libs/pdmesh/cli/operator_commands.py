@@ -184,5 +184,8 @@ def _operate(asked: Asked, kind: str, instance: str, *, wait: bool = True, **mor
     from pdmesh.core.operator_events import OperationRequested
 
     fields = {"operation_id": new_operation_id(), "kind": kind, "instance_id": instance, **more}
-    requested = msgspec.convert(fields, OperationRequested)
+    try:
+        requested = msgspec.convert(fields, OperationRequested)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"no such operation: {error}") from error
     raise Exit(start(asked, requested, wait=wait))

@@ -9,11 +9,11 @@ import dataclasses
 import inspect
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pdmesh.config import MeshConfig
-from pdmesh.settings import Setting, settings_of
+from pdmesh.settings import HANDED_DOWN, TOP_TEN, Setting, settings_of
 
 #: What follows it in the page is replaced.
 MARK = "<!-- From here on written by `make docs`, from the types in libs/pdmesh/config.py. -->\n"
@@ -32,17 +32,25 @@ def _tables() -> Iterator[str]:
     sections = {item.name: hints[item.name] for item in dataclasses.fields(MeshConfig)}
     by_section: dict[str, list[Setting]] = {}
     for setting in settings_of(MeshConfig):
+        if HANDED_DOWN in setting.marks:
+            continue
         by_section.setdefault(setting.name.rpartition(".")[0], []).append(setting)
+    yield "## The ten that most meshes need\n"
+    yield from _table([each for each in settings_of(MeshConfig) if TOP_TEN in each.marks], by_key=False)
     for section, settings in by_section.items():
         yield f"## `[{section}]`\n" if section else "## Top level\n"
         if section:
             yield f"{inspect.getdoc(sections[section])}\n"
-        yield "| setting | value | default | meaning |"
-        yield "|---|---|---|---|"
-        for setting in settings:
-            key = setting.name.rpartition(".")[2]
-            yield f"| `{key}` | {setting.wanted} | {_default(setting)} | {setting.meaning} |"
-        yield ""
+        yield from _table(settings, by_key=True)
+
+
+def _table(settings: Iterable[Setting], *, by_key: bool) -> Iterator[str]:
+    yield "| setting | value | default | meaning |"
+    yield "|---|---|---|---|"
+    for setting in settings:
+        name = setting.name.rpartition(".")[2] if by_key else setting.name
+        yield f"| `{name}` | {setting.wanted} | {_default(setting)} | {setting.meaning} |"
+    yield ""
 
 
 def _default(setting: Setting) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
 
 from pdmesh.policy.config import PolicyConfig
+from pdmesh.ranges import KV_RISK
 
 
 class LatencyLearning(StrEnum):
@@ -39,6 +41,7 @@ class CoreConfig:
     max_lost_receivers: int = 4  # of one request's KV: after that it is computed again, as perhaps what they fail at
     evacuates: bool = True  # what decodes where everything has to leave moves away with its KV
     kv_reservation: KvReservation = KvReservation.FULL
-    kv_risk: float = 0.01  # on demand: of needing more blocks than there are, where a request is admitted
+    #: On demand: of needing more blocks than there are, where a request is admitted.
+    kv_risk: Annotated[float, KV_RISK] = 0.01
     learning: LatencyLearning = LatencyLearning.FIXED
     policy: PolicyConfig = field(default_factory=PolicyConfig)

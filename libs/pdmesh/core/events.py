@@ -27,7 +27,7 @@ from pdmesh.model import (
     TransferId,
 )
 from pdmesh.plans import ChunkDone, ResidentContext
-from pdmesh.ranges import ANY_COUNT, FINITE, SECONDS, Range
+from pdmesh.ranges import ANY_COUNT, FINITE, SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class StepDone:
     began_s: Annotated[float, FINITE] = 0.0
     ended_s: Annotated[float, FINITE] = 0.0
     waited_s: Annotated[float, SECONDS] = 0.0  # of that time, for KV of other members of a group
-    lent_share: Annotated[float, Range(0)] = 0.0  # mean number of lent cores, relative to the instance's own ones
+    lent_share: Annotated[float, SECONDS] = 0.0  # mean number of lent cores, relative to the instance's own ones
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from msgspec import Meta
+
 from pdmesh.model import (
     InstanceId,
     ManagedProcess,
@@ -16,7 +18,7 @@ from pdmesh.model import (
     RequestId,
     Role,
 )
-from pdmesh.ranges import ANY_COUNT, SECONDS, Range
+from pdmesh.ranges import ANY_COUNT, SECONDS
 
 #: Of a process in a container, which has pids of its own.
 UNKNOWN_PID = 0
@@ -26,6 +28,7 @@ MAX_ENDED = 64
 
 #: No operator waits longer for requests to leave an instance by themselves.
 MAX_OPERATION_S = 86_400.0
+OperationTime = Annotated[float, Meta(ge=0, le=MAX_OPERATION_S)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,7 @@ class OperationRequested:
     operation_id: OperationId
     kind: OperationKind
     instance_id: InstanceId
-    timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]
+    timeout_s: OperationTime
     role: Role | None = None  # of an operation that changes it
     force: bool = False
     again: bool = False
@@ -69,8 +72,8 @@ class ResizeRequested:
 
     operation_id: OperationId
     pools: PoolCounts
-    timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]
-    start_timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]
+    timeout_s: OperationTime
+    start_timeout_s: OperationTime
     again: bool = False
     # What was decided, of one that is asked for again. Of another one ``leaves`` says who goes before others.
     flips: tuple[PoolMember, ...] = ()
@@ -104,8 +107,8 @@ class RollingRequested:
     """
 
     operation_id: OperationId
-    timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]  # for requests to leave an instance
-    start_timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]  # for one that is started beside the last of a kind
+    timeout_s: OperationTime  # for requests to leave an instance
+    start_timeout_s: OperationTime  # for one that is started beside the last of a kind
     force: bool = False  # though nobody does meanwhile what the last of a kind does
     again: bool = False
     began_at: float = 0.0  # Unix time, seconds

@@ -12,7 +12,6 @@ import array
 import msgspec
 
 from pdmesh.errors import ProtocolError
-from pdmesh.ranges import out_of_range
 from pdmesh.wire.messages import Generation, pack_token_ids, unpack_token_ids
 
 _DECODER = msgspec.msgpack.Decoder(Generation)
@@ -39,6 +38,4 @@ def unpack_transcript(transcript: bytes) -> tuple[Generation, array.array[int]]:
         token_ids = unpack_token_ids(transcript[end:])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"a malformed transcript: {error}") from error
-    if (problem := out_of_range(generation)) is not None:
-        raise ProtocolError(f"a malformed transcript: {problem}")
     return generation, token_ids

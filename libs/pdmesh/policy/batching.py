@@ -30,7 +30,7 @@ from pdmesh.policy.probing import NO_CORRECTION, Correction
 #: Why `eb` is refused where there are only instances without a choice.
 NOTHING_EXCLUSIVE = (
     "no instance has a choice of modes. An instance of one stage has one if it prefills and decodes: a mixed instance "
-    "(`pdmesh role NAME mixed`), or a decode instance under the policy `pdmesh` with policy.prefills_locally"
+    "(`pdmesh role NAME mixed`), or a decode instance under the policy `pdmesh`"
 )
 
 

@@ -384,7 +384,7 @@ def num_blocks_of(
     elif kv_cache_bytes is None and host_bytes is not None:
         most_bytes = most_blocks * bytes_per_block
         kv_cache_bytes = min(most_bytes, int(host_bytes * worker.kv_cache_host_share))
-        source = f"the share of the {host_bytes} bytes that the host has free (worker.kv_cache_host_share)"
+        source = f"the share of the {host_bytes} bytes that the host has free"
     elif kv_cache_bytes is None:
         kv_cache_bytes = HOST_KV_CACHE_BYTES
     num_blocks = (kv_cache_bytes - bytes_per_frame) // bytes_per_block

@@ -391,11 +391,6 @@ def prompt_lookup(worker: WorkerConfig, device: str) -> PromptLookup | None:
     """Return what drafts tokens, if anything is to. Raises ConfigError where that cannot be."""
     if worker.speculation == "off":
         return None
-    if worker.prompt_lookup_min > worker.prompt_lookup_max:
-        raise ConfigError(
-            f"worker.prompt_lookup_min is {worker.prompt_lookup_min}, more than worker.prompt_lookup_max,"
-            f" {worker.prompt_lookup_max}: no n-gram has such a length"
-        )
     if device != "cpu":
         raise ConfigError(
             f"worker.speculation is {worker.speculation}, but the device is {device}: there, decodes are computed by"

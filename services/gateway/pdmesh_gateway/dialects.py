@@ -1,7 +1,7 @@
-"""The dialects of the API that clients speak: a name for metrics, paths, and the shape of errors.
+"""Dialects of the API: their names in metrics, their paths, and their shapes of errors.
 
-An endpoint names its dialect, which then travels with the HTTP exchange (`Exchange.dialect`) and with what is to be
-generated (`GenerationJob.dialect`).
+An endpoint names its dialect. The dialect travels with the HTTP exchange (`Exchange.dialect`) and with the job
+(`GenerationJob.dialect`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pdmesh_gateway.http.openai_errors import OPENAI_ERRORS, ErrorShape
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One way to ask for the same things."""
+    """A family of requests and answers, such as Anthropic's."""
 
     name: str
     operation: str  # OpenTelemetry's `gen_ai.operation.name`
@@ -32,7 +32,7 @@ GRPC_EMBEDDINGS = Dialect("grpc_embeddings", "embeddings", ("/pdmesh.api.v1.Infe
 
 DIALECTS = (CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, GRPC, GRPC_EMBEDDINGS)
 
-#: The dialect of probes, of the page, and of paths that no dialect has.
+#: Probes, the page, and unknown paths.
 NO_DIALECT = Dialect("none", "", ())
 
 

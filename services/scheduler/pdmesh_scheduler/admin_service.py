@@ -33,7 +33,6 @@ from pdmesh.model import OperationKind, PoolCounts, RequestId, Role
 from pdmesh.policy.batching import NOTHING_EXCLUSIVE
 from pdmesh.policy.bundles import BATCHINGS, installed_bundles, make_batching, make_bundle
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.ranges import out_of_range
 from pdmesh.wire.endpoint import is_ours
 from pdmesh.wire.messages import (
     AdminError,
@@ -100,8 +99,6 @@ class Admin:
         async def handle(frame: bytes, context: Any) -> bytes:
             try:
                 (question,) = decoder.decode(frame)
-                if (problem := out_of_range(question)) is not None:
-                    raise ValueError(problem)
             except (msgspec.MsgspecError, ValueError) as error:
                 reason = f"malformed frame of {len(frame)} bytes: {error}"
                 return bytes(await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason))  # raises

@@ -15,7 +15,6 @@ import structlog
 
 from pdmesh.core.operators.desired import DesiredState
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.ranges import out_of_range
 
 log = structlog.get_logger()
 
@@ -50,8 +49,6 @@ def decode_desired(content: bytes, where: str, *, now: float, patience_s: float)
     """Do what `read_desired` does with what was kept ``where``."""
     try:
         desired = msgspec.json.decode(content, type=DesiredState)
-        if (problem := out_of_range(desired)) is not None:
-            raise ValueError(problem)
     except (msgspec.MsgspecError, ValueError) as error:
         log.error(_UNREADABLE, where=where, reason=str(error))
         return DesiredState()

@@ -15,9 +15,16 @@ from pdmesh.config import SchedulerConfig
 from pdmesh.core.commands import Reject
 from pdmesh.core.events import GatewayJoined, GatewayLost, RequestArrived
 from pdmesh.errors import InstanceUnavailable, ProtocolError
-from pdmesh.model import GRANULE_TOKENS, MAX_WEIGHTS_CHARS, GatewayId, RejectReason, Request, is_request_of
+from pdmesh.model import (
+    GRANULE_TOKENS,
+    MAX_REQUEST_TOKENS,
+    MAX_WEIGHTS_CHARS,
+    GatewayId,
+    RejectReason,
+    Request,
+    is_request_of,
+)
 from pdmesh.prefixes import HASH_BYTES
-from pdmesh.ranges import out_of_range
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
     CommandMessage,
@@ -190,8 +197,11 @@ def _impossible(submit: Submit, gateway_id: GatewayId) -> str | None:
     for slo_s in (submit.slo_ttft_s, submit.slo_tpot_s):
         if slo_s is not None and not MIN_TARGET_S <= slo_s < math.inf:
             return f"has a target of {slo_s} s"
-    problem = out_of_range(_request(submit, generation, 0.0, 0))
-    return None if problem is None else f"breaks a limit: {problem}"
+    if generation.num_tokens > MAX_REQUEST_TOKENS or not 1 <= generation.max_tokens_left <= MAX_REQUEST_TOKENS:
+        return f"asks for {generation.max_tokens_left} tokens after {generation.num_tokens}"
+    if submit.share < 1 or submit.num_tokens_before < 0:
+        return f"has share {submit.share}, and {submit.num_tokens_before} tokens before it"
+    return None
 
 
 def _request(submit: Submit, generation: Generation, now_s: float, index: int) -> Request:

@@ -244,10 +244,8 @@ def core_config_of(config: MeshConfig, profile: Profile | None) -> CoreConfig:
         max_queue_tokens=settings.max_queue_bytes // 4,  # a token is four bytes on the wire
         max_queue_s=settings.max_queue_s,
         refuses_early=settings.refuses_early,
-        admission_ttft_s=settings.admission_ttft_s,
         orphan_grace_s=settings.orphan_grace_s,
         kv_reservation=KvReservation(settings.kv_reservation),
-        kv_risk=settings.kv_risk,
         learning=LatencyLearning.MEASURED if profile is None else LatencyLearning.REFINED,
         policy=policy,
     )

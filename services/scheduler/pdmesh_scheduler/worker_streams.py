@@ -14,7 +14,6 @@ from pdmesh.core.instances.arithmetic import why_not_joins
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.model import InstanceId, InstanceProfile
 from pdmesh.policy.latency_profile import Profile, Subject
-from pdmesh.ranges import out_of_range
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
     EventMessage,
@@ -228,9 +227,6 @@ class WorkerStreams:
 def _check(registration: RegisterWorker) -> None:
     """Refuse what the core could not work with. Raises ProtocolError."""
     profile = registration.profile
-    for value in (profile, *registration.residents):
-        if (problem := out_of_range(value)) is not None:
-            raise ProtocolError(f"the instance's registration: {problem}")
     if not profile.instance_id:
         raise ProtocolError("the instance's id is empty")
     held = [resident.num_blocks for resident in registration.residents]

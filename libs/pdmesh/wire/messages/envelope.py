@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TypeVar, get_args
 import msgspec
 
 from pdmesh.errors import ProtocolError
-from pdmesh.ranges import out_of_range
 from pdmesh.wire.messages.generation import Prompt
 
 if TYPE_CHECKING:  # imported late: commands that ask a scheduler need no event
@@ -117,9 +116,6 @@ def _decoded(decoders: Mapping[str, msgspec.msgpack.Decoder[SaidT]], name: str, 
     if decoder is None:
         raise ProtocolError(f"unknown message type {name!r}")
     try:
-        said = decoder.decode(fields)
+        return decoder.decode(fields)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is no UTF-8
         raise ProtocolError(f"malformed {name}: {error}") from error
-    if (problem := out_of_range(said)) is not None:
-        raise ProtocolError(f"malformed {name}: {problem}")
-    return said

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from pdmesh.core.operator_events import MAX_OPERATION_S, OperationRequested
+from pdmesh.core.operator_events import OperationRequested, OperationTime
 from pdmesh.model import (
     GatewayId,
     InstanceId,
@@ -17,7 +17,6 @@ from pdmesh.model import (
     RequestId,
     Role,
 )
-from pdmesh.ranges import Range
 from pdmesh.wire.messages.actuator_messages import MAX_WAIT_S, FollowPools, PoolsDesired
 from pdmesh.wire.messages.envelope import Message, StandingBy
 from pdmesh.wire.messages.status_messages import MeshStatus
@@ -103,16 +102,16 @@ class StartResize(Message, frozen=True, kw_only=True):
     operation_id: OperationId
     pools: PoolCounts
     kept: tuple[Role, ...] = ()  # of these as many as there are, whatever ``pools`` says
-    timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]  # for requests to leave an instance
-    start_timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]  # for an instance to register
+    timeout_s: OperationTime  # for requests to leave an instance
+    start_timeout_s: OperationTime  # for an instance to register
 
 
 class StartRolling(Message, frozen=True, kw_only=True):
     """Restart every process, one after the other: answered as `StartOperation` is."""
 
     operation_id: OperationId
-    timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]  # for requests to leave an instance
-    start_timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]  # for an instance that is started beside the last one
+    timeout_s: OperationTime  # for requests to leave an instance
+    start_timeout_s: OperationTime  # for an instance that is started beside the last one
     force: bool = False  # though nobody does meanwhile what the last of a kind does
 
 

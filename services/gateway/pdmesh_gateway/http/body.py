@@ -93,16 +93,14 @@ def _too_big(max_bytes: int) -> RequestRejected:
     return RequestRejected(f"The request body is larger than {max_bytes} bytes.", status=413, code="body_too_large")
 
 
-async def decode_body(
-    decoder: msgspec.json.Decoder[T], body: bytes, *, max_values: int, strict: bool = False
-) -> tuple[T, tuple[str, ...]]:
-    """Decode a body to its struct, and return the names of ignored fields with it: none if ``strict``.
+async def decode_body(decoder: msgspec.json.Decoder[T], body: bytes, *, max_values: int) -> tuple[T, tuple[str, ...]]:
+    """Decode a body to its struct, and return the names of ignored fields with it.
 
     Half a surrogate pair, as of a text that was cut within an emoji, is read as U+FFFD. Raises RequestRejected that
     names the field and its fault, or 413 if the body may hold more than ``max_values`` values.
     """
     if len(body) <= INLINE_BYTES:
-        return _decode(decoder, body, strict)
+        return _decode(decoder, body)
 
     def decode() -> tuple[T, tuple[str, ...]]:
         if may_hold_more_values(body, max_values):
@@ -110,12 +108,12 @@ async def decode_body(
                 f"The request body contains more than {max_values} values.", status=413, code="too_many_values"
             )
         if _first(body) != b"{":
-            return _decode(decoder, body, strict)  # raises: a struct is an object
+            return _decode(decoder, body)  # raises: a struct is an object
         try:
             fields = _mended(read_in_pieces, body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _not_json(error, body) from None
-        return _known(decoder, fields, strict, body)
+        return _known(decoder, fields, body)
 
     return await anyio.to_thread.run_sync(decode)
 
@@ -171,10 +169,10 @@ def may_hold_more_values(body: bytes, most: int) -> bool:
     return False
 
 
-def _decode(decoder: msgspec.json.Decoder[T], body: bytes, strict: bool) -> tuple[T, tuple[str, ...]]:
+def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> tuple[T, tuple[str, ...]]:
     try:
         request: T = _mended(decoder.decode, body)
-        return request, ignored_in_objects(request, strict=strict)
+        return request, ignored_in_objects(request)
     except msgspec.ValidationError as error:
         if _SETTLED.search(str(error)) is None:
             raise invalid_body(error) from None
@@ -185,17 +183,17 @@ def _decode(decoder: msgspec.json.Decoder[T], body: bytes, strict: bool) -> tupl
         fields = _fields(body)
     except (ValueError, RecursionError) as error:
         raise _not_json(error, body) from None
-    return _known(decoder, fields, strict, body)
+    return _known(decoder, fields, body)
 
 
-def _known(decoder: msgspec.json.Decoder[T], fields: Any, strict: bool, body: bytes) -> tuple[T, tuple[str, ...]]:
+def _known(decoder: msgspec.json.Decoder[T], fields: Any, body: bytes) -> tuple[T, tuple[str, ...]]:
     """The struct of an object's fields, and the names of the ignored ones."""
     try:
         if not isinstance(fields, dict):
             return msgspec.convert(fields, decoder.type), ()  # raises: a struct is an object
-        known, ignored = known_fields(fields, decoder.type, strict=strict)
+        known, ignored = known_fields(fields, decoder.type)
         request = msgspec.convert(known, decoder.type)
-        return request, ignored + ignored_in_objects(request, strict=strict)
+        return request, ignored + ignored_in_objects(request)
     except msgspec.ValidationError as error:
         raise invalid_body(error) from None
     except (ValueError, RecursionError) as error:

@@ -42,7 +42,7 @@ async def read_body(exchange: Exchange, serving: Serving) -> bytes:
 async def decode_request(exchange: Exchange, serving: Serving, decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """The body as its struct; what of it was passed over is counted, and named in a header. Raises RequestRejected."""
     config = serving.config
-    request, ignored = await decode_body(decoder, body, max_values=config.max_body_values, strict=config.strict_fields)
+    request, ignored = await decode_body(decoder, body, max_values=config.max_body_values)
     if ignored:
         serving.metrics.ignored(len(ignored))
         exchange.extra_headers.append((HEADER, header_value(ignored)))

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.http.messages import protocol as messages
+from pdmesh_gateway.http.messages import messages_protocol as messages
 from pdmesh_gateway.http.messages.messages_protocol import (
     CountTokensRequest,
     MessagesRequest,
@@ -26,7 +26,7 @@ from pdmesh_gateway.http.messages.messages_protocol import (
     Thinking,
     ToolDefinition,
 )
-from pdmesh_gateway.http.responses import protocol as responses
+from pdmesh_gateway.http.responses import responses_protocol as responses
 from pdmesh_gateway.http.responses.responses_protocol import (
     FunctionTool,
     InputTokensRequest,
@@ -215,18 +215,18 @@ _OTHERS_WITHIN: dict[StructType, dict[str, tuple[Any, ...]]] = {
 }
 
 
-def known_fields(fields: Mapping[str, Any], kind: Any, *, strict: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+def known_fields(fields: Mapping[str, Any], kind: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the fields that ``kind`` has, and the names of the ignored ones, at any depth.
 
     Whole numbers written as floats become integers where ``kind`` has integers. Raises RequestRejected for a field that
-    would change the answer, that looks like a misspelt one or, if ``strict``, for any unknown field that is not null.
+    would change the answer, or that looks like a misspelt one.
     """
-    reading = _Reading(strict=strict)
+    reading = _Reading()
     known = reading.object(fields, kind)
     return known, tuple(reading.ignored)
 
 
-def ignored_in_objects(request: Any, *, strict: bool) -> tuple[str, ...]:
+def ignored_in_objects(request: Any) -> tuple[str, ...]:
     """Check the objects that stay objects (`pdmesh_gateway.protocol.fields.shaped`) as `known_fields` does.
 
     Return the names of the ignored fields. Raises RequestRejected.
@@ -235,7 +235,7 @@ def ignored_in_objects(request: Any, *, strict: bool) -> tuple[str, ...]:
     kind: Any = type(request)
     for name, shape in _shapes_of(kind):
         if objects := getattr(request, name):
-            reading = _Reading(strict=strict, path=[name])
+            reading = _Reading(path=[name])
             reading.value(objects, _Plan(item=_Plan(struct=shape)))
             names += tuple(reading.ignored)
     return names
@@ -269,7 +269,6 @@ class _Plan:
 class _Reading:
     """Reads the JSON values of one request along its types."""
 
-    strict: bool
     path: list[str | int] = field(default_factory=list[str | int])  # names, and places in lists
     ignored: dict[str, None] = field(default_factory=dict[str, None])  # names, without places in lists
 
@@ -312,7 +311,7 @@ class _Reading:
             if value not in refused:
                 raise _unsupported(self._path_of(name), name, kind)
             return
-        if self.strict or getattr(kind, "CLOSED", False):
+        if getattr(kind, "CLOSED", False):
             raise unrecognized(self._path_of(name))
         for meant in _resembling(name[:100], kind):
             if given.get(meant) is None and _fits(value, _types_of(kind)[meant]):
@@ -393,7 +392,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if isinstance(value, dict) and any(map(_is_struct, _options(kind))):
         return True
     try:
-        msgspec.convert(_Reading(strict=False).value(value, _plan_of(kind)), kind)
+        msgspec.convert(_Reading().value(value, _plan_of(kind)), kind)
     except msgspec.ValidationError:
         return False
     return True
