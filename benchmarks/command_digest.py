@@ -34,6 +34,7 @@ import msgspec
 from pdmesh.core.commands import (
     AdmitPrefill,
     Command,
+    FetchKept,
     ForgetRequest,
     Hold,
     Reject,
@@ -232,7 +233,9 @@ TRANSLATED: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 def _split(said: Event | Command) -> tuple[str, dict[str, Any]]:
     """StopCopy, Hold and SetPlaces were three commands each, and what is evicted three fields of its command"""
     name, fields = type(said).__name__, msgspec.to_builtins(said)
-    fields.update(fields.pop("room", {}))
+    if isinstance(said, FetchKept):
+        fields |= dict.fromkeys(("drop", "offload", "evict"), ())
+    fields |= fields.pop("room", {})
     match said:
         case StopCopy():
             name = STOPPED[fields.pop("how")]
