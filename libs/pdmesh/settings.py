@@ -156,7 +156,9 @@ def settings_of(node: type, prefix: str = "") -> Iterator[Setting]:
 
 def _setting(name: str, hint: Any, plain: Any, default: object, meaning: str, marks: tuple[Any, ...]) -> Setting:
     optional = isinstance(plain, types.UnionType) or typing.get_origin(plain) is typing.Union
-    kind = _plain(next(part for part in typing.get_args(plain) if part is not types.NoneType)) if optional else plain
+    kind: Any = (
+        _plain(next(part for part in typing.get_args(plain) if part is not types.NoneType)) if optional else plain
+    )
     extra = _number_or_text(hint).extra or {}
     return Setting(
         name,

@@ -13,7 +13,7 @@ import pytest
 
 from pdmesh import watched_file
 from pdmesh.cli.tls import LOCAL_HOSTS, make_certificates
-from pdmesh.config import StandbyConfig
+from pdmesh.cluster_config import StandbyConfig
 from pdmesh_kubernetes.lease_store import RECORD, KubernetesStore
 from pdmesh_scheduler.standby.etcd_store import open_etcd
 from pdmesh_scheduler.standby.file_store import FileStore

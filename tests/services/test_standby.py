@@ -12,7 +12,8 @@ import anyio
 import msgspec
 import pytest
 
-from pdmesh.config import GatewayConfig, MeshConfig, SchedulerConfig, SecurityConfig, StandbyConfig
+from pdmesh.cluster_config import StandbyConfig
+from pdmesh.config import GatewayConfig, MeshConfig, SchedulerConfig, SecurityConfig
 from pdmesh.core.events import LoadReported
 from pdmesh.errors import ConfigError, InstanceUnavailable, ProtocolError, leaves
 from pdmesh.model import GatewayId, Role

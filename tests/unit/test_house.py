@@ -27,7 +27,7 @@ RECORDED = {
     "lines of product, lab, testing and kubernetes": 105_000,
     "test lines": 73_000,
     "benchmark lines": 22_000,
-    "files over 500 lines": 26,
+    "files over 500 lines": 25,
     "file names that occur more than once": 49,
 }
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 import httpx
 import structlog
 
-from pdmesh.config import StandbyConfig
+from pdmesh.cluster_config import StandbyConfig
 from pdmesh.errors import ConfigError
 from pdmesh.watched_file import WatchedFile
 

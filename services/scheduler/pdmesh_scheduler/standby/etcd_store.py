@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from pdmesh.config import StandbyConfig
+from pdmesh.cluster_config import StandbyConfig
 from pdmesh.errors import ConfigError
 from pdmesh_scheduler.standby.etcd_client import EtcdClient, refusal_of
 from pdmesh_scheduler.standby.leadership import LeaseRecord
