@@ -343,7 +343,8 @@ def test_up_detached_then_down(machine: Machine) -> None:
     up = machine.run("up", "--detach", "--prefill", "2", "--decode", "1", "--name", "one")
     assert up.returncode == 0, up.stderr + up.stdout
     assert "ready in" in up.stdout
-    assert "curl -N http://127.0.0.1:" in up.stdout
+    assert "curl -sN http://127.0.0.1:" in up.stdout
+    assert '"temperature": 0, ' in up.stdout, "the answer to the printed command is not drawn by chance"
     pids = machine.pids("one")
     assert len(pids) == 6
     assert all(map(is_running, pids))
@@ -356,6 +357,10 @@ def test_up_detached_then_down(machine: Machine) -> None:
     again = machine.run("up", "--detach", "--name", "one")
     assert again.returncode == 2
     assert again.stderr.startswith("pdmesh: a mesh named 'one' is running")
+    port = json.loads(record_file.read_text())["http_address"].rpartition(":")[2]
+    beside = machine.run("up", "--name", "two", "--port", port)
+    assert beside.returncode == 2
+    assert f"mesh 'one' serves pdmesh-demo on port {port}: give this mesh another --port" in beside.stderr
 
     down = machine.run("down", "--name", "one")
     assert down.returncode == 0, down.stderr
@@ -365,7 +370,12 @@ def test_up_detached_then_down(machine: Machine) -> None:
 
 
 def test_what_a_detached_mesh_says_is_shown_and_logged(machine: Machine) -> None:
+    earlier = machine.folder / "state/pdmesh/default/decode-7.log"
+    earlier.parent.mkdir(parents=True)
+    earlier.touch()
     up = machine.run("up", "--detach")
+    assert not earlier.exists(), "an earlier mesh of the name had such an instance"
+    assert earlier.with_name("decode-7.log.1").exists()
     first, *_ = up.stdout.splitlines()
     assert first.startswith("pdmesh: starting 1 prefill + 1 decode for the built-in demo model")
     assert up.stderr == ""

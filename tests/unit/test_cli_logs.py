@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,13 @@ from pdmesh.errors import PdmeshError
 LIMIT_S = 60.0
 
 
-def event(second: int, text: str, **more: object) -> str:
-    return json.dumps({"event": text, "level": "info", "timestamp": f"2026-11-29T00:00:{second:02}.5Z", **more})
+#: Noon of this machine's day: lines of today have no date.
+NOON = datetime.now().astimezone().replace(hour=12, minute=0, second=0, microsecond=500_000)
+
+
+def event(second: int, text: str, *, num_days: int = 0, **more: object) -> str:
+    at = (NOON + timedelta(days=num_days, seconds=second)).astimezone(UTC)
+    return json.dumps({"event": text, "level": "info", "timestamp": at.isoformat(), **more})
 
 
 @pytest.fixture
@@ -46,6 +52,14 @@ def test_lines_of_all_processes_are_merged_by_time(state: StateFolder, capsys: p
     assert shown[1][1:] == ["decode-0", "info", "two"], "the name says of which service it is"
     assert shown[2] == ["decode-0", "Traceback"]
     assert shown[5][1:] == ["gateway", "error", "four", 'reason="a', 'b"']
+
+
+def test_lines_of_another_day_have_their_date(state: StateFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    state.log_file("gateway").write_text(f"{event(1, 'old', num_days=-1)}\n{event(1, 'new')}\n")
+    print_logs(state, ("gateway",), 100, follow=False, output=Output.TABLE)
+    old, new = capsys.readouterr().out.splitlines()
+    assert old.startswith(f"{NOON - timedelta(days=1):%Y-%m-%d} 12:00:01.500 gateway")
+    assert new.startswith("12:00:01.500 gateway")
 
 
 def test_the_last_lines_of_some_processes_and_the_lines_as_they_are(

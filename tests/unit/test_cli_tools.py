@@ -493,6 +493,14 @@ def test_doctor_judges_transports(transports: list[str], verdict: Severity, advi
     assert check.advice.startswith(advice)
 
 
+def test_doctor_says_what_works_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://127.0.0.1:1")
+    check = doctor.check_hub()
+    assert check.verdict is Severity.WARNING
+    assert check.advice.startswith("`pdmesh up FOLDER` or FILE.gguf; smollm2, gemma3-270m still come from the package")
+
+
 def test_doctor_finds_a_taken_port() -> None:
     with socket.create_server((LOOPBACK, 0)) as taken:
         check = check_port(LOOPBACK, taken.getsockname()[1])

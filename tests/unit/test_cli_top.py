@@ -159,6 +159,7 @@ def test_once_prints_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.exit_code == 0, shown.output
     assert "prefill-0" in shown.output
     assert "steps of" not in shown.output  # there is no time to look back on
+    assert CliRunner().invoke(app, ["top"]).output == shown.output, "without a terminal there is nothing to watch"
     as_json = CliRunner().invoke(app, ["top", "-o", "json"])
     assert json.loads(as_json.output) == FRAME
 

@@ -207,7 +207,11 @@ def down(
 @app.command("status, ps", example="pdmesh status -o json")
 @asks_scheduler
 def status(asked: Asked) -> None:
-    """Show the instances of a mesh and what they are doing."""
+    """Show the instances of a mesh, their work and the latest events.
+
+    `pdmesh policy list` explains policies and batching modes. "no choice": the instance has no batching mode, such as
+    one that only prefills.
+    """
     from pdmesh.cli.status import show_status
 
     show_status(asked.config, asked.state, asked.output)
@@ -247,7 +251,10 @@ def top(
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Watch instances, their steps and requests, as on the gateway's page. Ctrl-C exits."""
+    """Watch instances, their steps and requests, as on the gateway's page. Ctrl-C exits.
+
+    Without a terminal, print the current state once, like --once.
+    """
     from pdmesh.cli.top import run_top
 
     run_top(_target(config, settings, name, url, api_key), once=once, output=output)
@@ -305,7 +312,10 @@ def policy_set(
         Option(help="For `eb`: share of idle seats that ends a decode phase. [default: the best in theory]"),
     ] = None,
 ) -> None:
-    """Switch the policy bundle, or the batching mode, while serving. No request is dropped."""
+    """Switch the policy bundle, or the batching mode, while serving. No request is dropped.
+
+    A bundle brings its own batching mode, unless scheduler.batching sets one. `pdmesh down` forgets the choice.
+    """
     from pdmesh.cli.policy import set_policy
 
     set_policy(asked.config, asked.state, policy, threshold)

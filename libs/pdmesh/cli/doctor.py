@@ -24,9 +24,10 @@ from huggingface_hub import constants
 from pdmesh.build_info import core_build
 from pdmesh.cli.options import Output
 from pdmesh.cli.preflight import check_machine
-from pdmesh.cli.state_folder import MeshRecord, running_meshes, state_root
+from pdmesh.cli.state_folder import MeshRecord, mesh_at, running_meshes, state_root
 from pdmesh.cli.tables import terminal_width, wrapped
 from pdmesh.config import MeshConfig, TransferConfig, WorkerConfig
+from pdmesh.engine.known_models import KNOWN_MODELS
 from pdmesh.engine.levels import choose_kernels, processor_levels
 from pdmesh.errors import ConfigError
 from pdmesh.host import free_host_bytes, num_usable_cores
@@ -200,9 +201,8 @@ def check_port(host: str, port: int, meshes: Sequence[MeshRecord] = ()) -> Check
         with socket.create_server((host, port)):
             return Check("port", Severity.OK, f"{host}:{port} is free")
     except OSError as error:
-        for mesh in meshes:
-            if mesh.http_address.rpartition(":")[2] == str(port):
-                return Check("port", Severity.OK, f"mesh {mesh.name!r} serves {mesh.model} at {mesh.http_address}")
+        if (mesh := mesh_at(port, meshes)) is not None:
+            return Check("port", Severity.OK, f"mesh {mesh.name!r} serves {mesh.model} at {mesh.http_address}")
         advice = "stop the process that uses it (`pdmesh down` if it is a mesh), or use another with --port"
         return Check("port", Severity.WARNING, f"{host}:{port}: {error.strerror}", advice)
 
@@ -269,7 +269,10 @@ def check_hub() -> Check:
         with socket.create_connection((name, int(port or 443)), timeout=3.0):
             return Check("hugging face hub", Severity.OK, found)
     except OSError:
-        advice = "give --model a directory; hub ids work only from the cache (HF_HUB_OFFLINE=1, HF_ENDPOINT)"
+        advice = (
+            f"`pdmesh up FOLDER` or FILE.gguf; {', '.join(KNOWN_MODELS)} still come from the package index, other hub "
+            "ids from the cache alone (HF_HUB_OFFLINE=1, HF_ENDPOINT)"
+        )
         return Check("hugging face hub", Severity.WARNING, f"{found}; {host} cannot be reached", advice)
 
 

@@ -214,7 +214,10 @@ def _shown(value: object) -> str:
 
 
 def _local_time(timestamp: object) -> str:
+    """Return the time of day; with the date before it, unless that is today's."""
     try:
-        return datetime.fromisoformat(str(timestamp)).astimezone().strftime("%H:%M:%S.%f")[:12]
+        at = datetime.fromisoformat(str(timestamp)).astimezone()
     except ValueError:
         return " " * 12
+    day = "" if at.date() == datetime.now().astimezone().date() else f"{at:%Y-%m-%d} "
+    return f"{day}{at:%H:%M:%S.%f}"[:-3]

@@ -31,8 +31,12 @@ def list_models(output: Output) -> None:
         return
     table = Table([Column("model"), Column("size", right=True), Column("what it is")])
     for model in found:
-        table.add(model.name, f"{model.num_bytes / 1e9:.2f} GB" if model.num_bytes else "", model.about)
+        table.add(model.name, _size(model.num_bytes) if model.num_bytes else "", model.about)
     table.show()
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 
 def found_models() -> Iterator[FoundModel]:

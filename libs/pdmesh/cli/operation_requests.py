@@ -142,7 +142,8 @@ async def _run(asked: Asked, question: StartOperation | StartResize | StartRolli
             while status.state == OperationState.RUNNING:
                 say(_line(status))
                 again = WaitOperation(operation_id=status.operation_id, num_left=status.num_left, wait_s=MAX_WAIT_S)
-                status = await _ask(asked, again, AWAY_LIMIT_S)
+                is_expected = status.kind is OperationKind.ROLLING or status.instance_id == "scheduler"
+                status = await _ask(asked, again, AWAY_LIMIT_S, is_replaced=is_expected)
     _print(status, asked.output)
     if status.state == OperationState.REFUSED and status.needs_actuator:
         if status.pools is not None and asked.output is not Output.JSON:
@@ -155,17 +156,20 @@ async def _run(asked: Asked, question: StartOperation | StartResize | StartRolli
     return 0 if status.state in (OperationState.DONE, OperationState.RUNNING) else 1
 
 
-async def _ask(asked: Asked, question: AdminRequest, limit_s: float) -> OperationStatus:
-    answer = await _ask_patiently(asked, question, limit_s)
+async def _ask(asked: Asked, question: AdminRequest, limit_s: float, *, is_replaced: bool = False) -> OperationStatus:
+    answer = await _ask_patiently(asked, question, limit_s, is_replaced=is_replaced)
     if not isinstance(answer, OperationStatus):
         raise ProtocolError("the scheduler sent an unexpected answer")
     return answer
 
 
-async def _ask_patiently(asked: Asked, question: AdminRequest, limit_s: float) -> AdminResponse:
+async def _ask_patiently(
+    asked: Asked, question: AdminRequest, limit_s: float, *, is_replaced: bool = False
+) -> AdminResponse:
     """Ask a scheduler that is away again for ``limit_s``. A change has an id of its own: it is done once all the same.
 
-    Raises PdmeshError as `ask_scheduler` does.
+    ``is_replaced``: the operation itself replaces the scheduler, so its absence is expected. Raises PdmeshError as
+    `ask_scheduler` does.
     """
     until_s, has_said = anyio.current_time() + limit_s, False
     while True:
@@ -176,7 +180,9 @@ async def _ask_patiently(asked: Asked, question: AdminRequest, limit_s: float) -
             if anyio.current_time() + AWAY_PAUSE_S > until_s:
                 raise
         if not has_said and asked.output is not Output.JSON:
-            typer.echo(f"pdmesh: the scheduler does not answer; trying for {limit_s:g} s", err=True)
+            waiting = f"waiting for the new scheduler (up to {limit_s:g} s)"
+            gone = f"the scheduler does not answer; trying for {limit_s:g} s"
+            typer.echo(f"pdmesh: {waiting if is_replaced else gone}", err=True)
         has_said = True
         await anyio.sleep(AWAY_PAUSE_S)
 

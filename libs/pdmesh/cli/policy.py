@@ -47,11 +47,19 @@ def set_policy(config: MeshConfig, state: StateFolder, name: str, threshold: flo
     """
     if threshold is not None and name != "eb":
         raise ConfigError("--threshold applies to `eb` only: set the policy `eb` with it")
+    before = _ask(config, state, GetPolicies())
     if name in BATCHINGS:
         answer = _ask(config, state, SetBatching(batching=name, threshold=threshold))
     else:
         answer = _ask(config, state, SetPolicy(bundle=name))
-    typer.echo(f"pdmesh: policy {answer.bundle}  batching {answer.batching}")
+    shown = [_changed("policy", before.bundle, answer.bundle), _changed("batching", before.batching, answer.batching)]
+    typer.echo(f"pdmesh: {', '.join(shown)}")
+    if name not in BATCHINGS and answer.batching != before.batching:
+        typer.echo("pdmesh: a policy brings its own batching mode; `pdmesh policy list` explains both")
+
+
+def _changed(what: str, before: str, now: str) -> str:
+    return f"{what} {now}" if before == now else f"{what} {now} (was {before})"
 
 
 def _ask(config: MeshConfig, state: StateFolder, question: GetPolicies | SetPolicy | SetBatching) -> Policies:

@@ -11,7 +11,7 @@ import typer
 
 from pdmesh.cli.options import Output
 from pdmesh.cli.state_folder import StateFolder, scheduler_of
-from pdmesh.cli.tables import Column, Table
+from pdmesh.cli.tables import Column, Table, duration
 from pdmesh.config import MeshConfig
 from pdmesh.errors import ProtocolError
 from pdmesh.metrics import tpot_between_s
@@ -39,14 +39,19 @@ def show_request(config: MeshConfig, state: StateFolder, request_id: str, output
 
 def list_requests(config: MeshConfig, state: StateFolder, limit: int, output: Output) -> None:
     """Print the requests that arrived last. Raises PdmeshError if no mesh can be asked."""
-    _, address, security = scheduler_of(config, state)
+    record, address, security = scheduler_of(config, state)
     answer = anyio.run(ask_scheduler, address, security, ListRequests(limit=limit))
     if not isinstance(answer, RequestList):
         raise ProtocolError("the scheduler sent an unexpected answer")
     if output is Output.JSON:
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
-    else:
+    elif answer.requests:
         requests_table(answer.requests).show()
+        typer.echo("`pdmesh requests show` takes any unique beginning of an id, with or without chatcmpl-")
+    else:
+        services = () if record is None else record.services
+        since_s = next((each.process.age_s() for each in services if each.name == "scheduler"), None)
+        typer.echo(f"no requests since the scheduler started{'' if since_s is None else f' {duration(since_s)} ago'}")
 
 
 def print_request(record: RequestRecord) -> None:

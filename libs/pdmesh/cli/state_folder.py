@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -156,7 +156,7 @@ class StateFolder:
             except BlockingIOError as error:
                 raise ConfigError(
                     f"a mesh named {self.name!r} is running: stop it with `pdmesh down --name {self.name}`, "
-                    "or give this one another --name"
+                    "or give this one another --name and --port"
                 ) from error
             with suppress(OSError):  # the disk may be full
                 file.truncate(0)
@@ -219,6 +219,11 @@ def running_meshes(environ: Mapping[str, str]) -> list[MeshRecord]:
     folders = sorted(file.parent for file in state_root(environ).glob("*/mesh.json"))
     records = [StateFolder(folder.name, folder).read() for folder in folders]
     return [record for record in records if record is not None]
+
+
+def mesh_at(port: int, meshes: Iterable[MeshRecord]) -> MeshRecord | None:
+    """Return the mesh that serves at ``port`` of this machine; None if none of ``meshes`` does."""
+    return next((mesh for mesh in meshes if mesh.http_address.rpartition(":")[2] == str(port)), None)
 
 
 def state_folder(environ: Mapping[str, str], name: str) -> StateFolder:

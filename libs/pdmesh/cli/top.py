@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -71,10 +72,13 @@ class Timelines:
 
 
 def run_top(target: Target, *, once: bool, output: Output) -> None:
-    """Show the mesh until Ctrl-C, or once. Raises PdmeshError if the gateway has no stream to show."""
+    """Show the mesh until Ctrl-C, or once: also as JSON, and where standard output is no terminal.
+
+    Raises PdmeshError if the gateway has no stream to show.
+    """
     with target.client(read_timeout_s=30.0) as client:
         try:
-            if once or output is Output.JSON:
+            if once or output is Output.JSON or not sys.stdout.isatty():
                 _show_once(next(_frames(client)), output)
                 return
             timelines = Timelines()

