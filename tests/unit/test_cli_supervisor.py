@@ -117,12 +117,19 @@ class Mesh:
             await self.changed.wait()
         return self.wanted
 
-    def want(self, *start: str, stop: tuple[str, ...] = (), replace: Mapping[str, int] | None = None) -> None:
+    def want(
+        self,
+        *start: str,
+        stop: tuple[str, ...] = (),
+        replace: Mapping[str, int] | None = None,
+        temporary: tuple[str, ...] = (),
+    ) -> None:
         members = tuple(PoolMember(instance_id=InstanceId(name), role=Role(name[:-2])) for name in start)
         revision = 0 if self.wanted is None else self.wanted.revision + 1
         leaving = tuple(InstanceId(name) for name in stop)
         old = tuple(ManagedProcess(name=name, pid=pid) for name, pid in (replace or {}).items())
-        desired = DesiredProcesses(start=members, stop=leaving, replace=old)
+        beside = tuple(InstanceId(name) for name in temporary)
+        desired = DesiredProcesses(start=members, stop=leaving, replace=old, temporary=beside)
         self.wanted = PoolsDesired(revision=revision, processes=desired)
         self._on_change(self.supervisor)
 
@@ -339,6 +346,19 @@ async def test_workers_are_started_and_stopped_as_the_scheduler_wants(
             stop_ourselves()
     assert mesh.events().count("decode-1 starting") == 1, "what is there is not started again"
     assert "decode-2 stopped" in mesh.events()
+
+
+async def test_a_temporary_worker_takes_nothing_of_the_others_shares(tmp_path: Path) -> None:
+    """What is restarted beside it keeps its KV cache and its threads, or would be smaller from then on."""
+    mesh = Mesh(tmp_path)
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(mesh.supervisor.run)
+            await mesh.ready.wait()
+            mesh.want("decode-1", temporary=("decode-1",))
+            await mesh.until(lambda: "decode-1" in mesh.serving and "decode-1" in mesh.shares)
+            stop_ourselves()
+    assert mesh.shares == dict.fromkeys(("prefill-0", "decode-0", "decode-1"), 2)
 
 
 async def test_a_gateway_is_replaced_without_a_gap_and_the_scheduler_where_it_was(tmp_path: Path) -> None:

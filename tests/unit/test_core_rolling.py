@@ -30,6 +30,7 @@ class Machine:
     def __init__(self, *names: str) -> None:
         self.bench = bench_of(*names)
         self.instances = dict.fromkeys(names, 0)
+        self.lasting = frozenset(names)
         self.services = dict(SERVICES)
         self.outdated: list[str] = []  # of a container that is made from an older template
         self.did: list[str] = []
@@ -66,6 +67,9 @@ class Machine:
         desired = self.bench.core.desired_processes("a")
         start = [each.instance_id for each in desired.start if each.instance_id not in self.instances]
         stop = [each for each in desired.stop if each in self.instances]
+        beside = set(desired.temporary)
+        assert {*start} <= beside, "the supervisor must know that the instance leaves again"
+        assert beside.isdisjoint(self.lasting)
         processes = {**self.services, **self.instances}
         replaced = [each.name for each in desired.replace if processes[each.name] == each.pid]
         for name in start:

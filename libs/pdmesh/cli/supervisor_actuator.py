@@ -36,6 +36,7 @@ class SupervisorActuator:
         self._id = secrets.token_hex(8)
         self._starting: dict[InstanceId, anyio.CancelScope] = {}
         self._replacing: set[int] = set()  # processes, by pid
+        self._temporary: frozenset[InstanceId] = frozenset()
         self._refused: set[InstanceId] = set()  # could not be started, and are still wanted
         self._failed: list[FailedStart] = []  # of these, those of which the scheduler has not heard
 
@@ -78,6 +79,7 @@ class SupervisorActuator:
 
     def pursue(self, desired: DesiredProcesses, tasks: anyio.abc.TaskGroup) -> None:
         """Begin what is neither done nor begun."""
+        self._temporary = frozenset(desired.temporary)
         there = {service.instance_id: service for service in self._supervisor.workers}
         self._refused &= {member.instance_id for member in desired.start}
         missing = [
@@ -119,7 +121,7 @@ class SupervisorActuator:
             with self._starting[member.instance_id]:
                 spec = self._plan.worker(member, num_workers)
                 await self._supervisor.add(self._tasks, spec)
-                self._share(len(self._supervisor.workers))
+                self._share()
         except PdmeshError as error:
             self._supervisor.say(f"{member.instance_id} could not be started: {error}")
             self._refused.add(member.instance_id)
@@ -131,9 +133,14 @@ class SupervisorActuator:
     async def _remove(self, service: Service) -> None:
         self._supervisor.say(f"{service.name} stops, because the pools shrink")
         await self._supervisor.remove(service, self._plan.drain_s())
-        self._share(len(self._supervisor.workers))
+        self._share()
 
-    def _share(self, num_workers: int) -> None:
-        """Let those that run take their share of the machine when they are started again."""
-        for service in self._supervisor.workers:
+    def _share(self) -> None:
+        """Set the share of the machine that each worker takes at its next start.
+
+        Temporary instances do not count: the others would keep a smaller share after the rolling restart.
+        """
+        workers = self._supervisor.workers
+        num_workers = sum(service.instance_id not in self._temporary for service in workers)
+        for service in workers:
             service.spec = self._plan.resized(service.spec, num_workers)

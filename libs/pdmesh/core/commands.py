@@ -420,3 +420,4 @@ class DesiredProcesses:
     start: tuple[PoolMember, ...] = ()
     stop: tuple[InstanceId, ...] = ()  # instances that hold nothing, or are gone
     replace: tuple[ManagedProcess, ...] = ()  # by new processes, without a gap where possible; instances hold nothing
+    temporary: tuple[InstanceId, ...] = ()  # instances that leave when the rolling restart that started them ends

@@ -73,6 +73,7 @@ class AllOperations:
             start=tuple(each for each in starts if self.actuators.home_of(each.instance_id) is report),
             stop=self._pools.stops,
             replace=(*self._replacements.replaced_by(report), *self.on_instances.replaced_by(report)),
+            temporary=self._rolling.temporary,
         )
 
     @property

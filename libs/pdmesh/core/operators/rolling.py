@@ -70,6 +70,16 @@ class RollingRestarts:
         return None if self._running is None else self._running.requested
 
     @property
+    def temporary(self) -> tuple[InstanceId, ...]:
+        """Return the instances that are here, or start, for as long as a rolling restart needs them."""
+        requested, pools = self.desired, self._pools.desired
+        if requested is None:
+            return ()
+        grows = requested.part is not None and requested.part.grows is not None
+        starting = () if pools is None or not grows else pools.starts
+        return (*requested.beside, *(each.instance_id for each in starting))
+
+    @property
     def next_deadline_s(self) -> float:
         """When one that waits for somebody does so no longer."""
         rolling = self._running
