@@ -57,6 +57,9 @@ DOWNLOADS = {"run": "0.13 GB", "test": "0.29 GB"}
 #: Downloads of this many bytes or more are named with their size when they begin.
 LARGE_BYTES = 10e6
 
+#: What to add to the name of a download, by package.
+REMARKS = {"libucx_cu13": "; CUDA 13 in its name only: UCX for CPUs, too"}
+
 #: What processes import, by the process that writes the bytecode: while pip resolves, not at the first start. The
 #: Dockerfiles have the same modules.
 PROGRAMS = (
@@ -97,7 +100,7 @@ class Progress:
             self._file[part.name] = file = file.replace("%2B", "+")
             self._count(part)
             if how == "Downloading" and num_bytes(size) >= LARGE_BYTES:
-                return f"downloading {file} ({size})"
+                return f"downloading {file} ({size}{REMARKS.get(file.partition('-')[0], '')})"
         elif re.match(r" *(Processing |Requirement already satisfied: )", line):
             self._count(part)
         elif download := re.match(r" *Downloading (\S+) \((\S+iB)\)", line):  # uv
@@ -158,7 +161,7 @@ def main() -> int:
     given = arguments.parse_args()
     began_s = time.monotonic()
     try:
-        install(given.purpose, given.torch)
+        install(given.purpose, given.torch, began_s)
     except InstallationFailed as failure:
         sys.stderr.write(f"{failure}\n")
         return 1
@@ -169,15 +172,16 @@ def main() -> int:
     return 0
 
 
-def install(purpose: str, torch: str) -> None:
-    """Install everything for ``purpose``, "run" or "test"."""
+def install(purpose: str, torch: str, began_s: float) -> None:
+    """Install everything for ``purpose``, "run" or "test". Times are printed since ``began_s``."""
     check_platform()
     pins = sections(CONSTRAINTS.read_text())
     say(f"installing into {VENV.name}: about {DOWNLOADS[purpose]} beside torch; downloads are kept in pip's cache")
+    say("a first time takes about 3 minutes on two cores, mostly to compile kernels")
     if not is_usable(VENV):
-        run_together([Part("virtual environment", [sys.executable, "-m", "venv", str(VENV)])])
+        run_together([Part("virtual environment", [sys.executable, "-m", "venv", str(VENV)])], began_s)
     forget_unfinished(VENV)
-    run_together([Part("pip", pip(*pins["to install"]))])
+    run_together([Part("pip", pip(*pins["to install"]))], began_s)
     wanted = [*pins["to run"], *(pins["to test and lint"] if purpose == "test" else [])]
     packages = [pin for pin in wanted if not pin.startswith("torch==")]
     shares = [packages[start::NUM_PIPS] for start in range(NUM_PIPS)]
@@ -186,15 +190,18 @@ def install(purpose: str, torch: str) -> None:
             Part("torch", [str(PYTHON), "deploy/install_torch.py", "--torch", torch, *RAW], num_packages=1),
             *(
                 Part(
-                    f"{len(share)} packages from {share[0]} on", pip(*RAW, "--no-deps", *share), num_packages=len(share)
+                    f"{len(share)} packages, share {number} of {NUM_PIPS}",
+                    pip(*RAW, "--no-deps", *share),
+                    num_packages=len(share),
                 )
-                for share in shares
+                for number, share in enumerate(shares, 1)
             ),
             Part(
                 "pdmesh and its CPU kernels",
                 pip("-v", "--no-deps", "--no-build-isolation", *(f"--editable={folder}" for folder in FOLDERS)),
             ),
-        ]
+        ],
+        began_s,
     )
     if not any(ROOT.glob("libs/pdmesh/engine/_kernels*.so")):
         say("without a C++ compiler there are no CPU kernels, and bf16 is slower; install g++ and run make again")
@@ -202,7 +209,8 @@ def install(purpose: str, torch: str) -> None:
         [
             Part("looking for what is missing", pip(*RAW, *requirements(purpose))),
             *(Part(f"bytecode of {names[0]}", writing_bytecode(PYTHON, names)) for names in PROGRAMS),
-        ]
+        ],
+        began_s,
     )
 
 
@@ -273,20 +281,21 @@ def forget_unfinished(venv: Path) -> None:
         shutil.rmtree(remains, ignore_errors=True)
 
 
-def run_together(parts: Sequence[Part]) -> None:
-    """Run all parts at once and say what each took; the first that fails ends the others.
+def run_together(parts: Sequence[Part], began_s: float) -> None:
+    """Run all parts at once and say when each ended, in seconds since ``began_s``.
+
+    The first part that fails ends the others.
 
     Raises:
         InstallationFailed: With what the failed part printed.
     """
     try:
-        asyncio.run(_run_together(parts))
+        asyncio.run(_run_together(parts, began_s))
     except* InstallationFailed as failures:
         raise failures.exceptions[0] from None
 
 
-async def _run_together(parts: Sequence[Part]) -> None:
-    began_s = time.monotonic()
+async def _run_together(parts: Sequence[Part], began_s: float) -> None:
     running = {part.name: part for part in parts}
     screen, progress = Screen(), Progress(sum(part.num_packages for part in parts))
 
