@@ -389,7 +389,7 @@ def test_run_wants_the_model_that_is_asked_for(machine: Machine) -> None:
     assert machine.run("up", "--detach").returncode == 0
     other = machine.run_here("run", "smollm2", "Hi")
     assert other.returncode == 2
-    told = "pdmesh: mesh 'default' serves pdmesh-demo: stop it with `pdmesh stop`, or give another --name\n"
+    told = "pdmesh: mesh 'default' serves pdmesh-demo: stop it with `pdmesh stop`, or give another --name and --port\n"
     assert other.stderr == told
 
 

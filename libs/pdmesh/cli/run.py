@@ -33,7 +33,8 @@ def run_model(config: MeshConfig, state: StateFolder, message: str | None) -> in
     elif config.model is not None and not _serves(record, config):
         named = "" if state.name == DEFAULT_NAME else f" --name {state.name}"
         raise ConfigError(
-            f"mesh {state.name!r} serves {record.model}: stop it with `pdmesh stop{named}`, or give another --name"
+            f"mesh {state.name!r} serves {record.model}: stop it with `pdmesh stop{named}`, or give another --name and "
+            "--port"
         )
     options = ChatOptions(model=None if record is None else record.model)
     return run_chat(Target(config, state), options, message)
