@@ -7,20 +7,22 @@ import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import anyio
 import anyio.from_thread
 import anyio.to_thread
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from pdmesh.cli.app import app
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.core.operator_events import OperationRequested
-from pdmesh.errors import PdmeshError
-from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, Role
+from pdmesh.errors import InstanceUnavailable, PdmeshError
+from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, Role
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import (
     MAX_WAIT_S,
@@ -63,6 +65,12 @@ async def typed(mesh: SchedulerBench, *arguments: str, **environ: str) -> Typed:
         return Typed(result.exit_code, result.stderr.strip())  # the scheduler's log goes to the same stdout
 
     return await anyio.to_thread.run_sync(run)
+
+
+async def printed(mesh: SchedulerBench, *arguments: str) -> str:
+    """Standard output of a command, and what the scheduler logs meanwhile."""
+    dial = ("--scheduler", mesh.context.facts["address"])
+    return (await anyio.to_thread.run_sync(lambda: CliRunner().invoke(app, [*arguments, *dial]))).stdout
 
 
 async def ask(mesh: SchedulerBench, question: AdminRequest) -> AdminResponse:
@@ -153,7 +161,47 @@ async def test_a_restart_of_everything_is_one_operation_that_nobody_has_to_wait_
         ).said == "give the name of one process, or --rolling for all"
 
 
+async def test_a_policy_says_what_else_it_changes_and_an_empty_list_why_it_is_empty() -> None:
+    async with three_instances() as mesh:
+        assert "no requests since the scheduler started\n" in await printed(mesh, "requests", "list")
+        batched = await printed(mesh, "policy", "set", "mb")
+        assert "pdmesh: policy pdmesh, batching mb" in batched
+        assert "brings its own" not in batched
+        changed = await printed(mesh, "policy", "set", "pdmesh")
+        assert "pdmesh: policy pdmesh, batching ebplus (was mb)" in changed
+        assert "pdmesh: a policy brings its own batching mode" in changed
+
+
 # --- a scheduler that is away ---
+
+
+async def test_a_scheduler_that_is_replaced_by_the_operation_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = OperationStatus(
+        operation_id=OperationId("x"),
+        kind=OperationKind.ROLLING,
+        instance_id=InstanceId(""),
+        role=None,
+        state=OperationState.RUNNING,
+        detail="",
+        num_left=1,
+        began_at=0.0,
+        ended_at=None,
+        timeout_s=1.0,
+    )
+    answers = [running, InstanceUnavailable("away"), msgspec.structs.replace(running, state=OperationState.DONE)]
+
+    async def answer(*_: object) -> AdminResponse:
+        found = answers.pop(0)
+        if isinstance(found, InstanceUnavailable):
+            raise found
+        return found
+
+    monkeypatch.setattr("pdmesh.cli.operation_requests.ask_scheduler", answer)
+    monkeypatch.setattr("pdmesh.cli.operation_requests.AWAY_PAUSE_S", 0.0)
+    run = partial(CliRunner().invoke, app, ["restart", "--rolling", "--scheduler", "127.0.0.1:1"])
+    result = await anyio.to_thread.run_sync(run)
+    assert result.exit_code == 0
+    assert "pdmesh: waiting for the new scheduler (up to 60 s)" in result.stderr
 
 
 async def test_what_is_asked_of_a_scheduler_that_is_being_started_again_is_done_once(

@@ -109,7 +109,8 @@ def test_bytecode_is_written_whatever_the_environment_says(
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
-    install.run_together([install.Part("bytecode", install.writing_bytecode(Path(sys.executable), ["imported"]))])
+    part = install.Part("bytecode", install.writing_bytecode(Path(sys.executable), ["imported"]))
+    install.run_together([part], 0.0)
     assert [file.name.partition(".")[0] for file in tmp_path.glob("__pycache__/*.pyc")] == ["imported"]
 
 
