@@ -188,7 +188,11 @@ async def test_a_scheduler_that_is_replaced_by_the_operation_is_waited_for(monke
         ended_at=None,
         timeout_s=1.0,
     )
-    answers = [running, InstanceUnavailable("away"), msgspec.structs.replace(running, state=OperationState.DONE)]
+    answers: list[AdminResponse | InstanceUnavailable] = [
+        running,
+        InstanceUnavailable("away"),
+        msgspec.structs.replace(running, state=OperationState.DONE),
+    ]
 
     async def answer(*_: object) -> AdminResponse:
         found = answers.pop(0)
