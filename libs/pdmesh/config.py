@@ -120,7 +120,7 @@ class GatewayConfig:
     ] = ""
     max_concurrent_requests: Annotated[Count, "most requests under way at once; more get a 429"] = 4096
     request_timeout_s: Annotated[
-        Duration, "longest time that a request may take, its stream included; then it ends with a 504, or that event"
+        Duration, "longest time that a request may wait for its next token; then it ends with a 504, or that event"
     ] = 3600.0
     embeddings: Annotated[
         str,

@@ -280,7 +280,7 @@ async def test_a_slow_answer_to_a_half_closed_client_comes_behind_interim_respon
 @pytest.mark.parametrize("num_tokens", [0, 2])
 async def test_a_request_that_takes_too_long_ends_with_the_cause(model: Path, path: str, num_tokens: int) -> None:
     limit = GatewayConfig(request_timeout_s=0.2)
-    cause = "longer than 0.2 s, this server's limit (`gateway.request_timeout_s`)"
+    cause = "longer for a token than 0.2 s, this server's limit (`gateway.request_timeout_s`)"
     begun = partial(first_tokens, count=num_tokens)
     async with ready_gateway(model, begun, gateway=limit) as (client, mesh, _running):
         whole = await client.post(path, json=BODIES[path])
@@ -290,6 +290,24 @@ async def test_a_request_that_takes_too_long_ends_with_the_cause(model: Path, pa
             assert streamed.status_code == 200
             assert cause in streamed.text.split("data: ")[-1] + streamed.text.split("data: ")[-2]
         await mesh.until(lambda: len(mesh.cancelled) == 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_may_take_longer_than_the_wait_for_a_token(model: Path, stream: bool) -> None:
+    limit = GatewayConfig(request_timeout_s=2.0)
+    async with ready_gateway(model, partial(first_tokens, count=1), gateway=limit) as (client, mesh, _running):
+        async with anyio.create_task_group() as tasks:
+
+            async def ask() -> None:
+                answer = await client.post("/v1/completions", json={**BODIES["/v1/completions"], "stream": stream})
+                assert answer.status_code == 200
+                assert "hello, " in answer.text
+
+            tasks.start_soon(ask)
+            submit = await mesh.next_submit(0)
+            for tokens in first_tokens(submit.generation, 6)[1:]:
+                await anyio.sleep(0.5)
+                mesh.send_tokens(tokens)
 
 
 @pytest.mark.parametrize("path", GENERATING)

@@ -83,8 +83,8 @@ class Generator:
     async def open(self, job: GenerationJob) -> AsyncGenerator[TextStream]:
         """Submit a job; whatever of it has not ended when the block is left is cancelled.
 
-        Raises RequestRejected if the scheduler cannot be reached, no instance is usable, or the job takes longer than
-        its deadline.
+        Raises RequestRejected if the scheduler cannot be reached, no instance is usable, or no token comes for
+        ``job.max_wait_s``.
         """
         mailbox: Mailbox[Transcript] = Mailbox()
         choices: list[Choice] = []
@@ -92,7 +92,7 @@ class Generator:
         outcome = CANCELLED  # unless the block is left with an error
         is_failure = False
         try:
-            await self._wait_ready(job.deadline_s)
+            await self._wait_ready(job.max_wait_s)
             num_tokens_before = 0
             for prompt_index, prompt in enumerate(job.prompts):
                 packed = pack_token_ids(prompt if isinstance(prompt, list) else list(prompt))
@@ -110,12 +110,12 @@ class Generator:
                 choices += of_prompt
                 self._submit_when_possible(*(choice.transcript for choice in of_prompt))
                 await anyio.lowlevel.checkpoint()  # many choices must not hold up other clients
-            with anyio.move_on_after(job.deadline_s) as scope:
-                yield TextStream(self, job, choices, mailbox, span)
+            with anyio.move_on_after(job.max_wait_s) as scope:
+                yield TextStream(self, job, choices, mailbox, span, scope)
             if scope.cancelled_caught:
-                limit = f"{job.deadline_s:g} s, this server's limit (`gateway.request_timeout_s`)"
+                limit = f"{job.max_wait_s:g} s, this server's limit (`gateway.request_timeout_s`)"
                 raise RequestRejected(
-                    f"The request took longer than {limit}.",
+                    f"The request waited longer for a token than {limit}.",
                     status=504,
                     type="server_error",
                     code="deadline_exceeded",

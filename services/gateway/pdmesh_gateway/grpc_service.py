@@ -161,7 +161,7 @@ class _Inference(pb_grpc.InferenceServicer):
                 params=EMBEDS,
                 priority=request.priority,
                 traceparent=check_traceparent(traceparent),
-                deadline_s=serving.config.request_timeout_s,
+                max_wait_s=serving.config.request_timeout_s,
                 dialect=GRPC_EMBEDDINGS,
                 received_at=received_at,
             )
@@ -245,7 +245,7 @@ class _Inference(pb_grpc.InferenceServicer):
             priority=request.priority,
             slo=slo,
             traceparent=check_traceparent(traceparent),
-            deadline_s=serving.config.request_timeout_s,
+            max_wait_s=serving.config.request_timeout_s,
             dialect=GRPC,
             received_at=received_at,
         )

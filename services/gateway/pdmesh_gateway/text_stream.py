@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+import anyio
+
 from pdmesh.telemetry.tracing import Span
 from pdmesh.wire.messages import TokenLogprobs
 from pdmesh_gateway.choices import Choice, Delta
@@ -32,10 +34,18 @@ class TextStream:
     """The choices of one job under way. Iterate `deltas` once."""
 
     def __init__(
-        self, requests: Requests, job: GenerationJob, choices: list[Choice], mailbox: Mailbox[Transcript], span: Span
+        self,
+        requests: Requests,
+        job: GenerationJob,
+        choices: list[Choice],
+        mailbox: Mailbox[Transcript],
+        span: Span,
+        scope: anyio.CancelScope,
     ) -> None:
+        """Move the deadline of ``scope`` with each token."""
         self._requests = requests
         self._span = span
+        self._scope = scope
         self._mailbox = mailbox
         self._choices = choices
         self._by_transcript = {choice.transcript.request_id: choice for choice in choices}
@@ -81,6 +91,7 @@ class TextStream:
                 if choice.is_done:
                     continue
                 if tokens:
+                    self._scope.deadline = anyio.current_time() + self.job.max_wait_s
                     delta = choice.advance(tokens)
                     if not first_s:
                         self._span.event(FIRST_TOKEN)

@@ -148,7 +148,7 @@ class ComputingEndpoint(ABC, Generic[RequestT]):
             priority=request.priority or 0,
             slo=slo,
             traceparent=check_traceparent(exchange.header("traceparent")),
-            deadline_s=serving.config.request_timeout_s,
+            max_wait_s=serving.config.request_timeout_s,
             dialect=self.dialect,
             received_at=exchange.received_at,
         )
