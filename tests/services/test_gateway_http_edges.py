@@ -295,19 +295,21 @@ async def test_a_request_that_takes_too_long_ends_with_the_cause(model: Path, pa
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_may_take_longer_than_the_wait_for_a_token(model: Path, stream: bool) -> None:
     limit = GatewayConfig(request_timeout_s=2.0)
-    async with ready_gateway(model, partial(first_tokens, count=1), gateway=limit) as (client, mesh, _running):
-        async with anyio.create_task_group() as tasks:
+    begun = partial(first_tokens, count=1)
+    body = {**BODIES["/v1/completions"], "stream": stream}
+    async with ready_gateway(model, begun, gateway=limit) as (client, mesh, _running):
 
-            async def ask() -> None:
-                answer = await client.post("/v1/completions", json={**BODIES["/v1/completions"], "stream": stream})
-                assert answer.status_code == 200
-                assert "hello, " in answer.text
-
-            tasks.start_soon(ask)
+        async def go_on() -> None:
             submit = await mesh.next_submit(0)
             for tokens in first_tokens(submit.generation, 6)[1:]:
                 await anyio.sleep(0.5)
                 mesh.send_tokens(tokens)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(go_on)
+            answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    assert "hello, " in answer.text
 
 
 @pytest.mark.parametrize("path", GENERATING)
