@@ -6,7 +6,7 @@
 # make ci     as test-all, with the slow tests that the newest commits touch and the day's share of the others (tests/rotation.py)
 # make lint   ruff, both type checkers, and which module may import which
 # make dst    simulate the services under faults drawn from SEEDS seeds (docs/testing/simulation.md)
-# make results  run the benchmarks (ARGS="engine peer" for some, ARGS="engine -- --rounds 3" with options) and write docs/results/printed.md
+# make results  run the benchmarks (ARGS="speed.formats policies.convoy" for some, ARGS="speed.formats -- --rounds 3" with options) and write docs/results/printed.md
 # make fuzz   damage 5,000 event logs, checkpoints and configuration files, and say as much to the data plane
 #             (FUZZ_NUMBER, FUZZ_SEED; ARGS="-k logs" or "-k hostile" for some)
 # make resolve  look whether constraints.txt still resolves against the package index, without installing
@@ -75,10 +75,10 @@ imports: $(TEST_STAMP)
 	$(BIN)/lint-imports
 
 dst: $(TEST_STAMP)
-	$(TEST_ENV) $(BIN)/python benchmarks/dst.py --seeds $(SEEDS) $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m benchmarks.simulation.dst --seeds $(SEEDS) $(ARGS)
 
 results: $(TEST_STAMP)
-	$(BIN)/python benchmarks/results.py $(ARGS)
+	$(BIN)/python -m benchmarks.results $(ARGS)
 
 fuzz: $(TEST_STAMP)
 	$(TEST_ENV) FUZZ_NUMBER=$(FUZZ_NUMBER) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest -q -s tests/property/test_damaged_files.py tests/contract/test_hostile_peers.py $(ARGS)

@@ -1,6 +1,6 @@
 """Whether a mesh says what the reference says: greedy tokens and log-probabilities against `transformers`.
 
-Used by the end-to-end tests on a few meshes, and by ``benchmarks/exactness.py`` on the whole matrix.
+Used by the end-to-end tests on a few meshes, and by ``benchmarks/exactness/exactness.py`` on the whole matrix.
 """
 
 from __future__ import annotations

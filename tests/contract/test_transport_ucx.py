@@ -263,7 +263,7 @@ async def test_closing_does_not_wait_for_a_stopped_sender(tls: str | None) -> No
 
 @BOTH
 async def test_senders_killed_in_the_middle_of_their_pieces_cost_nothing(tls: str | None) -> None:
-    """`benchmarks/killed_senders.py` does it hundreds of times."""
+    """`benchmarks/faults/killed_senders.py` does it hundreds of times."""
     config = replace(CONFIG, ucx_tls=tls, max_payload_bytes=1 << 20, no_progress_s=5.0, network_no_progress_s=5.0)
     async with UcxTransport(config) as transport:
         pieces = aiter(transport.receive())

@@ -15,7 +15,7 @@ from pdmesh_testing.dst.run import Result, run
 from pdmesh_testing.examples import examples
 
 #: Seeds from this one on; others every day. ``make dst SEEDS=…`` runs more, from 0. What a failing seed does:
-#: ``python benchmarks/dst.py --show SEED``.
+#: ``python -m benchmarks.simulation.dst --show SEED``.
 FIRST_SEED = 1000 * datetime.now(UTC).toordinal()
 NUM_SEEDS = examples(400)
 SEEDS_A_TEST = 5

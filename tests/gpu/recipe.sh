@@ -4,9 +4,9 @@
 #   recipe.sh fetch [PYTHON_VERSION]   here, with a network: the wheels that such a machine lacks, into .carry/wheels
 #   recipe.sh build                    there: compile FlashInfer's kernels, into .carry/modules (to be brought back)
 #   recipe.sh test                     there: the device's tests
-#   recipe.sh bench [OPTIONS]          there: benchmarks/engine_gpu.py
-#   recipe.sh mesh [OPTIONS]           there: benchmarks/mesh_gpu.py, a mesh of processes that share the device
-#   recipe.sh kv [OPTIONS]             there: benchmarks/kv_gpu.py, how much of KV's way prefill hides
+#   recipe.sh bench [OPTIONS]          there: benchmarks/gpu/engine_gpu.py
+#   recipe.sh mesh [OPTIONS]           there: benchmarks/gpu/mesh_gpu.py, a mesh of processes that share the device
+#   recipe.sh kv [OPTIONS]             there: benchmarks/gpu/kv_gpu.py, how much of KV's way prefill hides
 #   recipe.sh all                      there: build, test, bench, mesh, kv, as long as each succeeds
 #
 # Two processes share a device in tests/gpu/test_shared_cache.py: where it is in exclusive mode these fail. They need
@@ -83,11 +83,11 @@ run_tests() {
     return "$failed"
 }
 
-bench() { $python benchmarks/engine_gpu.py "$@"; }
+bench() { $python -m benchmarks.gpu.engine_gpu "$@"; }
 
-mesh() { $python benchmarks/mesh_gpu.py "$@"; }
+mesh() { $python -m benchmarks.gpu.mesh_gpu "$@"; }
 
-kv() { $python benchmarks/kv_gpu.py "$@"; }
+kv() { $python -m benchmarks.gpu.kv_gpu "$@"; }
 
 what=${1:-}
 [ $# -gt 0 ] && shift

@@ -1,6 +1,6 @@
 """Two schedulers on two hosts, and etcd with TLS on a third: whatever the leader is cut off from, streams go on.
 
-`benchmarks/standby.py` does it many times on one machine, and measures.
+At commit dbfd7179, `benchmarks/standby.py` did this many times on one machine, and measured.
 """
 
 from __future__ import annotations

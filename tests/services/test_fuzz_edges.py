@@ -1,4 +1,4 @@
-"""Hostile input in small: `benchmarks/fuzz.py` sends 10,000 cases to each."""
+"""Hostile input in small: `benchmarks/faults/fuzz.py` sends 10,000 cases to each."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The core decides as it did at the commit that the digests were taken of; see benchmarks/command_digest.py."""
+"""The core decides as it did when the digests of `benchmarks/simulation/command_digest.py` were taken."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from pdmesh.policy.bundles import BUNDLE_NAMES
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "command_digest.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks/simulation/command_digest.py"
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])

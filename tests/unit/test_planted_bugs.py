@@ -1,4 +1,4 @@
-"""The bugs that `benchmarks/planted_bugs.py` plants fit the code as it is now: code changes, and patches rot."""
+"""The bugs that `benchmarks/simulation/planted_bugs.py` plants fit the code as it is now."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pdmesh_testing.scripts import load_script
 ROOT = Path(__file__).parents[2]
 
 ADVICE = """
-benchmarks/planted_bugs.toml, "{what}": {problem}
+benchmarks/simulation/planted_bugs.toml, "{what}": {problem}
 Write `file`, `old` and `new` anew, so that they take the same safeguard out of the code as it is now, and look whether
-simulation still finds it: python benchmarks/planted_bugs.py --only "{what}". If that safeguard is gone for good, plant
-another bug instead: there must be 30."""
+simulation still finds it: python -m benchmarks.simulation.planted_bugs --only "{what}". If that safeguard is gone for
+good, plant another bug instead: there must be 30."""
 
 
 def _load() -> ModuleType:
-    return load_script(ROOT / "benchmarks/planted_bugs.py")
+    return load_script(ROOT / "benchmarks/simulation/planted_bugs.py")
 
 
 BUGS = _load().bugs()

@@ -1,0 +1,1 @@
+"""Measurements of pdmesh. `README.md` beside this file says where each one is."""

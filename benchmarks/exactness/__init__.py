@@ -1,0 +1,1 @@
+"""Tokens of meshes compared with those of the reference."""

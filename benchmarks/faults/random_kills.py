@@ -1,0 +1,181 @@
+"""Random kills and stops under load: is any stream lost or changed, and how long does anybody wait?
+
+Usage: python -m benchmarks.faults.random_kills [--faults N] [--seed N] [--streams N] [--prefill N] [--decode N]
+    [--no-timings] [--conversations]
+
+A mesh of real processes (2 prefill, 2 decode by default) serves streams of several kinds (greedy, seeded, with
+logprobs, n = 2, stop strings, long prompts), so many at once all the time. Every few seconds one or two of its
+processes, any but the gateway, are killed, or stopped for 5 or 30 s. Each answer is compared with that of an
+undisturbed request: tokens, text, finish reasons and, to 1e-4, logprobs. With each fault a new request is sent, and its
+first token timed: its *recovery*. Somebody healthy was left if, by its own status before the fault, the mesh had a
+scheduler and an instance of each kind that were no victims. With ``--conversations`` what can be gone on with has a
+second turn, whose prompt is the first turn with its answer and a few tokens more; no conversation shares KV with
+another, so first turns are computed and second turns reuse what the faults left.
+
+Exit code 1 if a stream was lost or differs, if a kind of stream does not show what it is there for, or, without
+``--no-timings``, if the 99th percentile of all gaps between a stream's events, or the longest recovery where somebody
+healthy was left, is above 1 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import sys
+import tempfile
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+from benchmarks.faults.answers import Answer, Answers, ask, ask_undisturbed, bodies_of, keep_asking, serving
+from pdmesh.metrics import percentile
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.mesh import RunningMesh, running_mesh
+
+#: Between the end of one fault and the beginning of the next, seconds.
+PAUSE_S = (2.0, 6.0)
+
+#: What is done to a victim, how often: killed, or stopped for so long, seconds.
+FAULTS = ((None, 6), (5.0, 2), (30.0, 1))
+
+LIMIT_S = 1.0
+
+#: What is asked: prompt tokens, and the fields of the body.
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "greedy": (24, {"temperature": 0}),
+    "seeded": (60, {"temperature": 0.8, "seed": 7}),
+    "greedy, logprobs": (90, {"temperature": 0, "logprobs": 2}),
+    "seeded, n = 2": (40, {"temperature": 0.7, "seed": 11, "n": 2}),
+    "seeded, top_k, logprobs": (33, {"temperature": 0.9, "seed": 13, "top_k": 50, "logprobs": 0}),
+    "greedy, stop strings": (50, {"temperature": 0, "stop": ["e", "qu"], "min_tokens": 60}),
+    "greedy, long prompt": (400, {"temperature": 0}),
+    "seeded, long prompt": (700, {"temperature": 0.8, "seed": 17}),
+}
+
+
+@dataclass(slots=True)
+class Seen(Answers):
+    recoveries_s: list[float] = field(default_factory=list[float])  # where somebody healthy was left
+    other_recoveries_s: list[float] = field(default_factory=list[float])
+    probes_lost: list[str] = field(default_factory=list[str])
+    faults: Counter[str] = field(default_factory=Counter[str])
+
+
+def is_left(alive: set[str]) -> bool:
+    """Whether a new request can be served without waiting for anybody."""
+    return all(any(name.startswith(kind) for name in alive) for kind in ("scheduler", "prefill", "decode"))
+
+
+async def do_faults(mesh: RunningMesh, client: httpx.AsyncClient, seen: Seen, num_faults: int, seed: int) -> None:
+    rng = random.Random(seed)
+    probe = {**bodies_of(seed, KINDS)["greedy"], "max_tokens": 4}
+    for _ in range(num_faults):
+        await asyncio.sleep(rng.uniform(*PAUSE_S))
+        pids = {name: pid for name, pid in mesh.pids().items() if name != "gateway"}
+        victims = rng.sample(sorted(pids), rng.choice((1, 1, 2)))
+        (stop_s,) = rng.choices([stop_s for stop_s, _ in FAULTS], [weight for _, weight in FAULTS])
+        healthy = is_left(await serving(mesh) - set(victims))
+        for victim in victims:
+            os.kill(pids[victim], signal.SIGKILL if stop_s is None else signal.SIGSTOP)
+        what = "killed" if stop_s is None else f"stopped {stop_s:g} s"
+        seen.faults[what] += len(victims)
+        probing = asyncio.create_task(ask(client, probe))
+        if stop_s is not None:
+            await asyncio.sleep(stop_s)
+            for victim in victims:
+                with suppress(ProcessLookupError):  # it hung too long for the supervisor
+                    os.kill(pids[victim], signal.SIGCONT)
+        answer = await probing
+        shown = f"  {what:12} {', '.join(victims):24}"
+        if answer.error is not None or answer.first_s is None:
+            seen.probes_lost.append(answer.error or "nothing came")
+            print(f"{shown} new request: {answer.error}", flush=True)
+            continue
+        (seen.recoveries_s if healthy else seen.other_recoveries_s).append(answer.first_s)
+        print(f"{shown} new request after {answer.first_s:6.2f} s{'' if healthy else ' (nobody was left)'}", flush=True)
+
+
+async def storm(mesh: RunningMesh, options: argparse.Namespace) -> tuple[dict[str, Answer], Seen]:
+    """Undisturbed answers, one of each kind, and what was seen after them. Raises SystemExit if they show nothing."""
+    bodies, seen, over = bodies_of(options.seed, KINDS), Seen(), asyncio.Event()
+    async with mesh.client() as client:
+        undisturbed = await ask_undisturbed(client, bodies, conversations=options.conversations)
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(options.streams):
+                tasks.create_task(keep_asking(client, bodies, number, seen, over))
+            await do_faults(mesh, client, seen, options.faults, options.seed)
+            over.set()
+    return undisturbed, seen
+
+
+def report(undisturbed: dict[str, Answer], seen: Seen, *, timings: bool) -> bool:
+    """Print what was seen; whether it is as it should be."""
+    lost: list[str] = []
+    differ: list[str] = []
+    print(f"faults: {dict(seen.faults)}")
+    print(f"{'streams':24} {'number':>7} {'lost':>5} {'differ':>7}")
+    for kind, reference in undisturbed.items():
+        answers = [answer for asked, answer in seen.answers if asked == kind]
+        errors = [answer.error for answer in answers if answer.error is not None]
+        others = [why for answer in answers if answer.error is None and (why := answer.differs(reference)) is not None]
+        print(f"{kind:24} {len(answers):7} {len(errors):5} {len(others):7}")
+        lost += errors
+        differ += [f"{kind}, {why}" for why in others]
+    print(f"{'all':24} {len(seen.answers):7} {len(lost):5} {len(differ):7}; new requests lost: {len(seen.probes_lost)}")
+    for why, count in Counter(lost + seen.probes_lost).most_common():
+        print(f"  lost: {count} x {why}")
+    for why in differ:
+        print(f"  differs: {why}")
+    gaps_s = sorted(gap_s for _, answer in seen.answers for gap_s in answer.gaps_s)
+    gap_p99_s = percentile(gaps_s, 99) or 0.0
+    longest_s = gaps_s[-1] if gaps_s else 0.0
+    print(f"gaps between events: p99 {gap_p99_s:.3f} s ({LIMIT_S:g}), longest {longest_s:.1f} s, of {len(gaps_s)}")
+    for name, times_s, limit in (
+        ("somebody healthy was left", seen.recoveries_s, f" ({LIMIT_S:g})"),
+        ("nobody was", seen.other_recoveries_s, ""),
+    ):
+        if times_s:
+            print(
+                f"new request, {name}: p50 {median(times_s):.2f} s, longest {max(times_s):.2f} s{limit}, "
+                f"of {len(times_s)}"
+            )
+    misses = {
+        "streams were lost": bool(lost or seen.probes_lost),
+        "streams differ": bool(differ),
+        "the gaps": timings and gap_p99_s > LIMIT_S,
+        "the recovery": timings and max(seen.recoveries_s, default=0.0) > LIMIT_S,
+    }
+    missed = [what for what, is_missed in misses.items() if is_missed]
+    print(f"missed: {', '.join(missed)}" if missed else "all limits kept")
+    return not missed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--streams", type=int, default=8, help="at once")
+    parser.add_argument("--prefill", type=int, default=2)
+    parser.add_argument("--decode", type=int, default=2)
+    parser.add_argument("--conversations", action="store_true", help="with second turns, whose prompts reuse KV")
+    parser.add_argument("--no-timings", action="store_true", help="on a busy machine: timings are printed, not judged")
+    parser.add_argument("--keep", type=Path, help="keep the mesh's folder, with its logs, here")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or Path(temporary)
+        checkpoint = write_checkpoint(folder / "model", seed=3)
+        with running_mesh(folder, model=checkpoint, prefill=options.prefill, decode=options.decode) as mesh:
+            undisturbed, seen = asyncio.run(storm(mesh, options))
+    return 0 if report(undisturbed, seen, timings=not options.no_timings) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

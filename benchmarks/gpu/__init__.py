@@ -1,0 +1,1 @@
+"""Measurements of a CUDA device; tests/gpu/recipe.sh runs them."""

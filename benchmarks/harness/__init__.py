@@ -1,0 +1,1 @@
+"""Parts that measurements share: headings, limits, clients, other engines, clocks."""

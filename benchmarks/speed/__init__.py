@@ -1,0 +1,1 @@
+"""Times and rates of meshes and of the CPU engine."""
