@@ -19,7 +19,7 @@ OVER_S = 30.0
 #: What came in a shorter time says nothing of a rate.
 _LEAST_S = 1.0
 #: The share of the instances' time that what comes is taken to leave at the least, so that every price is finite. Loads
-#: that are sustained change by 1 % between 0.02 and 0.2 (`benchmarks/tetris_table.py`, 2026-11-23).
+#: that are sustained change by 1 % between 0.02 and 0.2 (`benchmarks/tetris_table.py` at dbfd7179).
 _LEAST_SPARE = 0.05
 
 

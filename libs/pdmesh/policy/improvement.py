@@ -70,7 +70,7 @@ class ImprovementInForce:
 
 #: Of pipelined groups, by load: a compromise between prompts of 4 to 95K tokens on 8 instances and mixed ones on 4. At
 #: loads of 0.2 to 0.65 and at 0.95 within 1 % of the mean TTFT of the best of six rates for either, at 0.8 equal to it
-#: for the long prompts and within 4 % for the mixed ones (`benchmarks/group_rates.py`, 2026-11-23, 3 seeds of 250
-#: requests). Helpers give way to what comes, so the load has to be high before it is better not to ask them. So a price
-#: of their time (`pdmesh_lab.studies.price`) is too high here: it made mixed prompts 18 to 63 % later.
+#: for the long prompts and within 4 % for the mixed ones (`benchmarks/policies/group_rates.py`, 2026-11-23, 3 seeds of
+#: 250 requests). Helpers give way to what comes, so the load has to be high before it is better not to ask them. So a
+#: price of their time (`pdmesh_lab.studies.price`) is too high here: it made mixed prompts 18 to 63 % later.
 RATES_BY_LOAD = ImprovementTable(((0.2, 0.02), (0.65, 0.05), (0.8, 0.2), (0.95, 0.3)))
