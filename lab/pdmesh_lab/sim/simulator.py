@@ -43,7 +43,7 @@ class Core(Protocol):
     def check_integrity(self) -> None: ...
 
 
-#: Measured median of a layer's exchange between two instances of one host (`benchmarks/spread_exchange.py` at dbfd7179).
+#: Measured median of a layer's exchange between instances of one host (`benchmarks/spread_exchange.py` at dbfd7179).
 PART_EXCHANGE_S = 250e-6
 
 
