@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCES = Path("libs/pdmesh")
 
-PACKAGES = ("core", "policy")
+PACKAGES = ("core", "instance", "policy")
 
 #: What travels, is logged or configured stays Python: mypyc forgets the keywords of a msgspec Struct (frozen,
 #: omit_defaults) and most of a dataclass's annotations (`tuple[ChunkDone, ...]` becomes `tuple`), by which msgspec

@@ -151,7 +151,7 @@ class Bench:
             for instance in self.mesh.instances.values():
                 self.work(instance)
             for sender, receiver, key in self.mesh.transfers():
-                if sender.held[key].is_computed:
+                if sender.sequences[key].is_computed:
                     self.mesh.land(sender, receiver, key)
                     self.at(self.now_s + DECODE_S, partial(receiver.finish, key))
             if not any(instance.commands or instance.events for instance in self.mesh.instances.values()):

@@ -396,14 +396,14 @@ class Instance(ModelledInstance):
     def rejoin(self, gateway_of: dict[RequestKey, GatewayId]) -> InstanceJoined:
         joined = super().rejoin(gateway_of)
         residents = [
-            replace(each, num_context_tokens=self.held[each.request_id, each.epoch].num_tokens - 1)
+            replace(each, num_context_tokens=self.sequences[each.request_id, each.epoch].num_tokens - 1)
             for each in joined.residents
         ]
         return replace(joined, profile=self.profile, residents=tuple(residents), dropped=())
 
     def end_step(self, *, ended_by_first_token: bool = False) -> None:
         num_decoding, num_events = len(self.decoding), len(self.events)
-        local = {key for key, held in self.held.items() if not held.moves_on}
+        local = {key for key, held in self.sequences.items() if not held.moves_on}
         super().end_step(ended_by_first_token=ended_by_first_token)
         for index, event in enumerate(self.events):
             if index >= num_events and isinstance(event, StepDone):
@@ -642,7 +642,7 @@ class RandomWorkload:
         decoding = [
             (instance, key)
             for instance in self.mesh.instances.values()
-            for key, held in instance.held.items()
+            for key, held in instance.sequences.items()
             if held.is_decoding and self.leader_of[key] == instance.instance_id
         ]
         if decoding:
@@ -651,7 +651,7 @@ class RandomWorkload:
             self.see_finished(instance)
 
     def land(self) -> None:
-        transfers = [(s, r, key) for s, r, key in self.mesh.transfers() if s.held[key].is_computed]
+        transfers = [(s, r, key) for s, r, key in self.mesh.transfers() if s.sequences[key].is_computed]
         if transfers:
             self.mesh.land(*self.rng.choice(transfers))
 
@@ -660,7 +660,7 @@ class RandomWorkload:
         if transfers:
             sender, receiver, key = self.rng.choice(transfers)
             at = self.rng.choice((sender, receiver))
-            plan = at.held[key].transfer
+            plan = at.sequences[key].transfer
             assert plan is not None
             at.events.append(TransferFailed(at.instance_id, *key, plan.transfer_id, "modelled"))
 

@@ -1,4 +1,4 @@
-"""Modelled instances: untimed ones (`pdmesh_lab.sim.untimed`) to which anything may happen at any time.
+"""Modelled instances: machines (`pdmesh.instance.machine`) to which anything may happen at any time.
 
 What happens next (a step ends, a transfer lands or fails, a generation ends) is up to the caller: a property test draws
 it. Commands and events travel through one queue each per instance, as on a stream, so that both may be late. Residents
@@ -11,8 +11,25 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from pdmesh.core.commands import InstanceCommand
-from pdmesh.core.events import Event, InstanceJoined
+from pdmesh.core.commands import GrantTransfer, InstanceCommand
+from pdmesh.core.events import Event, GroupPrefix, InstanceJoined
+from pdmesh.instance.effects import (
+    Computed,
+    CopyEvent,
+    CopyPaused,
+    Effect,
+    Forget,
+    PauseSending,
+    Refused,
+    Regrouped,
+    ResidentsChange,
+    StopSending,
+    WaitNoLonger,
+)
+from pdmesh.instance.machine import InstanceMachine
+from pdmesh.instance.residents import Length
+from pdmesh.instance.sequence import Sequence
+from pdmesh.instance.sequence_phases import CopyState
 from pdmesh.model import (
     FinishReason,
     GatewayId,
@@ -24,10 +41,7 @@ from pdmesh.model import (
     Resident,
     Role,
 )
-from pdmesh.plans import ChunkPlan, PrefillGroup, StepPlan
-from pdmesh_lab.sim.held import Held
-from pdmesh_lab.sim.residents import Length
-from pdmesh_lab.sim.untimed import UntimedInstance
+from pdmesh.plans import StepPlan
 from pdmesh_testing.modelled_groups import ModelledMember, ModelledPieces
 
 #: More tokens than any generation has whose length is not known: it ends when the caller says so.
@@ -76,7 +90,7 @@ def modelled_profile(
 
 
 class ModelledInstance:
-    """One worker. Reports appear in ``events``, in order; all else of it is in ``untimed``."""
+    """Stand-in for a worker. Reports appear in ``events``, in order; all other state is in ``machine``."""
 
     def __init__(
         self,
@@ -97,16 +111,22 @@ class ModelledInstance:
         self.landed: set[RequestKey] = set()  # moved away and decoded there, which is not known here yet
         self.commands: deque[InstanceCommand] = deque()  # on their way here
         self.events: deque[Event] = deque()  # on their way to the scheduler
-        self.untimed = UntimedInstance(profile, report=self.events.append, length_of=self._length_of, surroundings=self)
-        self.held = self.untimed.held
-        self.plans = self.untimed.plans
-        self.running = self.untimed.running
-        self.own = self.untimed.own
+        self.machine = InstanceMachine(profile, self._length_of)
+        self.sequences = self.machine.sequences
+        self.plans = self.machine.steps.plans
+        self.running = self.machine.steps.running
+        self.own = self.machine.own
 
     def take_command(self) -> None:
         """Receive the next command."""
-        self.untimed.obey(self.commands.popleft())
-        num_seated = sum(held.takes_seat for held in self.held.values())
+        command = self.commands.popleft()
+        if isinstance(command, GrantTransfer) and (held := self.sequences.get((command.request_id, command.epoch))):
+            onward = held.onward
+            assert onward is not None or command.transfer.is_of_part or held.move is None, f"{command} of a second move"
+            assert onward is None or onward.state is CopyState.OFFERED, f"{command} without an offer"
+            assert onward is None or onward.transfer in (command.transfer, None), f"{command} of another transfer"
+        self.do(self.machine.obey(command))
+        num_seated = sum(sequence.takes_seat for sequence in self.sequences.values())
         assert num_seated <= self.profile.max_num_seqs, f"{self.instance_id}: {num_seated} have a seat"
 
     def take_pieces(self, at_most: int) -> None:
@@ -114,88 +134,104 @@ class ModelledInstance:
         coming = [piece for piece in self.pieces.under_way if piece.destination_id == self.instance_id][:at_most]
         for piece in coming:
             self.pieces.under_way.remove(piece)
-            if piece.key in self.held and (member := self.members.get(piece.key)) is not None:
+            if piece.key in self.sequences and (member := self.members.get(piece.key)) is not None:
                 member.take(piece)
 
     # --- what may happen ---
 
     @property
     def can_begin(self) -> bool:
-        return self.untimed.can_begin
+        return self.machine.steps.can_begin
 
     def begin_step(self) -> StepPlan:
         self._check_group(self.plans[0])
-        return self.untimed.begin_step().plan
+        self.do(self.machine.begin_step())
+        return self.running[-1].plan
 
     def _check_group(self, plan: StepPlan) -> None:
         """Check what keeps pages whole, and waits free of circles, where prompts are computed in turn."""
         size = self.profile.kv_layout.block_size
-        grouped = [
-            (chunk, held)
-            for chunk in plan.chunks
-            if (held := self.held.get((chunk.request_id, chunk.epoch))) is not None and held.group is not None
-        ]
-        for chunk, held in grouped:
+        chunks = [(chunk, self.sequences.get((chunk.request_id, chunk.epoch))) for chunk in plan.chunks]
+        grouped = [(chunk, each) for chunk, each in chunks if each is not None and each.prompt.group is not None]
+        for chunk, sequence in grouped:
             assert not plan.urgent, f"{chunk} in an urgent plan"
             assert len(grouped) == 1, f"{grouped} in one step"
-            if not held.leads:
+            if not sequence.leads:
                 assert len(plan.chunks) == 1, f"{plan} on a helper"
                 assert not chunk.is_last, f"{chunk} on a helper"
                 assert chunk.start % size == 0 == chunk.num_tokens % size, f"{chunk} on a helper"
 
     @property
     def can_end(self) -> bool:
-        return self.untimed.can_end
+        """Whether nothing in the step that ends next waits for KV of other members."""
+        plan = self.running[self.machine.steps.next_to_end].plan
+        return all(plan.plan_id in self.sequences[key].prompt.given_up for key in self._uncomputed(plan))
+
+    def _uncomputed(self, plan: StepPlan) -> set[RequestKey]:
+        """Return the prompts of a plan's chunks that lack KV before these."""
+        keys = [((chunk.request_id, chunk.epoch), chunk) for chunk in plan.chunks]
+        return {
+            key
+            for key, chunk in keys
+            if key in self.sequences
+            and self.sequences[key].prompt.group is not None
+            and not self.members[key].has_before(chunk)
+        }
 
     def end_step(self, *, ended_by_first_token: bool = False) -> None:
         """End the running step; ``ended_by_first_token``: and the generations of its last chunks at once."""
-        self.untimed.end_step(ended_by_first_token=ended_by_first_token)
-        self.stirs()
+        uncomputed = self._uncomputed(self.running[self.machine.steps.next_to_end].plan)
+        self.do(self.machine.end_step(uncomputed, ended_by_first_token=ended_by_first_token))
+        self._turn()
 
     @property
     def can_decode(self) -> bool:
         """Whether it would make decode steps by itself now."""
-        return not self.running and not self.plans and not self.own.held and len(self.untimed.residents) > 0
+        return not self.running and not self.plans and not self.own.held and len(self.machine.residents) > 0
 
     def decode(self, num_steps: int) -> None:
         """Make so many decode steps without a plan, each of a second, of those that have room."""
         assert self.can_decode
         began_s = 0.0
         for num in self._stretches(num_steps):
-            self.untimed.make_own_steps(num, duration_s=float(num), began_s=began_s, ended_s=began_s + num)
+            self.do(self.machine.make_own_steps(num, duration_s=float(num), began_s=began_s, ended_s=began_s + num))
             began_s += num
 
     def draw(self, num_steps: int) -> None:
         """Make so many decode steps of which nothing is told."""
         for num in self._stretches(num_steps):
-            self.untimed.draw(num)
+            self.do(self.machine.draw(num))
 
     def _stretches(self, num_steps: int) -> Iterator[int]:
         """Parts of so many steps, between which nothing is due, until nobody has room."""
-        while num_steps and (residents := self.untimed.residents):
+        while num_steps and (residents := self.machine.residents):
             num = min(num_steps, residents.steps_left, self.own.num_left)
             yield num
             num_steps -= num
 
     @property
     def decoding(self) -> list[RequestKey]:
-        return [key for key, held in self.held.items() if held.is_decoding]
+        return [key for key, sequence in self.sequences.items() if sequence.is_decoding]
 
     def num_tokens(self, key: RequestKey) -> int:
         """Return tokens of prompt and output of a request that decodes here."""
-        return self.untimed.residents.num_tokens(key)
+        return self.machine.residents.num_tokens(key)
 
     def finish(self, key: RequestKey, num_output_tokens: int = 1) -> None:
         """A generation ends here."""
-        self.untimed.finish(self.held[key], FinishReason.STOP, num_output_tokens)
+        self.do(self.machine.finish(self.sequences[key], FinishReason.STOP, num_output_tokens))
 
     def drop(self, key: RequestKey) -> None:
-        self.untimed.drop(self.held[key], "modelled")
+        self.do(self.machine.drop(self.sequences[key], "modelled"))
+
+    def hear(self, event: CopyEvent) -> None:
+        """Let an event of a copy happen."""
+        self.do(self.machine.copy_event(event))
 
     def rejoin(self, gateway_of: dict[RequestKey, GatewayId]) -> InstanceJoined:
         """A new stream: what does not decode is dropped, what was on its way is lost, and copies have ended."""
-        dropped = tuple([key for key, held in self.untimed.held.items() if held.decodes_nowhere])
-        self.untimed.drop_all_but_decoding()
+        dropped = tuple([key for key, sequence in self.sequences.items() if sequence.decodes_nowhere])
+        self.do(self.machine.drop_all_but_decoding())
         self.pieces.cut_off(self.instance_id)
         self.commands.clear()
         self.events.clear()
@@ -204,64 +240,70 @@ class ModelledInstance:
                 request_id=key[0],
                 epoch=key[1],
                 gateway_id=gateway_of[key],
-                num_blocks=held.num_blocks,
-                num_context_tokens=self.num_tokens(key) if held.is_decoding else held.num_tokens,
-                decoding=held.is_decoding,
-                max_total_tokens=0 if held.length is None else held.length.max_total_tokens,
-                transfer_id=held.received_by,
-                granules=tuple(held.kept),
-                members=held.members,
-                part=held.part,
+                num_blocks=sequence.num_blocks,
+                num_context_tokens=self.num_tokens(key) if sequence.is_decoding else sequence.num_tokens,
+                decoding=sequence.is_decoding,
+                max_total_tokens=0 if sequence.length is None else sequence.length.max_total_tokens,
+                transfer_id=sequence.received_by,
+                granules=tuple(sequence.prefix.cached),
+                members=sequence.members,
+                part=sequence.part,
             )
-            for key, held in self.held.items()
+            for key, sequence in self.sequences.items()
         )
         return InstanceJoined(
-            replace(self.profile, role=self.untimed.role),
+            replace(self.profile, role=self.machine.role),
             residents,
-            stopping=not self.untimed.admits,
-            kept=self.untimed.kept.granules,
-            offloaded=self.untimed.kept.offloaded,
+            stopping=not self.machine.holding.admits,
+            kept=self.machine.cache.granules,
+            offloaded=self.machine.cache.offloaded,
             dropped=dropped,
         )
 
-    # --- what the untimed instance tells ---
+    # --- what the machine asks for ---
 
     def _length_of(self, key: RequestKey) -> Length:
         most = self.max_total_of.get(key, 0)
         return Length(most or _FOREVER, 1, most, self.chain_of.get(key, ()))
 
-    def stirs(self) -> None:
+    def _turn(self) -> None:
+        """Let residents change if no step runs."""
         if not self.running:
-            self.untimed.turn()
+            self.do(self.machine.turn())
 
-    def regrouped(self, held: Held, known: PrefillGroup | None) -> None:
-        assert held.group is not None
-        if known is not None:
-            self.members[held.key].regroup(held.group)
+    def do(self, effects: list[Effect]) -> None:
+        """Carry out what the machine asks for, in order."""
+        for effect in effects:
+            if not isinstance(effect, tuple):
+                self.events.append(effect)
+                continue
+            match effect:
+                case ResidentsChange():
+                    self._turn()
+                case Regrouped(sequence=sequence, known=known):
+                    self._regroup(sequence, is_new=known is None)
+                case WaitNoLonger(sequence=sequence, group=group) if sequence.leads:
+                    num_tokens = self.members[sequence.key].num_tokens
+                    self.events.append(GroupPrefix(self.instance_id, *sequence.key, num_tokens, len(group.lost_ids)))
+                case Computed(sequence=sequence, chunk=chunk) if sequence.prompt.group is not None:
+                    self.members[sequence.key].compute(chunk)
+                case StopSending(sequence=sequence):
+                    assert sequence.key not in self.landed, f"{sequence.key} goes on here, and is decoded elsewhere"
+                case PauseSending(sequence=sequence, transfer=transfer):
+                    self.hear(CopyPaused(sequence.key, transfer.transfer_id))
+                case Forget(sequence=sequence):
+                    self.landed.discard(sequence.key)
+                case Refused(command=command, reason=reason):
+                    raise AssertionError(f"{self.instance_id} refuses {command}: {reason}")
+                case _:
+                    pass  # a test says when the rest happens
+
+    def _regroup(self, sequence: Sequence, *, is_new: bool) -> None:
+        key, group = sequence.key, sequence.prompt.group
+        assert group is not None, f"{key} has no group"
+        if not is_new:
+            self.members[key].regroup(group)
             return
-        member = ModelledMember(held.key, held.group, self.instance_id, self.profile.kv_layout.block_size, self.pieces)
-        self.members[held.key] = member
-        member.begin(held.num_computed_tokens)
-
-    def has_before(self, held: Held, chunk: ChunkPlan) -> bool:
-        return self.members[held.key].has_before(chunk)
-
-    def num_present_tokens(self, held: Held) -> int:
-        return self.members[held.key].num_tokens
-
-    def computed(self, held: Held, chunk: ChunkPlan, *, ends: bool) -> None:
-        if held.group is not None:
-            self.members[held.key].compute(chunk)
-
-    def stops_sending(self, held: Held) -> None:
-        assert held.key not in self.landed, f"{held.key} goes on here, and is decoded elsewhere"
-
-    def forgets(self, held: Held) -> None:
-        self.landed.discard(held.key)
-
-    def admitted(self, held: Held) -> None: ...
-    def planned(self, plan: StepPlan) -> None: ...
-    def began_to_decode(self, held: Held) -> None: ...
-    def stood(self, key: RequestKey, joined_step: int) -> None: ...
-    def sends(self, held: Held) -> None: ...
-    def gave_up(self, held: Held) -> None: ...
+        member = ModelledMember(key, group, self.instance_id, self.profile.kv_layout.block_size, self.pieces)
+        self.members[key] = member
+        member.begin(sequence.prompt.num_computed_tokens)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from pdmesh.core.commands import Command, ToInstance
-from pdmesh.model import InstanceProfile, RequestKey, TransferPurpose
+from pdmesh.instance.copy_state import Then
+from pdmesh.instance.effects import CopyCaughtUp, CopyCommitted, CopyFailed, CopyLanded, CopySent
+from pdmesh.instance.sequence_phases import Phase
+from pdmesh.model import InstanceProfile, RequestKey
 from pdmesh.plans import TransferPlan
 from pdmesh_testing.modelled import ModelledInstance
 from pdmesh_testing.modelled_groups import ModelledPieces
@@ -33,8 +36,8 @@ class ModelledMesh:
         """Granted transfers whose receiver expects them, as (sender, receiver, request)."""
         found: list[tuple[ModelledInstance, ModelledInstance, RequestKey]] = []
         for sender in self.instances.values():
-            for key, held in sender.held.items():
-                if held.is_granted and (receiver := self._expecting(key, held.transfer)) is not None:
+            for key, sequence in sender.sequences.items():
+                if sequence.is_granted and (receiver := self._expecting(key, sequence.transfer)) is not None:
                     found.append((sender, receiver, key))
         moves = [*self.moves(), *self.part_moves()]
         for receiver in self.instances.values():
@@ -48,80 +51,80 @@ class ModelledMesh:
             return None
         for destination_id in plan.destination_ids:
             receiver = self.instances.get(destination_id)
-            target = None if receiver is None else receiver.held.get(key)
-            if target is None or target.transfer != plan or (target.num_tokens and not target.is_part):
+            target = None if receiver is None else receiver.sequences.get(key)
+            if target is None or target.incoming != plan or target.phase not in (Phase.EXPECTED, Phase.HOLDING):
                 return None
         return self.instances[plan.destination_ids[0]]
 
     def land(self, sender: ModelledInstance, receiver: ModelledInstance, key: RequestKey) -> None:
-        """All KV has arrived: a prompt's decodes, a fetch's is kept; and the sender frees its side."""
-        held = sender.held[key]
-        if held.transfer is not None and held.transfer.purpose is TransferPurpose.FETCH:
-            receiver.untimed.land_kept(receiver.held[key], 1, 0.0)
-        else:
-            others = [] if held.transfer is None else held.transfer.destination_ids[1:]
-            for instance in [*(self.instances[instance_id] for instance_id in others), receiver]:
-                if not instance.held[key].num_tokens:  # else it landed before
-                    instance.untimed.land(instance.held[key], held.num_tokens, 1, 0.0)
-        sender.untimed.send(held, 1, 0.0, 0.0)
+        """All KV has arrived: a prompt's decodes, a fetch's is cached; and the sender frees its side."""
+        sequence = sender.sequences[key]
+        others = [] if sequence.transfer is None else sequence.transfer.destination_ids[1:]
+        for instance in [*(self.instances[instance_id] for instance_id in others), receiver]:
+            if instance.sequences[key].phase is Phase.EXPECTED:  # HOLDING: the range landed before
+                instance.hear(CopyLanded(key, sequence.num_tokens, 1, 0.0))
+        then = Then.DECODE if Then.DECODE in sequence.outgoing else Then.KEEP
+        sender.hear(CopySent(key, then, 1, 0.0))
 
     def ranges(self) -> list[tuple[ModelledInstance, RequestKey]]:
         """Return ranges of prompts longer than their instances' room that may land, as (destination, request)."""
         found: list[tuple[ModelledInstance, RequestKey]] = []
         for sender, _, key in self.transfers():
-            held = sender.held[key]
-            if not held.num_blocks_at_once or held.transfer is None:
+            sequence = sender.sequences[key]
+            if not sequence.prompt.num_blocks_at_once or sequence.transfer is None:
                 continue
-            for number, instance_id in enumerate(held.transfer.destination_ids[1:], 1):
-                is_computed = number * sender.profile.max_kv_tokens <= held.num_computed_tokens
-                if is_computed and not self.instances[instance_id].held[key].num_tokens:
+            for number, instance_id in enumerate(sequence.transfer.destination_ids[1:], 1):
+                is_computed = number * sender.profile.max_kv_tokens <= sequence.prompt.num_computed_tokens
+                if is_computed and self.instances[instance_id].sequences[key].phase is Phase.EXPECTED:
                     found.append((self.instances[instance_id], key))
         return found
 
     @staticmethod
     def land_range(receiver: ModelledInstance, key: RequestKey) -> None:
         """A range of a prompt is where it goes, which its sender does not know yet."""
-        receiver.untimed.land(receiver.held[key], 1, 1, 0.0)
+        receiver.hear(CopyLanded(key, 1, 1, 0.0))
 
     def moves(self) -> list[tuple[ModelledInstance, ModelledInstance, RequestKey]]:
         """Running decodes on their way, as (source, target that expects it, request)."""
         return [
             (source, target, key)
             for source in self.instances.values()
-            for key, held in source.held.items()
-            if held.leaving is not None and (target := self._expecting(key, held.leaving)) is not None
+            for key, sequence in source.sequences.items()
+            if (move := sequence.move) is not None and (target := self._expecting(key, move.transfer)) is not None
         ]
 
     @staticmethod
     def commit_move(source: ModelledInstance, key: RequestKey) -> None:
         """Commit a move: the source stands still from here on."""
-        held = source.held[key]
-        if not held.is_frozen:
-            source.untimed.freeze(held)
-            source.untimed.turn()  # a step that runs ends without it
-        source.untimed.commit_move(held)
+        move = source.sequences[key].move
+        assert move is not None, f"{key} does not move"
+        if not move.is_frozen:
+            source.hear(CopyCaughtUp(key))
+            source.do(source.machine.turn())  # a step that runs ends without it
+        if not move.may_have_begun:
+            source.hear(CopyCommitted(key))
 
     def land_move(self, source: ModelledInstance, target: ModelledInstance, key: RequestKey) -> None:
         """Let the target decode a moved request, which the source does not know yet."""
-        held = source.held[key]
-        if not held.is_committed:
+        sequence = source.sequences[key]
+        if sequence.move is not None and not sequence.move.may_have_begun:
             self.commit_move(source, key)
         source.landed.add(key)
-        target.untimed.land(target.held[key], held.num_tokens, 1, 0.0)
+        target.hear(CopyLanded(key, sequence.num_tokens, 1, 0.0))
 
     @staticmethod
     def acknowledge_move(source: ModelledInstance, key: RequestKey) -> None:
         """The source hears of it, and frees its side."""
         source.landed.remove(key)
-        source.untimed.end_move(source.held[key], 1, 0.0, 0.0)
+        source.hear(CopySent(key, Then.DECODE, 1, 0.0))
 
     def landed_moves(self) -> list[tuple[ModelledInstance, RequestKey]]:
         """What sources will soon be told has landed."""
         return [
             (source, key)
             for source in self.instances.values()
-            for key, held in source.held.items()
-            if key in source.landed and not held.is_given_up
+            for key, sequence in source.sequences.items()
+            if key in source.landed and (sequence.move is None or not sequence.move.is_abandoned)
         ]
 
     def part_moves(self) -> list[tuple[ModelledInstance, ModelledInstance, RequestKey]]:
@@ -129,22 +132,28 @@ class ModelledMesh:
         return [
             (source, target, key)
             for source in self.instances.values()
-            for key, held in source.held.items()
-            if held.handing is not None and (target := self._expecting(key, held.handing)) is not None
+            for key, sequence in source.sequences.items()
+            if (copy := sequence.handing) is not None and (target := self._expecting(key, copy.transfer)) is not None
         ]
 
     @staticmethod
     def land_part(source: ModelledInstance, target: ModelledInstance, key: RequestKey) -> None:
         """A range is where it goes, and its source has the acknowledgement."""
-        target.untimed.land(target.held[key], 1, 1, 0.0)
-        source.untimed.hand_on(source.held[key], 1, 0.0)
+        target.hear(CopyLanded(key, 1, 1, 0.0))
+        source.hear(CopySent(key, Then.HOLD, 1, 0.0))
 
     @staticmethod
     def fail_part(source: ModelledInstance, key: RequestKey) -> None:
         """A range is not sent."""
-        source.untimed.fail_to_hand_on(source.held[key], "modelled")
+        source.hear(CopyFailed(key, Then.HOLD, "modelled"))
+
+    @staticmethod
+    def fail_move(source: ModelledInstance, key: RequestKey) -> None:
+        """The source sends no more of a move."""
+        source.hear(CopyFailed(key, Then.DECODE, "modelled"))
 
     @staticmethod
     def fail(at: ModelledInstance, key: RequestKey) -> None:
         """One side gives a transfer up: a receiver with what it has of it, a sender keeps all."""
-        at.untimed.fail_transfer(at.held[key], "modelled")
+        then = Then.DECODE if at.sequences[key].moves_on else None
+        at.hear(CopyFailed(key, then, "modelled"))

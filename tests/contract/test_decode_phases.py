@@ -16,8 +16,9 @@ from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.worker import plans
 from pdmesh_lab.sim.agenda import Agenda
+from pdmesh_lab.sim.context import SimContext
 from pdmesh_lab.sim.exchange import SimulatedExchange
-from pdmesh_lab.sim.instance import SimContext, SimInstance
+from pdmesh_lab.sim.instance import SimInstance
 from pdmesh_lab.sim.links import SimulatedLinks
 from pdmesh_lab.sim.result import RequestRun
 from pdmesh_testing.fake_engine import FakeEngine, reference_output

@@ -435,7 +435,7 @@ class MeshMachine(RuleBasedStateMachine):
                 if self.scale > 1 and key in self.leader_of and self.leader_of[key] not in self.silent:
                     assert failed_id in (self.leader_of[key], self.receiver_of.get(key)), f"{key} lost but a helper"
                 source = self.mesh.instances.get(self.leader_of.get(key, failed_id))
-                has_all = source is not None and key in source.held and source.held[key].moves_on
+                has_all = source is not None and key in source.sequences and source.sequences[key].moves_on
                 if has_all and self.receiver_of.get(key) == failed_id:
                     assert self.num_receivers[key] > self.config.max_lost_receivers, f"{key} is computed again"
 
@@ -574,7 +574,7 @@ class MeshMachine(RuleBasedStateMachine):
             and self.receiver_of.get(other, self.leader_of.get(other)) == decode_id
             and order_of(request) < order_of(victim)
         ]
-        adopted = set(self.mesh.instances[decode_id].held) - self.arrivals.keys()
+        adopted = set(self.mesh.instances[decode_id].sequences) - self.arrivals.keys()
         assert others or adopted, f"{key} was retracted, and is the oldest on {decode_id}"
 
     def check_may_reject(self, command: Reject) -> None:
@@ -851,7 +851,7 @@ class MeshMachine(RuleBasedStateMachine):
         helpers = [
             (instance, key)
             for instance in self.mesh.instances.values()
-            for key, held in instance.held.items()
+            for key, held in instance.sequences.items()
             if not held.leads
         ]
         if not helpers:
@@ -895,7 +895,7 @@ class MeshMachine(RuleBasedStateMachine):
             if instance.running or instance.can_begin:
                 self.run_step(instance, ended_by_first_token=False)
         for transfer in self.mesh.transfers():
-            if transfer[0].held[transfer[2]].is_computed:
+            if transfer[0].sequences[transfer[2]].is_computed:
                 self.mesh.land(*transfer)
         for instance in self.mesh.instances.values():
             while instance.events:
@@ -931,7 +931,7 @@ class MeshMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def transfer_lands(self, data: st.DataObject) -> None:
-        transfers = [(s, r, key) for s, r, key in self.mesh.transfers() if s.held[key].is_computed]
+        transfers = [(s, r, key) for s, r, key in self.mesh.transfers() if s.sequences[key].is_computed]
         if transfers:
             self.mesh.land(*data.draw(st.sampled_from(transfers)))
 
@@ -951,14 +951,13 @@ class MeshMachine(RuleBasedStateMachine):
         if not (moves := self.mesh.moves()):
             return
         source, target, key = data.draw(st.sampled_from(moves))
-        held = source.held[key]
         match how:
             case "lands":
                 self.mesh.land_move(source, target, key)
             case "commits":
                 self.mesh.commit_move(source, key)
             case "fails":
-                source.untimed.fail_move(held, "modelled")
+                self.mesh.fail_move(source, key)
             case _:
                 self.mesh.fail(target, key)
 
@@ -1046,7 +1045,7 @@ class MeshMachine(RuleBasedStateMachine):
 
     @property
     def told_to_stop(self) -> list[ModelledInstance]:
-        return [instance for instance in self.mesh.instances.values() if instance.untimed.is_told_to_stop]
+        return [instance for instance in self.mesh.instances.values() if instance.machine.is_told_to_stop]
 
     def start_again(self, instance: ModelledInstance) -> None:
         """A process ends, and another one takes its place."""
@@ -1102,8 +1101,8 @@ class MeshMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def instance_stops(self, data: st.DataObject) -> None:
         """It refuses what is on its way from now on; the scheduler hears of that later."""
-        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.untimed.admits]):
-            instance.untimed.admits = False
+        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.machine.holding.admits]):
+            instance.machine.holding.admits = False
             instance.events.append(DrainRequested(instance.instance_id))
 
     @rule(
@@ -1203,7 +1202,9 @@ class MeshMachine(RuleBasedStateMachine):
         """All goes well for so long; what is begun goes on under other rules."""
         is_quiet = not any(view.state is OperationState.RUNNING for view in self.core.operations)
         is_whole = set(self.profiles) == set(self.mesh.instances) == self.processes
-        is_ready = is_whole and all(each.untimed.admits and not each.events for each in self.mesh.instances.values())
+        is_ready = is_whole and all(
+            each.machine.holding.admits and not each.events for each in self.mesh.instances.values()
+        )
         is_ready = is_ready and all(view.reachable and not view.draining for view in self.core.instances)
         is_ready = is_ready and self.core.unready_reason is None
         before = {instance_id: self.profiles[instance_id].pid for instance_id in self.mesh.instances} | self.services
@@ -1214,7 +1215,7 @@ class MeshMachine(RuleBasedStateMachine):
                 self.feed(OperationCancelled(name))
             self.all_goes_well()
             for instance in self.mesh.instances.values():
-                if not instance.own.held and len(instance.untimed.residents):
+                if not instance.own.held and len(instance.machine.residents):
                     instance.draw(99)
                     self.see_drawn(instance)
             for what in self.wanted()[:1]:
@@ -1286,7 +1287,7 @@ class MeshMachine(RuleBasedStateMachine):
             self.processes.remove(what)
             del self.profiles[what]
             if (instance := self.mesh.instances.pop(what, None)) is not None:
-                assert not instance.held, f"{what} is stopped, and holds {instance.held}"
+                assert not instance.sequences, f"{what} is stopped, and holds {instance.sequences}"
                 self.feed(InstanceLost(what))
         elif fails:
             self.actuator_tells(failed=what.instance_id)
@@ -1308,15 +1309,15 @@ class MeshMachine(RuleBasedStateMachine):
     def copies_begin_or_end(self, data: st.DataObject) -> None:
         """While copies run, freed blocks are quarantined."""
         if instance := self.pick(data, list(self.mesh.instances.values())):
-            if instance.untimed.copies_run:
-                instance.untimed.end_copies()
+            if instance.machine.holding.copies_run:
+                instance.do(instance.machine.end_copies())
             else:
-                instance.untimed.copies_run = True
+                instance.machine.holding.copies_run = True
 
     @rule(data=st.data())
     def load_is_reported(self, data: st.DataObject) -> None:
         if instance := self.pick(data, list(self.mesh.instances.values())):
-            instance.untimed.report_load()
+            instance.do(instance.machine.report_load())
 
     @rule(bundle=st.sampled_from(BUNDLE_NAMES))
     def operator_switches(self, bundle: str) -> None:
@@ -1345,15 +1346,15 @@ class MeshMachine(RuleBasedStateMachine):
             self.mesh.instances[instance_id] = self.new_instance(instance_id)
             self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
         for instance_id, instance in self.mesh.instances.items():
-            instance.untimed.admits = True
-            instance.untimed.end_copies()
+            instance.machine.holding.admits = True
+            instance.do(instance.machine.end_copies())
             self.feed(InstanceSuspected(instance_id, suspected=False))
             instance.events.append(DrainRequested(instance_id, enabled=False))
             self.operate(OperationKind.UNDRAIN, instance_id, role=Role.MIXED, timeout_s=0.0, force=False)
             role, kind = self.last_role(instance_id), OperationKind.ROLE
             last = self.operation(kind, instance_id, role=role, timeout_s=0.0, force=True, may_be_judged=False)
             instance.events.append(last)
-            instance.untimed.report_load()
+            instance.do(instance.machine.report_load())
         for _ in range(1000):
             if not self.settle_once():
                 break
@@ -1370,7 +1371,7 @@ class MeshMachine(RuleBasedStateMachine):
             assert view.num_seats_taken == 0
             assert view.num_queued_tokens == 0
             instance = self.mesh.instances[view.instance_id]
-            assert not instance.held, f"{view.instance_id} still holds {instance.held}"
+            assert not instance.sequences, f"{view.instance_id} still holds {instance.sequences}"
 
     def last_role(self, instance_id: InstanceId) -> Role:
         """With which an instance ends: as it began, if what is left can serve then."""
@@ -1398,12 +1399,12 @@ class MeshMachine(RuleBasedStateMachine):
             while instance.can_begin or (instance.running and instance.can_end):
                 self.run_step(instance, ended_by_first_token=False)
                 busy = True
-            if not instance.own.held and len(instance.untimed.residents):
+            if not instance.own.held and len(instance.machine.residents):
                 instance.draw(99)
                 self.see_drawn(instance)
                 busy = True
         for transfer in self.mesh.transfers():
-            if transfer[0].held[transfer[2]].is_computed:
+            if transfer[0].sequences[transfer[2]].is_computed:
                 self.mesh.land(*transfer)
                 busy = True
         for move in self.mesh.moves():
@@ -1426,7 +1427,7 @@ class MeshMachine(RuleBasedStateMachine):
         if not busy and self.core.num_waiting and self.chosen.why_not(self.core.instances) is not None:
             self.operator_switches("fcfs")  # a pool that is empty has requests wait until somebody joins it
             busy = True
-        if not busy and not any(instance.held for instance in self.mesh.instances.values()):
+        if not busy and not any(instance.sequences for instance in self.mesh.instances.values()):
             may_be_unready = self.has_resized or self.num_revisions > 1
             is_served = not may_be_unready or self.core.unready_reason is None
             num_unserved = sum(map(self.waits_for_weights, self.waiting.values()))

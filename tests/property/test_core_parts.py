@@ -170,7 +170,9 @@ class Driver:
     def advance(self) -> bool:
         """One thing that goes on by itself; False if there is nothing."""
         able: list[Callable[[], object]] = [call for each in self.instances for call in self.calls(each)]
-        able += [partial(self.mesh.land, *each) for each in self.mesh.transfers() if each[0].held[each[2]].is_computed]
+        able += [
+            partial(self.mesh.land, *each) for each in self.mesh.transfers() if each[0].sequences[each[2]].is_computed
+        ]
         able += [partial(self.mesh.land_range, *each) for each in self.mesh.ranges()]
         able += [partial(self.mesh.land_part, *each) for each in self.mesh.part_moves()]
         able += [partial(self.mesh.land_move, *each) for each in self.mesh.moves()]
@@ -188,7 +190,7 @@ class Driver:
         while able := [call for each in self.instances for call in self.calls(each, decodes=False)]:
             able[0]()
             for each in self.mesh.transfers():
-                if each[0].held[each[2]].is_computed:
+                if each[0].sequences[each[2]].is_computed:
                     self.mesh.land(*each)
             for ready in self.mesh.ranges():
                 self.mesh.land_range(*ready)
@@ -214,7 +216,7 @@ class Driver:
         for instance in self.instances:
             allocations = self.core._mesh.instances[InstanceId(instance.instance_id)].allocations
             booked = {key: allocation.num_blocks for key, allocation in allocations.items()}
-            assert booked == {key: held.num_blocks for key, held in instance.held.items()}
+            assert booked == {key: held.num_blocks for key, held in instance.sequences.items()}
 
     def calls(self, instance: ModelledInstance, *, decodes: bool = True) -> list[Callable[[], object]]:
         able: list[Callable[[], object]] = []
@@ -234,24 +236,26 @@ class Driver:
         """One thing that goes wrong, or that somebody asks for."""
         instance = self.rng.choice(self.instances)
         match self.rng.randrange(9):
-            case 8 if holders := [each for each in self.instances if any(held.is_part for held in each.held.values())]:
+            case 8 if holders := [
+                each for each in self.instances if any(sequence.is_range for sequence in each.sequences.values())
+            ]:
                 silent = self.rng.choice(holders)
                 for other in self.instances:
-                    other.untimed.lose_member(silent.instance_id)
+                    other.do(other.machine.lose_member(silent.instance_id))
             case 0 if self.running:
                 request = self.rng.choice(list(self.running.values()))
                 self.resumes = [each for each in self.resumes if each.request_id != request.request_id]
                 del self.running[request.request_id]
                 self.feed(RequestCancelled(GATEWAY, request.request_id, request.epoch))
-            case 1 if instance.held:
-                key = self.rng.choice(list(instance.held))
-                held = instance.held[key]
+            case 1 if instance.sequences:
+                key = self.rng.choice(list(instance.sequences))
+                held = instance.sequences[key]
                 if not held.moves_on and not held.is_freed:
                     instance.drop(key)
             case 2:
                 self.lose(instance)
             case 3:
-                gateways = dict.fromkeys(instance.held, GATEWAY)
+                gateways = dict.fromkeys(instance.sequences, GATEWAY)
                 self.feed(instance.rejoin(gateways))
             case 4 if transfers := self.mesh.transfers():
                 sender, receiver, key = self.rng.choice(transfers)
@@ -268,7 +272,7 @@ class Driver:
                     case 0:
                         self.mesh.fail(target, key)
                     case 1:
-                        source.untimed.fail_move(source.held[key], "modelled")
+                        self.mesh.fail_move(source, key)
                     case _:
                         self.mesh.commit_move(source, key)
             case 6:
@@ -286,7 +290,7 @@ class Driver:
         self.core = self.new_core()
         starting = {each.request_id for each in self.resumes}
         waiting = [(each.request_id, each.epoch) for each in self.running.values() if each.request_id not in starting]
-        gateways = {key: GATEWAY for each in self.instances for key in each.held}
+        gateways = {key: GATEWAY for each in self.instances for key in each.sequences}
         joins: list[tuple[ModelledInstance | None, Callable[[], Event]]] = [
             (each, partial(each.rejoin, gateways)) for each in self.instances
         ]
@@ -309,7 +313,7 @@ class Driver:
         self.mesh.instances[instance.instance_id] = ModelledInstance(profile, self.max_total_of, self.mesh.pieces)
         if self.rng.random() < 0.7:
             for other in self.instances:
-                other.untimed.lose_member(instance.instance_id)
+                other.do(other.machine.lose_member(instance.instance_id))
         self.feed(InstanceLost(instance.instance_id))
         self.feed(InstanceJoined(profile, ()))
 
@@ -325,8 +329,8 @@ class Driver:
                 self.feed(Tick())
         assert not self.running, f"{self.running} hang"
         for instance in self.instances:
-            assert not instance.held
-            assert instance.untimed.num_free_blocks == instance.profile.num_blocks
+            assert not instance.sequences
+            assert instance.machine.holding.num_free_blocks == instance.profile.num_blocks
         for instance_id, state in self.core._mesh.instances.items():
             assert not state.allocations, f"{instance_id} holds {state.allocations}"
             assert state.num_taken_blocks == 0
@@ -452,10 +456,10 @@ def test_a_context_of_one_range_grows_onto_others_and_leaves_one_that_stops(rese
     while driver.most_members < 2:
         driver.step()
     driver.settle()
-    first = next(each for each in driver.instances for held in each.held.values() if held.is_part)
+    first = next(each for each in driver.instances for sequence in each.sequences.values() if sequence.is_range)
     driver.feed(DrainRequested(first.instance_id))
     driver.settle()
-    assert not first.held
+    assert not first.sequences
     assert driver.running, "it ended before its range was elsewhere"
     driver.feed(DrainRequested(first.instance_id, enabled=False))
     while driver.running:
@@ -477,7 +481,7 @@ def filling_context() -> tuple[Driver, list[InstanceId]]:
     )
     driver.submit(a_request("r", LIMIT + 2, MOST_TOKENS - LIMIT - 2))
     driver.settle()
-    unused = [each.instance_id for each in driver.instances if each.profile.role is Role.DECODE and not each.held]
+    unused = [each.instance_id for each in driver.instances if each.profile.role is Role.DECODE and not each.sequences]
     return driver, unused
 
 
@@ -530,11 +534,11 @@ def test_a_home_that_stops_leaves_with_its_seat_while_others_hold_their_ranges()
         driver.step()
     driver.settle()
     home = next(instance for instance in driver.instances if instance.decoding)
-    (member,) = [instance for instance in driver.instances if instance.held and instance is not home]
+    (member,) = [instance for instance in driver.instances if instance.sequences and instance is not home]
     driver.feed(DrainRequested(home.instance_id))
     driver.settle()
-    assert not home.held
-    assert member.held
+    assert not home.sequences
+    assert member.sequences
     assert driver.running
     while driver.running:
         driver.step()

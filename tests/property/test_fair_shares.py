@@ -184,7 +184,7 @@ class World:
                 self.num_failing -= 1
                 self.mesh.fail(sender, key)
                 busy = True
-            elif sender.held[key].is_computed:
+            elif sender.sequences[key].is_computed:
                 self.mesh.land(sender, receiver, key)
                 busy = True
         for instance in self.mesh.instances.values():

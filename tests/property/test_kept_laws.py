@@ -10,10 +10,9 @@ import pytest
 
 from pdmesh.core.instances.kept import HeldGranules, KeptHere
 from pdmesh.core.instances.kept_where import KeptWhere
-from pdmesh.model import Epoch, PrefixHash, RequestId
+from pdmesh.instance.cache import BlockCache, CachedPrefix
+from pdmesh.model import PrefixHash
 from pdmesh.plans import Evictions
-from pdmesh_lab.sim.held import Held
-from pdmesh_lab.sim.kept import SimulatedKept
 
 BLOCK_SIZE = 32  # four blocks for each granule
 
@@ -23,13 +22,19 @@ def a_chain(numbers: Sequence[int]) -> tuple[PrefixHash, ...]:
     return tuple([PrefixHash(bytes(numbers[: index + 1]).ljust(16, b"\xff")) for index in range(len(numbers))])
 
 
+def share_all(store: BlockCache, prefix: CachedPrefix, num_reused: int) -> None:
+    """Let a request reuse granules, all of which are there."""
+    assert not store.missing(prefix, num_reused)
+    store.share(prefix, num_reused)
+
+
 class Both:
     """The same requests on both sides; the tier holds ``capacity`` granules."""
 
     def __init__(self, number: int, where: KeptWhere, capacity: int) -> None:
         self.core = KeptHere(where, number, BLOCK_SIZE, capacity)
-        self.store = SimulatedKept(BLOCK_SIZE, capacity)
-        self.live: dict[int, tuple[HeldGranules, Held]] = {}
+        self.store = BlockCache(BLOCK_SIZE, capacity)
+        self.live: dict[int, tuple[HeldGranules, CachedPrefix]] = {}
         self._num_begun = 0
 
     def begin(self, chain: tuple[PrefixHash, ...]) -> None:
@@ -38,9 +43,8 @@ class Both:
         num_reused = self.core.depth(chain, len(chain))
         assert num_reused == sum(granule in self.core for granule in chain)
         num_loaded = self._num_loadable(chain, num_reused)
-        held = Held((RequestId(f"r{self._num_begun}"), Epoch(0)), 4 * (len(chain) + 2), None, chain=chain)
-        held.num_loaded_granules = num_loaded
-        self.store.share(held, num_reused + num_loaded)
+        held = CachedPrefix(chain, num_loaded)
+        share_all(self.store, held, num_reused + num_loaded)
         self.live[self._num_begun] = self.core.begin(chain, num_reused, tenant), held
 
     def _num_loadable(self, chain: tuple[PrefixHash, ...], num_reused: int) -> int:
@@ -77,8 +81,8 @@ class Both:
     def check(self) -> None:
         self.core.check_integrity("here", [granules for granules, _ in self.live.values()])
         assert self.core.num_idle_blocks <= self.store.num_idle_blocks  # the core keeps more from being dropped
-        own = sum(self.store.num_own_blocks(held) for _, held in self.live.values())
-        whole = sum(held.num_blocks for _, held in self.live.values())
+        whole = sum(4 * (len(held.chain) + 2) for _, held in self.live.values())
+        own = whole - sum(self.store.num_cached_blocks(held) for _, held in self.live.values())
         taken = whole - self.core.num_saved_blocks
         assert own + self.store.num_blocks == taken + self.core.num_idle_blocks
         self.check_tier()
@@ -140,12 +144,11 @@ class Apart(Both):
         self._num_begun += 1
         number, num_reused = self._num_begun, self.core.depth(chain, len(chain))
         num_loaded = self._num_loadable(chain, num_reused)
-        held = Held((RequestId(f"r{number}"), Epoch(0)), 4 * (len(chain) + 2), None, chain=chain)
+        held = CachedPrefix(chain, num_loaded)
         self.live[number] = self.core.begin(chain, num_reused, f"tenant {number % 3}"), held
 
         def obey() -> None:
-            held.num_loaded_granules = num_loaded
-            self.store.share(held, num_reused + num_loaded)
+            share_all(self.store, held, num_reused + num_loaded)
             self.here.add(number)
 
         self._command(obey, number % 3)

@@ -2,7 +2,7 @@
 
 Commands and reports cross, steps end in any order, what is kept is copied from instance to instance, groups lose
 helpers, instances, gateways and the scheduler go and come back, and roles change. Each side checks the other: an
-instance has what it is to share and room for what it is told (`pdmesh_lab.sim.untimed`), and the core's books balance
+instance has what it is to share and room for what it is told (`pdmesh.instance.machine`), and the core's books balance
 after each event.
 """
 
@@ -30,6 +30,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.instance.sequence import Sequence as HeldSequence
 from pdmesh.model import (
     GRANULE_TOKENS,
     Epoch,
@@ -47,7 +48,6 @@ from pdmesh.policy.bundles import BUNDLE_NAMES, make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.policy.prefill_groups import Schedule
-from pdmesh_lab.sim.held import Held
 from pdmesh_testing.core import a_role
 from pdmesh_testing.modelled import ModelledInstance, modelled_profile
 from pdmesh_testing.modelled_mesh import ModelledMesh
@@ -241,14 +241,14 @@ class Workload:
     def finish(self) -> None:
         """A generation ends; what it drew may be what others' prompts have there."""
         for instance in self.mesh.instances.values():
-            for key, held in list(instance.held.items()):
+            for key, held in list(instance.sequences.items()):
                 if held.is_decoding and key not in instance.landed and not instance.running:
-                    held.length = instance._length_of(key)._replace(drawn=self.drawn_by(key, held))
-                    instance.untimed.finish(held, FinishReason.STOP)
+                    drawn = self.drawn_by(key, held)
+                    instance.do(instance.machine.finish(held, FinishReason.STOP, drawn=drawn))
                     self.see_finished(instance)
                     return
 
-    def drawn_by(self, key: RequestKey, held: Held) -> PrefixHashes:
+    def drawn_by(self, key: RequestKey, held: HeldSequence) -> PrefixHashes:
         tenant, path = self.path_of[key[0]]
         num_more = self.rng.randint(0, max(0, held.num_blocks - len(held.chain) - 1))
         answer = path[: len(held.chain) + num_more]
@@ -257,7 +257,7 @@ class Workload:
         return a_chain(tenant, answer)[len(held.chain) :]
 
     def land(self) -> None:
-        transfers = [(s, r, key) for s, r, key in self.mesh.transfers() if s.held[key].is_computed]
+        transfers = [(s, r, key) for s, r, key in self.mesh.transfers() if s.sequences[key].is_computed]
         if transfers:
             self.mesh.land(*self.rng.choice(transfers))
 
@@ -271,8 +271,8 @@ class Workload:
     def lose_offloaded(self) -> None:
         """A tier loses a granule by itself, in the middle of a chain perhaps."""
         instance = self.an_instance()
-        if instance and (offloaded := instance.untimed.kept.offloaded):
-            instance.untimed.lose_offloaded((self.of_tiers.choice(offloaded),))
+        if instance and (offloaded := instance.machine.cache.offloaded):
+            instance.do(instance.machine.lose_offloaded((self.of_tiers.choice(offloaded),)))
 
     def lose_instance(self) -> None:
         if len(self.mesh.instances) > 1 and (instance := self.an_instance()):
@@ -313,12 +313,13 @@ class Workload:
     def check(self) -> None:
         """Free, held, kept and quarantined blocks are all there are; each granule's owners are those that have it."""
         for instance in self.mesh.instances.values():
-            untimed = instance.untimed
-            held = [*untimed.held.values(), *untimed.quarantined.values()]
-            num_own = sum(untimed.kept.num_own_blocks(each) for each in held)
-            assert num_own + untimed.kept.num_blocks + untimed.num_free_blocks == untimed.profile.num_blocks
-            owners = Counter(granule for each in held for granule in each.kept)
-            assert owners == Counter({granule: n for granule, n in untimed.kept._owners.items() if n})
+            holding, cache = instance.machine.holding, instance.machine.cache
+            held = [*holding.sequences.values(), *holding.quarantined.values()]
+            num_own = sum(holding.num_own_blocks(each) for each in held)
+            assert num_own + cache.num_blocks + holding.num_free_blocks == instance.profile.num_blocks
+            owners = Counter(granule for each in held for granule in each.prefix.cached)
+            assert owners == Counter({granule: n for granule, n in cache._owners.items() if n})
+            instance.machine.check_integrity()
 
     def run(self, num_actions: int) -> None:
         work = (
@@ -375,12 +376,12 @@ class Workload:
                 while instance.events:
                     self.feed(instance.events.popleft())
         for instance in self.mesh.instances.values():
-            if instance.held:
+            if instance.sequences:
                 continue  # a resident that nobody claims any more, until its time is over
             kept = self.core._mesh.instances[instance.instance_id].kept
-            assert {granule for granule in instance.untimed.kept.granules if granule not in kept} <= {*kept._orphans}
-            assert kept._where.of(kept._bit) <= {*instance.untimed.kept.granules}
-            assert kept._where.offloaded.of(kept._bit) == {*instance.untimed.kept.offloaded}
+            assert {granule for granule in instance.machine.cache.granules if granule not in kept} <= {*kept._orphans}
+            assert kept._where.of(kept._bit) <= {*instance.machine.cache.granules}
+            assert kept._where.offloaded.of(kept._bit) == {*instance.machine.cache.offloaded}
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,9 @@ from pdmesh.wire.messages import (
     pack_token_ids,
 )
 from pdmesh_lab.sim.agenda import Agenda
+from pdmesh_lab.sim.context import SimContext
 from pdmesh_lab.sim.exchange import SimulatedExchange
-from pdmesh_lab.sim.instance import SimContext, SimInstance
+from pdmesh_lab.sim.instance import SimInstance
 from pdmesh_lab.sim.links import FlowId, SimulatedLinks
 from pdmesh_lab.sim.recorded import recorded_run
 from pdmesh_lab.sim.result import RequestRun
@@ -208,7 +209,7 @@ class ModelledMesh:
     def _drained(self, flow: FlowId) -> None:
         if not self.exchange.drained(flow):
             key, sender_id, _ = flow
-            self.workers[sender_id].instance.drained(key)
+            self.workers[sender_id].instance.copies.drained(key)
 
 
 class Worker:

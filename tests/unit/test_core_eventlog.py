@@ -76,9 +76,9 @@ def recorded_run(path: Path, num_requests: int = 40) -> list[tuple[Event, list[C
                 if instance.can_begin:
                     instance.begin_step()
                     instance.end_step()
-                instance.untimed.report_load()
+                instance.do(instance.machine.report_load())
             for transfer in mesh.transfers():
-                if transfer[0].held[transfer[2]].is_computed:
+                if transfer[0].sequences[transfer[2]].is_computed:
                     mesh.land(*transfer)
             for instance in mesh.instances.values():
                 for key in instance.decoding:

@@ -70,13 +70,29 @@ def after(cls: Any, name: str, point: str) -> None:
 
 
 def _worker_moves(module: ModuleType) -> None:
-    before(module.MovingDecodes, "grant", "source: granted")
+    before(module.MovingDecodes, "begin", "source: granted")
     after(module.MovingDecodes, "_freeze", "source: stands still")
-    before(module.MovingDecodes, "sent", "source: heard that it landed")
-    after(module.MovingDecodes, "sent", "source: told that it landed")
-    before(module.MovingDecodes, "expect", "target: asked")
-    after(module.MovingDecodes, "expect", "target: reserved")
-    after(module.MovingDecodes, "arrived", "target: has it")
+
+
+def _worker_copies(module: ModuleType) -> None:
+    sent = module.Copies.sent
+
+    @functools.wraps(sent)
+    def hearing(self: Any, request: Any, outcome: Any) -> None:
+        is_move = request.state.move is not None
+        if is_move:
+            at("source: heard that it landed")
+        sent(self, request, outcome)
+        if is_move:
+            at("source: told that it landed")
+
+    module.Copies.sent = hearing
+
+
+def _worker_arrivals(module: ModuleType) -> None:
+    before(module.Arrivals, "expect_move", "target: asked")
+    after(module.Arrivals, "expect_move", "target: reserved")
+    after(module.Arrivals, "_take_transcript", "target: has it")
 
 
 def _pages_go_over(cls: Any) -> None:
@@ -148,11 +164,12 @@ def _worker_replies(module: ModuleType) -> None:
     @functools.wraps(inner)
     def sending(self: Any, request: Any, message: Any) -> None:
         if getattr(message, "token_id", None) is not None:
-            came_by = request.transfer.purpose.name if request.received_by else "NOTHING"
+            incoming = request.state.incoming
+            came_by = "NOTHING" if incoming is None else incoming.purpose.name
             drawn = (message.request_id, message.epoch, message.index, message.token_id, came_by)
             os.write(log, f"{' '.join(map(str, drawn))}\n".encode())
-            key = (message.request_id, request.received_by)
-            if request.transfer is not None and request.transfer.purpose.name == "MOVE" and key not in begun:
+            key = (message.request_id, request.state.received_by)
+            if came_by == "MOVE" and key not in begun:
                 begun.add(key)
                 inner(self, request, message)
                 at("target: goes on")
@@ -164,6 +181,8 @@ def _worker_replies(module: ModuleType) -> None:
 
 _WRAPPERS: dict[str, Callable[[ModuleType], None]] = {
     "pdmesh.worker.moves": _worker_moves,
+    "pdmesh.worker.leaving_kv": _worker_copies,
+    "pdmesh.worker.arrivals": _worker_arrivals,
     "pdmesh.kv.peer_reads": _kv_peer_reads,
     "pdmesh.kv.outgoing": _kv_outgoing,
     "pdmesh.kv.receiver": _kv_receiver,

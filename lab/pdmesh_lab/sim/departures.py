@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdmesh.model import GRANULE_TOKENS, NO_TRANSFER, RequestKey, TransferId
+from pdmesh.instance.copy_state import Then
+from pdmesh.instance.effects import CopySent
+from pdmesh.instance.sequence import Sequence
+from pdmesh.model import GRANULE_TOKENS, RequestKey
 from pdmesh.plans import TransferPlan
 from pdmesh_lab.sim.flows import SimulatedFlows
-from pdmesh_lab.sim.held import Held
 from pdmesh_lab.sim.result import RequestRun
 
 
@@ -19,10 +21,10 @@ from pdmesh_lab.sim.result import RequestRun
 class Prefill:
     """A request whose prompt is computed here."""
 
-    held: Held
+    sequence: Sequence
     run: RequestRun
     last_turn: int | None = None  # the planned step that had its latest chunk
-    granted_to: TransferId = NO_TRANSFER
+    granted: TransferPlan | None = None  # the latest one
     granted_s: float = 0.0  # for the first time
     computed_s: float | None = None
     num_ready_bytes: float = 0.0  # of all that is computed, and may move
@@ -57,20 +59,20 @@ class SimulatedDepartures:
     def forget(self, key: RequestKey) -> Prefill | None:
         """Forget a prompt that ends, or decodes, where it is."""
         prefill = self.prefills.pop(key, None)
-        if prefill is not None and prefill.held.transfer is not None:
-            self._flows.drop(key, prefill.held.transfer)
+        if prefill is not None and prefill.granted is not None:
+            self._flows.drop(key, prefill.granted)
         return prefill
 
-    def send(self, held: Held, transfer: TransferPlan) -> None:
+    def send(self, sequence: Sequence, transfer: TransferPlan) -> None:
         """Send what is granted; to another receiver than before all that is computed goes."""
-        prefill = self.prefills[held.key]
-        if prefill.granted_to != transfer.transfer_id:
-            prefill.granted_to, prefill.granted_s = transfer.transfer_id, self._flows.agenda.now_s
+        prefill = self.prefills[sequence.key]
+        if prefill.granted is None or prefill.granted.transfer_id != transfer.transfer_id:
+            prefill.granted, prefill.granted_s = transfer, self._flows.agenda.now_s
             prefill.num_sent_bytes = float(transfer.num_reused_granules * GRANULE_TOKENS * self.token_bytes)
         self._move(prefill, 0.0)
 
-    def stop(self, held: Held, transfer: TransferPlan) -> None:
-        self.prefills[held.key].num_sent_bytes -= self._flows.drop(held.key, transfer)
+    def stop(self, key: RequestKey, transfer: TransferPlan) -> None:
+        self.prefills[key].num_sent_bytes -= self._flows.drop(key, transfer)
 
     def drained(self, key: RequestKey) -> None:
         """All KV that may move so far has moved; it has landed if that is all of it.
@@ -81,29 +83,31 @@ class SimulatedDepartures:
         if prefill.computed_s is None:
             self._land_ranges(prefill)
             return
-        held, run = prefill.held, prefill.run
-        assert held.transfer is not None
+        run, transfer = prefill.run, prefill.granted
+        assert transfer is not None
         now_s = self._flows.agenda.now_s
-        num_bytes, duration_s = self.num_kv_bytes(run, held.transfer), now_s - prefill.granted_s
+        num_bytes, duration_s = self.num_kv_bytes(run, transfer), now_s - prefill.granted_s
         run.granted_s, run.landed_s, run.exposed_s = prefill.granted_s, now_s, now_s - prefill.computed_s
         del self.prefills[key]
-        self._flows.land(held.transfer, key, duration_s)
-        sent_s = self._flows.alone_s(held.transfer, num_bytes)
-        self._flows.untimed.send(held, num_bytes, duration_s, run.exposed_s, sent_s=sent_s)
+        self._flows.land(transfer, key, duration_s)
+        sent_s = self._flows.alone_s(transfer, num_bytes)
+        destination_id = transfer.destination_ids[0] if sent_s else None
+        sent = CopySent(key, Then.DECODE, num_bytes, duration_s, run.exposed_s, sent_s, destination_id)
+        self._flows.tell(sent)
 
     def _land_ranges(self, prefill: Prefill) -> None:
-        held = prefill.held
-        if held.num_blocks_at_once and held.transfer is not None:
+        sequence, prompt = prefill.sequence, prefill.sequence.prompt
+        if prompt.num_blocks_at_once and sequence.transfer is not None:
             duration_s = self._flows.agenda.now_s - prefill.granted_s
-            self._flows.land_ranges(held.transfer, held.key, held.num_computed_tokens, duration_s)
+            self._flows.land_ranges(sequence.transfer, sequence.key, prompt.num_computed_tokens, duration_s)
 
     def _move(self, prefill: Prefill, num_bytes: float) -> None:
-        held = prefill.held
-        if not held.moves_on:
+        onward = prefill.sequence.onward
+        if onward is None:
             return
         prefill.num_ready_bytes += num_bytes
-        if held.is_granted:
-            assert held.transfer is not None
+        if onward.is_sending:
+            assert onward.transfer is not None
             num_unsent_bytes = max(0.0, prefill.num_ready_bytes - prefill.num_sent_bytes)
-            self._flows.send(held.key, held.transfer, num_unsent_bytes)
+            self._flows.send(prefill.sequence.key, onward.transfer, num_unsent_bytes)
             prefill.num_sent_bytes += num_unsent_bytes

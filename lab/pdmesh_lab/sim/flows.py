@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pdmesh.instance.effects import CopyEvent
 from pdmesh.model import InstanceProfile, RequestKey
 from pdmesh.plans import TransferPlan
 from pdmesh_lab.sim.agenda import Agenda
 from pdmesh_lab.sim.links import FlowId, SimulatedLinks
-from pdmesh_lab.sim.untimed import UntimedInstance
 
 
 class SimulatedFlows:
     """What leaves an instance: for each request whose KV it sends one flow over its links.
 
-    ``land`` hears of those that moved whole, ``land_ranges`` of how many tokens have moved of a prompt that gives
-    ranges back while it is computed.
+    ``tell`` takes events of copies. ``land`` hears of transfers that moved whole, ``land_ranges`` of how many
+    tokens have moved of a prompt that gives ranges back while it is computed.
     """
 
     def __init__(
@@ -24,13 +24,13 @@ class SimulatedFlows:
         *,
         agenda: Agenda,
         links: SimulatedLinks,
-        untimed: UntimedInstance,
+        tell: Callable[[CopyEvent], None],
         land: Callable[[TransferPlan, RequestKey, float], None],
         land_ranges: Callable[[TransferPlan, RequestKey, int, float], None],
     ) -> None:
         self.layout = profile.kv_layout
         self.agenda = agenda
-        self.untimed = untimed
+        self.tell = tell
         self.land, self.land_ranges = land, land_ranges
         self._instance_id = profile.instance_id
         self._links = links

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from pdmesh.instance.sequence import Sequence
 from pdmesh.model import InstanceProfile, RequestKey
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.policy.pacing import lag
 from pdmesh_lab.sim.agenda import Agenda
 from pdmesh_lab.sim.departures import SimulatedDepartures
 from pdmesh_lab.sim.exchange import SimulatedExchange
-from pdmesh_lab.sim.held import Held
 from pdmesh_lab.sim.planned_step import PlannedStep
 
 
@@ -29,7 +29,7 @@ class SimulatedGroups:
         agenda: Agenda,
         exchange: SimulatedExchange,
         departures: SimulatedDepartures,
-        held: dict[RequestKey, Held],
+        sequences: dict[RequestKey, Sequence],
         end: Callable[[], None],
         go_on: Callable[[PlannedStep], None],
         parallel_step_s: float = 0.0,
@@ -38,20 +38,20 @@ class SimulatedGroups:
         self._agenda = agenda
         self._exchange = exchange
         self._departures = departures
-        self._held = held
+        self._sequences = sequences
         self._parallel_step_s = parallel_step_s
         self._end = end
         self._go_on = go_on
 
-    def lead(self, held: Held, steps: Iterable[StepPlan]) -> None:
+    def lead(self, sequence: Sequence, steps: Iterable[StepPlan]) -> None:
         """The leader's KV goes to those that joined; what it is computing now, in ``steps``, as it is computed."""
-        key, group = held.key, held.group
+        key, group = sequence.key, sequence.prompt.group
         assert group is not None
         is_new = not self._exchange.is_shared(key)
         self._exchange.set_group(
             key,
             group,
-            num_computed_tokens=held.num_computed_tokens,
+            num_computed_tokens=sequence.prompt.num_computed_tokens,
             token_bytes=self._departures.token_bytes,
             last_layer_share=self._departures.last_layer_share,
             landed=partial(self._departures.came, key),
@@ -61,12 +61,14 @@ class SimulatedGroups:
                 if (chunk.request_id, chunk.epoch) == key:
                     self._exchange.began(key, chunk, self._profile.instance_id)
 
-    def num_present_tokens(self, held: Held) -> int:
+    def num_present_tokens(self, key: RequestKey) -> int:
         block_size = self._profile.kv_layout.block_size
-        return self._exchange.prefix_tokens(held.key) // block_size * block_size
+        return self._exchange.prefix_tokens(key) // block_size * block_size
 
-    def has_before(self, held: Held, chunk: ChunkPlan) -> bool:
-        return not self._exchange.is_shared(held.key) or self._since_s(held.key, chunk) is not None
+    def uncomputed(self, plan: StepPlan) -> set[RequestKey]:
+        """Return the prompts of a plan's chunks that end without the KV before them."""
+        keys = [((chunk.request_id, chunk.epoch), chunk) for chunk in plan.chunks]
+        return {key for key, chunk in keys if self._exchange.is_shared(key) and self._since_s(key, chunk) is None}
 
     def waits(self, step: PlannedStep) -> bool:
         """Whether a step that is computed waits for others; it goes on by itself, or when its end is due."""
@@ -77,11 +79,11 @@ class SimulatedGroups:
             return True
         for chunk in step.plan.chunks:
             key = (chunk.request_id, chunk.epoch)
-            if not self._exchange.is_shared(key) or (held := self._held.get(key)) is None:
+            if not self._exchange.is_shared(key) or (sequence := self._sequences.get(key)) is None:
                 continue
             since_s = self._since_s(key, chunk)
             if since_s is None:
-                if step.plan.plan_id in held.given_up:
+                if step.plan.plan_id in sequence.prompt.given_up:
                     continue
                 step.waits, step.end = True, None
                 self._exchange.wait(key, self._profile.instance_id, chunk.start, partial(self._go_on, step))

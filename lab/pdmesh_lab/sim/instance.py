@@ -1,4 +1,4 @@
-"""A simulated instance: what one does (`pdmesh_lab.sim.untimed`), in the time that a latency model and the links say.
+"""A simulated instance: an instance machine, in the time that a latency model and the links say.
 
 It runs the next plan if there is one, else a decode step over its residents, unless a plan has them held. Consecutive
 decode steps are one appointment. When a plan or a resident comes in between, it is cut short to the end of the step
@@ -17,48 +17,51 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import ceil
+from typing import assert_never
 
 from pdmesh.core.commands import InstanceCommand
-from pdmesh.core.events import Event
+from pdmesh.core.events import GroupPrefix
 from pdmesh.core.instances.own_steps import HOLD_LIMIT_S
+from pdmesh.instance.copy_state import Then, then_of
+from pdmesh.instance.effects import (
+    Admitted,
+    BeganToDecode,
+    Computed,
+    CopyEvent,
+    CopyLanded,
+    CopyPaused,
+    Effect,
+    Forget,
+    Froze,
+    OwnerEffect,
+    PauseSending,
+    Planned,
+    Refused,
+    Regrouped,
+    ResidentsChange,
+    Send,
+    Stood,
+    StopSending,
+    WaitNoLonger,
+)
+from pdmesh.instance.machine import InstanceMachine
+from pdmesh.instance.residents import Length
+from pdmesh.instance.sequence_phases import Phase
 from pdmesh.model import InstanceId, InstanceProfile, RequestKey, TransferPurpose
-from pdmesh.plans import ChunkPlan, PrefillGroup, StepPlan, TransferPlan
+from pdmesh.plans import ChunkPlan
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
-from pdmesh_lab.sim.agenda import Agenda, Appointment
-from pdmesh_lab.sim.departures import Prefill, SimulatedDepartures
-from pdmesh_lab.sim.exchange import SimulatedExchange
+from pdmesh_lab.sim.agenda import Appointment
+from pdmesh_lab.sim.context import SimContext
+from pdmesh_lab.sim.departures import Prefill
 from pdmesh_lab.sim.flows import SimulatedFlows
 from pdmesh_lab.sim.groups import SimulatedGroups
-from pdmesh_lab.sim.held import Held
-from pdmesh_lab.sim.links import SimulatedLinks
 from pdmesh_lab.sim.loads import SimulatedLoads
 from pdmesh_lab.sim.lost_ranges import SimulatedLostRanges
-from pdmesh_lab.sim.moves import SimulatedMoves
 from pdmesh_lab.sim.planned_step import PlannedStep
-from pdmesh_lab.sim.residents import Length
 from pdmesh_lab.sim.result import RequestRun, StepSpan
-from pdmesh_lab.sim.untimed import UntimedInstance
-from pdmesh_lab.sim.whole_flows import fetches, part_moves
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimContext:
-    """What all instances of a simulation have in common."""
-
-    agenda: Agenda
-    links: SimulatedLinks
-    exchange: SimulatedExchange
-    runs: dict[RequestKey, RequestRun]  # by their newest epoch
-    report: Callable[[Event], None]  # to the scheduler
-    land: Callable[[TransferPlan, RequestKey, float], None]
-    land_ranges: Callable[[TransferPlan, RequestKey, int, float], None]
-    want_turn: Callable[[InstanceId], None]  # an instance asks to `begin` after all else of this instant
-    max_decode_steps: int
-    parallel_step_s: float = 0.0
-    part_exchange_s: float = 0.0  # of a layer
+from pdmesh_lab.sim.sent_kv import SimulatedCopies
 
 
 class SimInstance:
@@ -76,27 +79,25 @@ class SimInstance:
         self._want_turn = context.want_turn
         self._max_decode_steps = context.max_decode_steps
         self._part_exchange_s = context.part_exchange_s * profile.kv_layout.num_layers
-        self._untimed = untimed = UntimedInstance(
-            profile, report=context.report, length_of=self._length_of, surroundings=self
-        )
+        self._report = context.report
+        self._machine = machine = InstanceMachine(profile, self._length_of)
+        self._steps, self._residents = machine.steps, machine.residents
         flows = SimulatedFlows(
-            profile, agenda=agenda, links=links, untimed=untimed, land=context.land, land_ranges=context.land_ranges
+            profile, agenda=agenda, links=links, tell=self._tell, land=context.land, land_ranges=context.land_ranges
         )
-        self._departures = departures = SimulatedDepartures(flows)
+        self.copies = copies = SimulatedCopies(flows, context.runs, machine.residents)
+        self._departures = departures = copies.departures
         self._groups = SimulatedGroups(
             profile,
             agenda=agenda,
             exchange=context.exchange,
             departures=departures,
-            held=untimed.held,
+            sequences=machine.sequences,
             parallel_step_s=context.parallel_step_s,
             end=self._end_step,
             go_on=self._go_on,
         )
         self._loads = SimulatedLoads(profile, agenda=agenda, end=self._end_step)
-        self._moves = SimulatedMoves(flows, context.runs)
-        self._fetches = fetches(flows)
-        self._parts = part_moves(flows)
         self._lost_ranges = SimulatedLostRanges(profile.max_kv_tokens)
         self._range_step: Appointment | None = None  # its end
         self._num_turns = 0
@@ -113,11 +114,9 @@ class SimInstance:
     def die(self) -> None:
         """End the instance with all that it has; it does and reports nothing from now on."""
         self._is_dead = self._busy = True
-        self._moves.end()
-        self._fetches.end()
-        self._parts.end()
+        self.copies.end()
         self._lost_ranges.clear()
-        for key in self._untimed.residents.staying():
+        for key in self._residents.staying():
             if (run := self._runs.get(key)) is not None:  # else what it drew was taken from it
                 run.token_times_s = self._drawn_s(key, run, bisect_left(self._running_s, self._agenda.now_s))
         steps = [step for step in (self._step, self._interrupted) if step is not None]
@@ -134,11 +133,14 @@ class SimInstance:
     def lose_member(self, instance_id: InstanceId) -> None:
         """Another instance is gone, which may hold ranges of what decodes here."""
         if not self._is_dead:
-            self._untimed.lose_member(instance_id)
+            self._do(self._machine.lose_member(instance_id))
 
     def take(self, command: InstanceCommand) -> None:
         if not self._is_dead:
-            self._untimed.obey(command)
+            self._do(self._machine.obey(command))
+
+    def _tell(self, event: CopyEvent) -> None:
+        self._do(self._machine.copy_event(event))
 
     def _length_of(self, key: RequestKey) -> Length:
         run = self._runs[key]
@@ -146,67 +148,79 @@ class SimInstance:
         current = run.current
         return Length(num_total_tokens, run.num_output_tokens, current.max_total_tokens, current.chain, run.drawn)
 
-    def admitted(self, held: Held) -> None:
-        run = self._runs[held.key]
+    def _do(self, effects: list[Effect]) -> None:
+        """Carry out what the machine asks for, in order."""
+        for effect in effects:
+            if isinstance(effect, tuple):
+                self._carry_out(effect)
+            else:
+                self._report(effect)
+
+    def _carry_out(self, effect: OwnerEffect) -> None:
+        match effect:
+            case Planned(plan=plan):
+                if plan.urgent:
+                    self._plan_interruption()
+                self._residents_change()
+            case ResidentsChange():
+                self._residents_change()
+            case Computed():
+                self._computed(effect)
+            case Stood(key=key, joined_step=joined_step):
+                self._stood(key, joined_step)
+            case Admitted():
+                self._admitted(effect)
+            case Forget(sequence=sequence):
+                self._forget(sequence.key)
+            case BeganToDecode(sequence=sequence):
+                prefill = self._departures.forget(sequence.key)
+                run = self._runs[sequence.key] if prefill is None else prefill.run
+                run.decode_id = self.instance_id
+            case Send(sequence=sequence, transfer=transfer):
+                self.copies.send(sequence, transfer)
+            case StopSending(sequence=sequence, transfer=transfer):
+                self.copies.stop(sequence.key, transfer)
+            case PauseSending(sequence=sequence, transfer=transfer):
+                self.copies.stop(sequence.key, transfer)
+                self._tell(CopyPaused(sequence.key, transfer.transfer_id))
+            case Froze(sequence=sequence):
+                self.copies.send_rest(sequence)
+            case Regrouped(sequence=sequence):
+                if sequence.leads:
+                    self._groups.lead(sequence, [step.plan for step in self._steps.running])
+            case WaitNoLonger():
+                self._wait_no_longer(effect)
+            case Refused(command=command, reason=reason):
+                raise AssertionError(f"{self.instance_id} refuses {command}: {reason}")
+            case _:
+                assert_never(effect)
+
+    def _admitted(self, effect: Admitted) -> None:
+        sequence = effect.sequence
+        num_reused_tokens = sequence.prompt.num_computed_tokens
+        run = self._runs[sequence.key]
         run.prefill_id = self.instance_id
         if run.placed_s is None:
             run.placed_s = self._agenda.now_s
-            run.num_reused_tokens = held.num_computed_tokens
-        num_reused_bytes = held.num_computed_tokens * self._departures.token_bytes
-        self._loads.begin(held)
-        self._departures.prefills[held.key] = Prefill(held, run, num_ready_bytes=num_reused_bytes)
+            run.num_reused_tokens = num_reused_tokens
+        self._loads.begin(sequence)
+        num_ready_bytes = num_reused_tokens * self._departures.token_bytes
+        self._departures.prefills[sequence.key] = Prefill(sequence, run, num_ready_bytes=num_ready_bytes)
 
-    def planned(self, plan: StepPlan) -> None:
-        if plan.urgent:
-            self._plan_interruption()
-        self.stirs()
+    def _forget(self, key: RequestKey) -> None:
+        self._lost_ranges.forget(key)
+        self._loads.forget(key)
+        if self.copies.forget(key):
+            self._exchange.forget(key)
 
-    def began_to_decode(self, held: Held) -> None:
-        prefill = self._departures.forget(held.key)
-        run = self._runs[held.key] if prefill is None else prefill.run
-        run.decode_id = self.instance_id
-
-    def sends(self, held: Held) -> None:
-        if held.leaving is not None:
-            self._moves.send(held, held.leaving)
-        elif held.handing is not None:
-            self._parts.send(held, held.handing)
-        elif held.transfer is not None and held.transfer.purpose is TransferPurpose.FETCH:
-            self._fetches.send(held, held.transfer)
-        elif held.transfer is not None:
-            self._departures.send(held, held.transfer)
-
-    def stops_sending(self, held: Held) -> None:
-        if held.leaving is not None:
-            self._moves.stop(held.key)
-        elif held.handing is not None:
-            self._parts.stop(held.key)
-        elif held.transfer is not None:
-            self._departures.stop(held, held.transfer)
-
-    def forgets(self, held: Held) -> None:
-        self._moves.stop(held.key)
-        self._parts.stop(held.key)
-        self._lost_ranges.forget(held.key)
-        self._fetches.stop(held.key)
-        self._loads.forget(held.key)
-        if self._departures.forget(held.key) is not None:
-            self._exchange.forget(held.key)
-
-    def regrouped(self, held: Held, known: PrefillGroup | None) -> None:
-        if held.leads:
-            self._groups.lead(held, [step.plan for step in self._untimed.running])
-
-    def gave_up(self, held: Held) -> None:
-        step = self._step
-        if step is not None and step.waits and step.end is None and step.plan.plan_id in held.given_up:
+    def _wait_no_longer(self, effect: WaitNoLonger) -> None:
+        sequence, step = effect.sequence, self._step
+        if sequence.leads:
+            num_tokens = self._groups.num_present_tokens(sequence.key)
+            self._report(GroupPrefix(self.instance_id, *sequence.key, num_tokens, len(effect.group.lost_ids)))
+        given_up = sequence.prompt.given_up
+        if step is not None and step.waits and step.end is None and step.plan.plan_id in given_up:
             self._end_step()
-
-    def has_before(self, held: Held, chunk: ChunkPlan) -> bool:
-        return self._groups.has_before(held, chunk)
-
-    def num_present_tokens(self, held: Held) -> int:
-        return self._groups.num_present_tokens(held)
 
     # --- when tokens were drawn ---
 
@@ -215,7 +229,7 @@ class SimInstance:
         """When each of the decode steps under way ends."""
         return self._decode_run if self._end_of_run is not None else ()
 
-    def stood(self, key: RequestKey, joined_step: int) -> None:
+    def _stood(self, key: RequestKey, joined_step: int) -> None:
         run = self._runs.get(key)
         if run is not None:  # else it has been resumed in a later epoch, with what it had drawn by then
             run.token_times_s = array("d", [*run.token_times_s, *self._ends_s[joined_step:]])
@@ -228,14 +242,14 @@ class SimInstance:
 
     def _drawn_s(self, key: RequestKey, run: RequestRun, num_running: int) -> Sequence[float]:
         """Tokens of all steps that have ended, and of so many of those under way."""
-        joined_step = self._untimed.residents.joined_step(key)
+        joined_step = self._residents.joined_step(key)
         if joined_step is None:
             return [*run.token_times_s]
         return [*run.token_times_s, *self._ends_s[joined_step:], *self._running_s[:num_running]]
 
     # --- steps ---
 
-    def stirs(self) -> None:
+    def _residents_change(self) -> None:
         """Take up new work: now if idle, else when the running step has ended."""
         if not self._busy:
             self._want_turn(self.instance_id)
@@ -250,24 +264,23 @@ class SimInstance:
         """Start the next batch, if there is one and the instance is idle."""
         if self._busy:
             return
-        for held in self._untimed.turn():
-            self._moves.left(held)
-        if self._lost_ranges and not (self._untimed.plans and self._lost_ranges.is_plans_turn):
+        self._do(self._machine.turn())
+        if self._lost_ranges and not (self._steps.plans and self._lost_ranges.is_plans_turn):
             self._begin_range_step()
-        elif self._untimed.plans:
+        elif self._steps.plans:
             self._lost_ranges.is_plans_turn = False
             self._begin_step()
-        elif self._untimed.own.held:
+        elif self._machine.own.held:
             if self._release_of_hold is None:
                 self._release_of_hold = self._agenda.at(self._agenda.now_s + HOLD_LIMIT_S, self._decode_on)
-        elif self._untimed.residents:
+        elif self._residents:
             self._begin_decodes()
 
     def _decode_on(self) -> None:
         """Decode on, because nothing was planned since the hold began."""
         self._release_of_hold = None
-        self._untimed.own.held = False
-        self.stirs()
+        self._machine.own.held = False
+        self._residents_change()
 
     def _begin_step(self) -> None:
         self._busy = True
@@ -276,17 +289,18 @@ class SimInstance:
 
     def _next_step(self) -> PlannedStep:
         """Return the next plan's step, which begins."""
-        running = self._untimed.begin_step()
+        self._do(self._machine.begin_step())
+        running = self._steps.running[-1]
         if self._release_of_hold is not None:
             self._release_of_hold.cancel()
             self._release_of_hold = None
         if self._interrupted is None:
             self._num_turns += 1
-        held = self._untimed.held
-        chunks = [chunk for chunk in running.plan.chunks if (chunk.request_id, chunk.epoch) in held]
+        sequences = self._machine.sequences
+        chunks = [chunk for chunk in running.plan.chunks if (chunk.request_id, chunk.epoch) in sequences]
         shapes = tuple([self._begin_chunk(chunk) for chunk in chunks])
         duration_s = self._step_s(StepShape(shapes, running.num_decodes, running.num_context_tokens))
-        if any(held[chunk.request_id, chunk.epoch].asks_others for chunk in chunks):
+        if any(sequences[chunk.request_id, chunk.epoch].asks_others for chunk in chunks):
             duration_s += self._part_exchange_s
         now_s = self._agenda.now_s
         return PlannedStep(running, now_s, duration_s, now_s + duration_s)
@@ -296,11 +310,12 @@ class SimInstance:
 
         One that decodes a context of which others hold ranges takes no less time than they take for one.
         """
-        exchanges = shape.num_decodes > 0 and self._untimed.residents.num_spread > 0
+        exchanges = shape.num_decodes > 0 and self._residents.num_spread > 0
         if exchanges and shape.num_decode_context_tokens < self.profile.max_kv_tokens:
             shape = shape._replace(num_decode_context_tokens=self.profile.max_kv_tokens)
-        held = self._untimed.held.values() if self.profile.max_kv_tokens else ()
-        num_part_tokens = sum([self.profile.max_kv_tokens for each in held if each.is_part and each.num_tokens])
+        limit = self.profile.max_kv_tokens
+        sequences = self._machine.sequences.values() if limit else ()
+        num_part_tokens = sum([limit for sequence in sequences if sequence.phase is Phase.HOLDING])
         if num_part_tokens:
             shape = shape._replace(num_decode_context_tokens=shape.num_decode_context_tokens + num_part_tokens)
         return self.model.step_s(shape) + (self._part_exchange_s if exchanges else 0.0)
@@ -353,9 +368,9 @@ class SimInstance:
             prefill.run.num_preemptions += 1
         prefill.last_turn = self._num_turns
         self._departures.began(prefill, chunk.num_tokens)
-        if prefill.held.asks_others:  # who attend to a range each, at the same time
+        if prefill.sequence.asks_others:  # who attend to a range each, at the same time
             limit = self.profile.max_kv_tokens
-            num_here = chunk.start - len(prefill.held.members) * limit
+            num_here = chunk.start - len(prefill.sequence.members) * limit
             shape = shape._replace(num_history_tokens=max(limit, num_here))
         return shape
 
@@ -369,25 +384,28 @@ class SimInstance:
         self._busy = False
         self._step = None
         self.steps.append(step.span(now_s))
-        if self._untimed.draws_with(step.running):
+        if self._steps.draws_with(step.running):
             self._ends_s.append(now_s)
-        self._untimed.end_step(duration_s=step.computed_s(now_s), began_s=step.started_s, ended_s=now_s)
+        uncomputed = self._groups.uncomputed(step.plan)
+        duration_s = step.computed_s(now_s)
+        self._do(self._machine.end_step(uncomputed, duration_s=duration_s, began_s=step.started_s, ended_s=now_s))
         if self._interrupted is not None:
             self._resume(self._interrupted, now_s - step.started_s)
         else:
             self._want_turn(self.instance_id)
 
-    def computed(self, held: Held, chunk: ChunkPlan, *, ends: bool) -> None:
-        if self._exchange.is_shared(held.key):
-            self._exchange.ended(held.key, chunk, self.instance_id)
-        self._loads.forget(held.key)
-        prefill = self._departures.prefills.get(held.key)
+    def _computed(self, effect: Computed) -> None:
+        key, chunk = effect.sequence.key, effect.chunk
+        if self._exchange.is_shared(key):
+            self._exchange.ended(key, chunk, self.instance_id)
+        self._loads.forget(key)
+        prefill = self._departures.prefills.get(key)
         if prefill is None:
             return  # a group's, led by another
         if chunk.is_last:
             prefill.computed_s = self._agenda.now_s
             prefill.run.token_times_s = [*prefill.run.token_times_s, self._agenda.now_s]
-        if not ends:
+        if not effect.ends:
             self._departures.ended(prefill, chunk.num_tokens)
 
     def _go_on(self, step: PlannedStep) -> None:
@@ -397,11 +415,11 @@ class SimInstance:
 
     def _begin_decodes(self) -> None:
         self._busy = True
-        residents = self._untimed.residents
+        residents = self._residents
         num_decodes, num_context_tokens = len(residents), residents.num_context_tokens
-        num_steps = min(residents.steps_left, self._max_decode_steps, self._untimed.own.num_left)
+        num_steps = min(residents.steps_left, self._max_decode_steps, self._machine.own.num_left)
         end_s, step_s = self._agenda.now_s, self._step_s
-        num_share = self._untimed.shares.largest(num_decodes)
+        num_share = self._steps.shares.largest(num_decodes)
         self._run_started_s = end_s
         ends_s: list[float] = []
         for _ in range(num_steps):
@@ -414,8 +432,8 @@ class SimInstance:
     def _begin_range_step(self) -> None:
         """Compute some of a lost range, beside the decodes that are here."""
         self._busy = self._lost_ranges.is_plans_turn = True
-        residents, now_s = self._untimed.residents, self._agenda.now_s
-        num_decodes = 0 if self._untimed.own.held else len(residents)
+        residents, now_s = self._residents, self._agenda.now_s
+        num_decodes = 0 if self._machine.own.held else len(residents)
         chunk, shape = self._lost_ranges.next_chunk()
         duration_s = self._step_s(StepShape((shape,), num_decodes, residents.num_context_tokens if num_decodes else 0))
         if chunk.start >= self.profile.max_kv_tokens:
@@ -428,16 +446,16 @@ class SimInstance:
         self.steps.append(span)
         if span.num_decodes:
             self._ends_s.append(span.end_s)
-            self._untimed.draw(1)
-        held = self._lost_ranges.computed(span.chunks[0])
-        if held is not None:
-            self._untimed.land(held, self.profile.max_kv_tokens, 0, 0.0)
+            self._do(self._machine.draw(1))
+        sequence = self._lost_ranges.computed(span.chunks[0])
+        if sequence is not None:
+            self._tell(CopyLanded(sequence.key, self.profile.max_kv_tokens, 0, 0.0))
         self._want_turn(self.instance_id)
 
     def _end_decodes(self) -> None:
         self._busy = False
         self._end_of_run = None
-        num_decodes, num_steps = len(self._untimed.residents), len(self._decode_run)
+        num_decodes, num_steps = len(self._residents), len(self._decode_run)
         began_s, ended_s = self._run_started_s, self._agenda.now_s
         before = self.steps[-1] if self.steps else None
         if before is not None and not before.chunks and before.num_decodes == num_decodes and before.end_s == began_s:
@@ -446,44 +464,36 @@ class SimInstance:
         else:
             self.steps.append(StepSpan(began_s, ended_s, (), num_decodes, num_steps))
         self._ends_s.extend(self._decode_run)
-        self._untimed.make_own_steps(num_steps, duration_s=ended_s - began_s, began_s=began_s, ended_s=ended_s)
+        duration_s = ended_s - began_s
+        self._do(self._machine.make_own_steps(num_steps, duration_s=duration_s, began_s=began_s, ended_s=ended_s))
         self._want_turn(self.instance_id)
 
     # --- transfers ---
 
-    def drained(self, key: RequestKey) -> None:
-        """All KV of a request that is computed or decodes here, and may move so far, has moved."""
-        if key in self._moves:
-            self._moves.drained(key)
-        elif key in self._fetches:
-            self._fetches.drained(key)
-        elif key in self._parts:
-            self._parts.drained(key)
-        else:
-            self._departures.drained(key)
-
     def land_range(self, key: RequestKey, duration_s: float) -> None:
-        """A range of a prompt is here, which is still being computed elsewhere."""
-        held = None if self._is_dead else self._untimed.held.get(key)
-        if held is not None and not held.num_tokens:
+        """Note a range that is here of a prompt that is still being computed elsewhere."""
+        sequence = None if self._is_dead else self._machine.sequences.get(key)
+        if sequence is not None and sequence.phase is Phase.EXPECTED:
             num_bytes = self.profile.max_kv_tokens * self.profile.kv_layout.token_bytes
-            self._untimed.land(held, self.profile.max_kv_tokens, num_bytes, duration_s)
+            self._tell(CopyLanded(key, self.profile.max_kv_tokens, num_bytes, duration_s))
 
     def land(self, key: RequestKey, duration_s: float) -> None:
         """A request's whole KV is here, or all granules of a fetch."""
         if self._is_dead:
             return
-        held = self._untimed.held[key]
-        if held.is_part and held.num_tokens:
+        sequence = self._machine.sequences[key]
+        transfer = sequence.incoming
+        if transfer is None or sequence.phase is Phase.HOLDING:
             return  # it landed before
-        if held.transfer is not None and held.transfer.purpose is TransferPurpose.FETCH:
-            self._untimed.land_kept(held, self._fetches.num_bytes(held), duration_s)
+        num_tokens = num_bytes = 0
+        if then_of(transfer) is Then.KEEP:
+            num_bytes = self.copies.fetches.num_bytes(sequence, transfer)
+        elif transfer.purpose is TransferPurpose.LOST_PART:
+            self._lost_ranges.begin(sequence)
+            self._residents_change()
             return
-        if held.transfer is not None and held.transfer.purpose is TransferPurpose.LOST_PART:
-            self._lost_ranges.begin(held)
-            self.stirs()
-            return
-        run = self._runs[key]
-        num_tokens = run.request.num_prompt_tokens + len(run.token_times_s)
-        num_bytes = 0 if held.transfer is None else self._departures.num_kv_bytes(run, held.transfer)
-        self._untimed.land(held, num_tokens, num_bytes, duration_s)
+        else:
+            run = self._runs[key]
+            num_tokens = run.request.num_prompt_tokens + len(run.token_times_s)
+            num_bytes = self._departures.num_kv_bytes(run, transfer)
+        self._tell(CopyLanded(key, num_tokens, num_bytes, duration_s))

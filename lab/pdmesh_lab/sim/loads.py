@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pdmesh.instance.sequence import Sequence
 from pdmesh.model import GRANULE_TOKENS, InstanceProfile, RequestKey
 from pdmesh_lab.sim.agenda import Agenda
-from pdmesh_lab.sim.held import Held
 from pdmesh_lab.sim.planned_step import PlannedStep
 
 
@@ -21,11 +21,11 @@ class SimulatedLoads:
         self._ends_s = 0.0  # of the last one
         self._loaded_s: dict[RequestKey, float] = {}
 
-    def begin(self, held: Held) -> None:
+    def begin(self, sequence: Sequence) -> None:
         """Begin to load what a request is to reuse of the tier, behind what others load."""
-        if held.num_loaded_granules:
-            self._ends_s = max(self._agenda.now_s, self._ends_s) + held.num_loaded_granules * self._granule_s
-            self._loaded_s[held.key] = self._ends_s
+        if num_granules := sequence.prefix.num_loaded:
+            self._ends_s = max(self._agenda.now_s, self._ends_s) + num_granules * self._granule_s
+            self._loaded_s[sequence.key] = self._ends_s
 
     def forget(self, key: RequestKey) -> None:
         """Its chunk was computed, or never will be."""

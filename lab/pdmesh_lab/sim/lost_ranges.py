@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdmesh.instance.sequence import Sequence
 from pdmesh.model import RequestKey
 from pdmesh.plans import ChunkPlan
 from pdmesh.policy.latency import ChunkShape
-from pdmesh_lab.sim.held import Held
 
 #: As `pdmesh.worker.lost_ranges.CHUNK_TOKENS`.
 CHUNK_TOKENS = 128
@@ -19,7 +19,7 @@ CHUNK_TOKENS = 128
 
 @dataclass(slots=True, eq=False)
 class _Range:
-    held: Held
+    sequence: Sequence
     first: int  # token
     num_computed: int = 0
 
@@ -35,13 +35,13 @@ class SimulatedLostRanges:
     def __len__(self) -> int:
         return len(self._due)
 
-    def begin(self, held: Held) -> None:
-        assert held.part is not None, f"{held.key} is no range"
-        self._due.append(_Range(held, held.part * self._range_tokens))
+    def begin(self, sequence: Sequence) -> None:
+        assert sequence.part is not None, f"{sequence.key} is no range"
+        self._due.append(_Range(sequence, sequence.part * self._range_tokens))
 
     def forget(self, key: RequestKey) -> None:
         """Compute no more of it."""
-        self._due = [each for each in self._due if each.held.key != key]
+        self._due = [each for each in self._due if each.sequence.key != key]
 
     def clear(self) -> None:
         """The instance is no more."""
@@ -51,7 +51,7 @@ class SimulatedLostRanges:
         """Return what the next step computes, and what that takes."""
         due, size = self._due[0], self._range_tokens
         num_tokens = min(CHUNK_TOKENS, size - due.num_computed)
-        request_id, epoch = due.held.key
+        request_id, epoch = due.sequence.key
         plan = ChunkPlan(
             request_id=request_id,
             epoch=epoch,
@@ -61,10 +61,10 @@ class SimulatedLostRanges:
         )
         return plan, ChunkShape(num_tokens, size if due.first else due.num_computed)
 
-    def computed(self, chunk: ChunkPlan) -> Held | None:
+    def computed(self, chunk: ChunkPlan) -> Sequence | None:
         """Note that a step has computed this; return what is whole with it."""
-        if not self._due or self._due[0].held.key != (chunk.request_id, chunk.epoch):
+        if not self._due or self._due[0].sequence.key != (chunk.request_id, chunk.epoch):
             return None  # it was freed meanwhile
         due = self._due[0]
         due.num_computed += chunk.num_tokens
-        return self._due.pop(0).held if due.num_computed == self._range_tokens else None
+        return self._due.pop(0).sequence if due.num_computed == self._range_tokens else None

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdmesh.instance.copy_state import Then
+from pdmesh.instance.effects import CopyCaughtUp, CopyCommitted, CopyFailed, CopySent
+from pdmesh.instance.residents import Residents
+from pdmesh.instance.sequence import Sequence
 from pdmesh.model import RequestKey
 from pdmesh.plans import TransferPlan
 from pdmesh_lab.sim.flows import SimulatedFlows
-from pdmesh_lab.sim.held import Held
 from pdmesh_lab.sim.result import RequestRun
 
 #: The last word takes so long beside its bytes, seconds.
@@ -20,7 +23,7 @@ LAST_WORD_S = 0.001
 
 @dataclass(slots=True, eq=False)
 class _Departure:
-    held: Held
+    sequence: Sequence
     plan: TransferPlan
     began_s: float
     num_tokens: int  # whose KV has been given to the links
@@ -31,8 +34,9 @@ class _Departure:
 class SimulatedMoves:
     """Moves from an instance."""
 
-    def __init__(self, flows: SimulatedFlows, runs: dict[RequestKey, RequestRun]) -> None:
+    def __init__(self, flows: SimulatedFlows, runs: dict[RequestKey, RequestRun], residents: Residents) -> None:
         self._flows = flows
+        self._residents = residents
         self._block_size = flows.layout.block_size
         self._runs = runs
         self._all: dict[RequestKey, _Departure] = {}
@@ -40,12 +44,12 @@ class SimulatedMoves:
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._all
 
-    def send(self, held: Held, plan: TransferPlan) -> None:
+    def send(self, sequence: Sequence, plan: TransferPlan) -> None:
         """Send what is there now."""
-        num_tokens = self._flows.untimed.residents.num_tokens(held.key)
+        num_tokens = self._residents.num_tokens(sequence.key)
         num_bytes = num_tokens * self._flows.layout.token_bytes
-        self._all[held.key] = _Departure(held, plan, self._flows.agenda.now_s, num_tokens, num_bytes)
-        self._flows.send(held.key, plan, num_bytes)
+        self._all[sequence.key] = _Departure(sequence, plan, self._flows.agenda.now_s, num_tokens, num_bytes)
+        self._flows.send(sequence.key, plan, num_bytes)
 
     def stop(self, key: RequestKey) -> None:
         """The request ends here, is freed, or stays."""
@@ -60,31 +64,32 @@ class SimulatedMoves:
     def drained(self, key: RequestKey) -> None:
         """What was given to the links is over."""
         departure = self._all[key]
-        if departure.held.is_frozen:
-            self._flows.untimed.commit_move(departure.held)
+        move = departure.sequence.move
+        if move is not None and move.is_frozen:
+            self._flows.tell(CopyCommitted(key))
             self._flows.agenda.at(self._flows.agenda.now_s + LAST_WORD_S, lambda: self._arrived(key, departure))
             return
-        num_tokens = self._flows.untimed.residents.num_tokens(key)
+        num_tokens = self._residents.num_tokens(key)
         if num_tokens > departure.plan.destinations[0].part.blocks.size * self._block_size:
-            self._flows.untimed.fail_move(departure.held, "it has outgrown it")
+            self._flows.tell(CopyFailed(key, Then.DECODE, "it has outgrown it"))
         else:
-            self._flows.untimed.freeze(departure.held)
+            self._flows.tell(CopyCaughtUp(key))
 
-    def left(self, held: Held) -> None:
+    def left(self, sequence: Sequence) -> None:
         """Send the rest of a request that takes part in no step any more."""
-        departure = self._all[held.key]
+        departure = self._all[sequence.key]
         departure.stands_since_s = self._flows.agenda.now_s
-        num_bytes = max(1, held.num_tokens - departure.num_tokens) * self._flows.layout.token_bytes
+        num_bytes = max(1, sequence.num_tokens - departure.num_tokens) * self._flows.layout.token_bytes
         departure.num_bytes += num_bytes
-        self._flows.send(held.key, departure.plan, num_bytes)
+        self._flows.send(sequence.key, departure.plan, num_bytes)
 
     def _arrived(self, key: RequestKey, departure: _Departure) -> None:
         if self._all.get(key) is not departure:
             return
         del self._all[key]
-        now_s, held = self._flows.agenda.now_s, departure.held
+        now_s, move = self._flows.agenda.now_s, departure.sequence.move
         self._runs[key].num_moves += 1
         duration_s, frozen_s = now_s - departure.began_s, now_s - departure.stands_since_s
         self._flows.land(departure.plan, key, duration_s)
-        if not held.is_given_up:
-            self._flows.untimed.end_move(held, round(departure.num_bytes), duration_s, frozen_s)
+        if move is not None and not move.is_abandoned:
+            self._flows.tell(CopySent(key, Then.DECODE, round(departure.num_bytes), duration_s, frozen_s))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdmesh.instance.planned_steps import RunningStep
 from pdmesh.plans import StepPlan
 from pdmesh_lab.sim.agenda import Appointment
 from pdmesh_lab.sim.result import StepSpan
-from pdmesh_lab.sim.untimed import RunningStep
 
 
 @dataclass(slots=True, eq=False)

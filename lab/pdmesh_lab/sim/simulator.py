@@ -24,9 +24,10 @@ from pdmesh.model import GRANULE_TOKENS, Epoch, GatewayId, InstanceId, InstanceP
 from pdmesh.plans import TransferPlan
 from pdmesh.policy.latency import LatencyModel
 from pdmesh_lab.sim.agenda import Agenda, Appointment
+from pdmesh_lab.sim.context import SimContext
 from pdmesh_lab.sim.exchange import SimulatedExchange
 from pdmesh_lab.sim.faults import Death
-from pdmesh_lab.sim.instance import SimContext, SimInstance
+from pdmesh_lab.sim.instance import SimInstance
 from pdmesh_lab.sim.links import FlowId, HostLink, HostLinks, SimulatedLinks
 from pdmesh_lab.sim.result import InstanceRun, RequestRun, SimResult
 from pdmesh_lab.sim.staged import StagedInstance
@@ -301,7 +302,7 @@ class Simulator:
     def _drained(self, flow: FlowId) -> None:
         if not self._exchange.drained(flow):
             key, sender_id, _ = flow
-            self._instances[sender_id].drained(key)
+            self._instances[sender_id].copies.drained(key)
 
     def _land_ranges(self, plan: TransferPlan, key: RequestKey, num_tokens: int, duration_s: float) -> None:
         """So many tokens of a prompt have moved: whole ranges of it are where they go."""

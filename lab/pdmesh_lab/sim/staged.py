@@ -15,7 +15,8 @@ from collections import deque
 from pdmesh.model import InstanceProfile
 from pdmesh.policy.latency import LatencyModel
 from pdmesh_lab.sim.agenda import Appointment
-from pdmesh_lab.sim.instance import SimContext, SimInstance
+from pdmesh_lab.sim.context import SimContext
+from pdmesh_lab.sim.instance import SimInstance
 from pdmesh_lab.sim.planned_step import PlannedStep
 
 
@@ -39,7 +40,7 @@ class StagedInstance(SimInstance):
         super().die()
 
     def begin(self) -> None:
-        if self._untimed.plans or not self._under_way:
+        if self._steps.plans or not self._under_way:
             super().begin()
 
     def _begin_step(self) -> None:
@@ -71,7 +72,7 @@ class StagedInstance(SimInstance):
                 return
             self._under_way.popleft()
             self.steps.append(step.first_stage_span(len(self._left_s)))
-            if self._untimed.draws_with(step.running):
+            if self._steps.draws_with(step.running):
                 self._ends_s.append(now_s)
-            self._untimed.end_step(duration_s=step.duration_s, began_s=step.started_s, ended_s=now_s)
+            self._do(self._machine.end_step(duration_s=step.duration_s, began_s=step.started_s, ended_s=now_s))
             self._want_turn(self.instance_id)

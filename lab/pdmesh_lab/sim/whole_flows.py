@@ -5,39 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pdmesh.instance.copy_state import Then
+from pdmesh.instance.effects import CopySent
+from pdmesh.instance.sequence import Sequence
 from pdmesh.model import GRANULE_TOKENS, RequestKey, TransferPurpose
 from pdmesh.plans import TransferPlan
 from pdmesh_lab.sim.flows import SimulatedFlows
-from pdmesh_lab.sim.held import Held
 
 
 @dataclass(slots=True, eq=False)
 class _OnItsWay:
-    held: Held
+    sequence: Sequence
     plan: TransferPlan
     num_bytes: int
     began_s: float
 
 
 class WholeFlows:
-    """``num_bytes`` says how much there is of a request; ``sent`` hears of what has moved, and how long it took."""
+    """``num_bytes`` says how much a transfer brings of a sequence, and ``then`` what happens to it where it goes."""
 
-    def __init__(
-        self, flows: SimulatedFlows, num_bytes: Callable[[Held], int], sent: Callable[[Held, int, float], object]
-    ) -> None:
+    def __init__(self, flows: SimulatedFlows, then: Then, num_bytes: Callable[[Sequence, TransferPlan], int]) -> None:
         self.num_bytes = num_bytes
         self._flows = flows
-        self._sent = sent
+        self._then = then
         self._all: dict[RequestKey, _OnItsWay] = {}
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._all
 
-    def send(self, held: Held, plan: TransferPlan) -> None:
+    def send(self, sequence: Sequence, plan: TransferPlan) -> None:
         """Send all of it."""
-        num_bytes = self.num_bytes(held)
-        self._all[held.key] = _OnItsWay(held, plan, num_bytes, self._flows.agenda.now_s)
-        self._flows.send(held.key, plan, num_bytes)
+        num_bytes = self.num_bytes(sequence, plan)
+        self._all[sequence.key] = _OnItsWay(sequence, plan, num_bytes, self._flows.agenda.now_s)
+        self._flows.send(sequence.key, plan, num_bytes)
 
     def stop(self, key: RequestKey) -> None:
         """Send no more of it."""
@@ -54,17 +54,16 @@ class WholeFlows:
         sending = self._all.pop(key)
         duration_s = self._flows.agenda.now_s - sending.began_s
         self._flows.land(sending.plan, key, duration_s)
-        self._sent(sending.held, sending.num_bytes, duration_s)
+        self._flows.tell(CopySent(key, self._then, sending.num_bytes, duration_s))
 
 
 def fetches(flows: SimulatedFlows) -> WholeFlows:
     """Return the fetches that an instance is the source of: what their destinations lack."""
 
-    def num_bytes(held: Held) -> int:
-        assert held.transfer is not None
-        return (len(held.chain) - held.transfer.num_reused_granules) * GRANULE_TOKENS * flows.layout.token_bytes
+    def num_bytes(sequence: Sequence, plan: TransferPlan) -> int:
+        return (len(sequence.chain) - plan.num_reused_granules) * GRANULE_TOKENS * flows.layout.token_bytes
 
-    return WholeFlows(flows, num_bytes, lambda held, num, duration_s: flows.untimed.send(held, num, duration_s, 0.0))
+    return WholeFlows(flows, Then.KEEP, num_bytes)
 
 
 def part_moves(flows: SimulatedFlows) -> WholeFlows:
@@ -73,10 +72,8 @@ def part_moves(flows: SimulatedFlows) -> WholeFlows:
     Of a range that was lost these are its tokens, of 4 bytes.
     """
 
-    def num_bytes(held: Held) -> int:
-        assert held.handing is not None
-        is_lost = held.handing.purpose is TransferPurpose.LOST_PART
-        num_tokens = held.handing.destinations[0].num_blocks * flows.layout.block_size
-        return num_tokens * (4 if is_lost else flows.layout.token_bytes)
+    def num_bytes(_: Sequence, plan: TransferPlan) -> int:
+        num_tokens = plan.destinations[0].num_blocks * flows.layout.block_size
+        return num_tokens * (4 if plan.purpose is TransferPurpose.LOST_PART else flows.layout.token_bytes)
 
-    return WholeFlows(flows, num_bytes, flows.untimed.hand_on)
+    return WholeFlows(flows, Then.HOLD, num_bytes)

@@ -1,22 +1,35 @@
-"""KV that comes to an instance to be decoded there: the room for it, and how the request begins once all has landed."""
+"""KV that comes to an instance: the blocks for it, and how a request continues once all has landed.
+
+There are three kinds: the KV of a prompt, of a running decode with its transcript, and of granules that are cached.
+"""
 
 from __future__ import annotations
 
 import array
 
-from pdmesh.core.commands import PlaceDecode
-from pdmesh.core.events import DecodeReserved, TransferLanded
+import structlog
+
+from pdmesh.core.commands import FetchKept, PlaceDecode
+from pdmesh.core.events import DecodeReserved
+from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import PdmeshError, ProtocolError
+from pdmesh.instance.copy_state import Then, then_of
+from pdmesh.instance.effects import CopyFailed, CopyLanded
+from pdmesh.instance.sequence_phases import Phase
+from pdmesh.kv.frames import OutOfFrames
 from pdmesh.kv.outcome import LandedTransfer
-from pdmesh.model import GRANULE_TOKENS, PartMember, TransferId
+from pdmesh.kv.transcript import unpack_transcript
+from pdmesh.model import GRANULE_TOKENS, IndexRange, PartMember, blocks_of_granule
 from pdmesh.wire.messages import Prompt, unpack_token_ids
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.growth import RoomGrowth
-from pdmesh.worker.intake import Intake, check_prompt, transcript
-from pdmesh.worker.moves import MovingDecodes
-from pdmesh.worker.sequences import LocalRequest, Stage
-from pdmesh.worker.spans import trace_of
+from pdmesh.worker.intake import Intake, check_prompt, check_request, transcript
+from pdmesh.worker.leaving_kv import Copies
+from pdmesh.worker.sequences import LocalRequest
+from pdmesh.worker.spans import FAILED, trace_of
 from pdmesh.worker.spread import SpreadContexts
+
+log = structlog.get_logger()
 
 
 class Arrivals:
@@ -27,14 +40,14 @@ class Arrivals:
         context: InstanceContext,
         *,
         intake: Intake,
-        moves: MovingDecodes,
+        copies: Copies,
         growth: RoomGrowth,
         spread: SpreadContexts,
     ) -> None:
         self._context = context
         self._intake = intake
         self._spread = spread
-        self._moves = moves
+        self._copies = copies
         self._growth = growth
 
     def expect(self, command: PlaceDecode, prompt: Prompt | None) -> None:
@@ -70,14 +83,13 @@ class Arrivals:
                 num_reused_granules=transfer.num_reused_granules,
                 num_elsewhere_tokens=blocks.start * self._context.block_size,
                 num_coming_tokens=num_context_tokens,
+                incoming=transfer,
+                members=tuple(members),
             )
         except PdmeshError as error:
             self._intake.refuse(command, error, transfer.transfer_id)
             return
-        request.stage = Stage.RECEIVING
-        request.transfer, request.received_by = transfer, transfer.transfer_id
         if blocks.start:
-            request.members = tuple(members)
             request.sequence.elsewhere = self._context.mover.parts.open(
                 request.request_id,
                 request.epoch,
@@ -94,54 +106,166 @@ class Arrivals:
             blocks=blocks if blocks.start else None,
             source_addresses=source_addresses,
         )
-        self._reserved(request, transfer.transfer_id)
+        self._reserved(request)
 
-    def _reserved(self, request: LocalRequest, transfer_id: TransferId) -> None:
-        self._context.report(DecodeReserved(self._context.instance_id, request.request_id, request.epoch, transfer_id))
-
-    def landed(self, request: LocalRequest, transfer_id: TransferId, outcome: LandedTransfer) -> None:
-        """All of it is in place: decode on from the token that came with it, or answer who decodes elsewhere."""
-        if request.stage is Stage.HOLDING:
-            self._context.metrics.transfer_bytes.labels("in").inc(outcome.num_bytes)
-            self._context.mover.parts.landed(request.request_id, request.epoch)
-            self._landed(request, transfer_id, outcome)
+    def expect_move(self, command: PlaceDecode) -> None:
+        """Make room for a request that comes with its KV."""
+        transfer, num_granules = command.transfer, command.transfer.num_reused_granules
+        blocks = transfer.destinations[0].part.blocks
+        num_tokens = command.num_blocks * self._context.block_size
+        self._context.tables.make_room(command.room)
+        try:
+            source_addresses = self._context.addresses.of(transfer.source_ids)
+            holders = self._context.addresses.holders(command.members)
+            if num_granules * GRANULE_TOKENS >= num_tokens:
+                raise ProtocolError(f"room for {num_tokens} tokens, and {num_granules} granules that are there")
+            request = self._intake.take_unknown(
+                command,
+                command.num_blocks,
+                command.chain,
+                num_granules,
+                Phase.EXPECTED,
+                members=command.members if blocks.start else (),
+            )
+        except PdmeshError as error:
+            self._intake.refuse(command, error, transfer.transfer_id)
             return
-        if outcome.transcript:
+        if blocks.start:
+            request.sequence.elsewhere = self._context.mover.parts.open(
+                request.request_id,
+                request.epoch,
+                members=holders,
+                num_tokens=blocks.start * request.block_size,
+            )
+        self._context.mover.arrivals.expect(
+            request.request_id,
+            request.epoch,
+            capability=transfer.capability,
+            block_ids=request.sequence.block_table,
+            num_context_tokens=None,
+            num_present_blocks=request.num_reused_tokens // request.block_size,
+            blocks=blocks if blocks.start else None,
+            source_addresses=source_addresses,
+            hold=lambda blocks: self._hold(request, blocks),
+        )
+        self._reserved(request)
+
+    def _hold(self, request: LocalRequest, blocks: IndexRange) -> bool:
+        """Hold blocks that come in layers with a window; False if there is no room."""
+        try:
+            self._context.windows.extend(request.held, request.sequence.block_table, blocks)
+        except OutOfFrames:
+            return False
+        return True
+
+    def fetch(self, command: FetchKept) -> None:
+        """Make room for granules that another instance has cached, and expect them."""
+        transfer, num_granules = command.transfer, len(command.chain)
+        num_blocks = num_granules * blocks_of_granule(self._context.block_size)
+        self._context.tables.make_room(command.room)
+        try:
+            source_addresses = self._context.addresses.of(transfer.source_ids)
+            if transfer.num_reused_granules >= num_granules:
+                raise ProtocolError(
+                    f"{transfer.num_reused_granules} of {num_granules} granules that are to come are there"
+                )
+            request = self._intake.take_unknown(
+                command,
+                num_blocks,
+                command.chain,
+                transfer.num_reused_granules,
+                Phase.EXPECTED,
+                num_coming_tokens=num_granules * GRANULE_TOKENS,
+            )
+        except PdmeshError as error:
+            self._intake.refuse(command, error, transfer.transfer_id)
+            return
+        self._context.mover.arrivals.expect(
+            request.request_id,
+            request.epoch,
+            capability=transfer.capability,
+            block_ids=request.sequence.block_table,
+            num_context_tokens=num_granules * GRANULE_TOKENS,
+            num_present_blocks=request.num_reused_tokens // request.block_size,
+            source_addresses=source_addresses,
+            draws=False,
+        )
+        self._reserved(request)
+
+    def _reserved(self, request: LocalRequest) -> None:
+        self._context.report(DecodeReserved(self._context.instance_id, *request.state.key, request.state.received_by))
+
+    def landed(self, request: LocalRequest, outcome: LandedTransfer) -> None:
+        """Use the KV that has landed: decode, answer for a range, or cache granules."""
+        transfer = request.state.incoming
+        if transfer is None or request.phase is not Phase.EXPECTED:
+            return
+        metrics, num_tokens = self._context.metrics, 0
+        is_cached = then_of(transfer) is Then.KEEP
+        if is_cached:
+            metrics.fetched_bytes.inc(outcome.num_bytes)
+            metrics.fetched_tokens.inc(len(request.chain) * GRANULE_TOKENS - request.num_reused_tokens)
+        elif request.state.is_range:
+            self._context.mover.parts.landed(request.request_id, request.epoch)
+        else:
             try:
-                self._moves.arrived(request, outcome)
+                self._check(request, outcome)
             except ProtocolError as error:
-                self._context.endings.fail_to_receive(request, transfer_id, str(error))
+                self._context.endings.fail_to_receive(request, transfer.transfer_id, str(error))
                 return
+            num_tokens = len(request.sequence.token_ids)
+        metrics.transfer_bytes.labels("in").inc(outcome.num_bytes)
+        landed = CopyLanded(request.state.key, num_tokens, outcome.num_bytes, outcome.duration_s)
+        self._copies.hear(request, landed)
+        if request.state.is_decoding and outcome.token_id is not None:
+            request.sequence.token_ids.append(outcome.token_id)
+            self._growth.tell([request])
+
+    def _check(self, request: LocalRequest, outcome: LandedTransfer) -> None:
+        """Take over the transcript, if one came. Raises ProtocolError if the token that came is not the next one."""
+        if outcome.transcript:
+            self._take_transcript(request, outcome.transcript)
             self._context.gateways.open(request)
             request.trace = trace_of(self._context.tracing, request.generation, self._context.instance_id)
         if outcome.token_id is None or outcome.token_index != request.sequence.num_output_tokens:
-            reason = f"the first token came with index {outcome.token_index}"
-            self._context.endings.fail_to_receive(request, transfer_id, reason)
-            return
-        self._context.metrics.transfer_bytes.labels("in").inc(outcome.num_bytes)
-        self._context.tables.keep_prompt(request, len(request.sequence.token_ids))
-        request.sequence.token_ids.append(outcome.token_id)
-        self._context.sequences.start_decoding(request)
-        self._landed(request, transfer_id, outcome)
-        self._growth.tell([request])
-        self._context.wake()
+            raise ProtocolError(f"the first token came with index {outcome.token_index}")
 
-    def _landed(self, request: LocalRequest, transfer_id: TransferId, outcome: LandedTransfer) -> None:
-        self._context.report(
-            TransferLanded(
-                self._context.instance_id,
-                request.request_id,
-                request.epoch,
-                transfer_id,
-                outcome.num_bytes,
-                outcome.duration_s,
-            )
+    def _take_transcript(self, request: LocalRequest, packed: bytes) -> None:
+        """Take over the transcript that came with the KV. Raises ProtocolError if it cannot be this request's."""
+        generation, token_ids = unpack_transcript(packed)
+        if (generation.request_id, generation.epoch) != request.state.key:
+            raise ProtocolError(f"the transcript is that of request {generation.request_id}, epoch {generation.epoch}")
+        params, num_prompt_tokens = generation.params, generation.num_prompt_tokens
+        max_kv_tokens = num_prompt_tokens + params.max_tokens - 1
+        check_request(
+            generation,
+            len(token_ids),
+            num_blocks=len(request.context_table),
+            max_kv_tokens=max_kv_tokens,
+            block_size=self._context.block_size,
+            max_model_len=self._context.max_model_len,
+        )
+        if len(token_ids) >= max_kv_tokens:
+            raise ProtocolError("no output tokens are left after the one that comes with the KV")
+        request.generation = generation
+        request.max_kv_tokens = max_kv_tokens
+        request.sequence = EngineSequence(
+            request_id=request.request_id,
+            params=params,
+            token_ids=token_ids,
+            num_prompt_tokens=num_prompt_tokens,
+            block_table=request.sequence.block_table,
+            elsewhere=request.sequence.elsewhere,
         )
 
-    def failed(self, request: LocalRequest, transfer_id: TransferId, reason: str) -> None:
-        """Report a transfer that did not arrive, or not whole."""
+    def failed(self, request: LocalRequest, reason: str) -> None:
+        """Report a copy that did not arrive, or not whole."""
+        if request.phase is not Phase.EXPECTED:
+            return
         self._context.metrics.failed_transfers.labels("in").inc()
-        self._context.endings.fail_to_receive(request, transfer_id, reason)
+        log.info("a copy did not arrive", request_id=request.request_id, epoch=request.epoch, reason=reason)
+        request.end_trace(FAILED)
+        self._copies.hear(request, CopyFailed(request.state.key, None, reason))
 
 
 def stand_in(num_tokens: int, tail: bytes, max_model_len: int) -> array.array[int]:

@@ -8,6 +8,7 @@ import structlog
 
 from pdmesh.core.events import CacheReported, InstanceEvent, OffloadedLost
 from pdmesh.errors import PdmeshError
+from pdmesh.instance.sequence_phases import Phase
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.kept import KeptGranules
 from pdmesh.kv.offload.tier import OffloadTier
@@ -15,13 +16,10 @@ from pdmesh.model import GRANULE_TOKENS, InstanceId, PrefixHash, PrefixHashes
 from pdmesh.plans import Evictions
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.wire.messages import pack_token_ids
-from pdmesh.worker.sequences import Drawn, LocalRequest, Stage
+from pdmesh.worker.sequences import Drawn, LocalRequest
 from pdmesh.worker.windows import Windows
 
 log = structlog.get_logger()
-
-#: Stages of which all tokens but the last one have their KV here.
-_WITH_DRAWN = (Stage.SENDING, Stage.DECODING, Stage.LEAVING)
 
 
 class StalePrefix(PdmeshError):
@@ -111,7 +109,7 @@ class BlockTables:
         if not self._windows.is_seen(block_table, num_tokens, num_shared):
             num_granules = request.num_shared_tokens // GRANULE_TOKENS
             num_left = next(num for num in reversed(range(num_granules)) if self._can_go_on(block_table, num))
-            if request.stage is not Stage.SENDING:
+            if request.phase is not Phase.COMPUTED:
                 self.kept.drop(request.chain[num_left:num_granules])
             raise StalePrefix(f"layers with a window have what is seen from {num_left} of {num_granules} granules on")
         self._windows.begin(request.held, block_table, num_tokens)
@@ -154,7 +152,7 @@ class BlockTables:
         """Keep the granules behind a request's chain that are complete."""
         generation = request.generation
         is_spread = request.sequence.elsewhere is not None
-        if not generation.prefix_root or request.stage not in _WITH_DRAWN or self.kept.is_off or is_spread:
+        if not generation.prefix_root or not request.has_drawn or self.kept.is_off or is_spread:
             return Drawn()
         num_granules = (len(request.sequence.token_ids) - 1) // GRANULE_TOKENS  # the last token has no KV
         all_granules = generation.prefix[:num_granules]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pdmesh.core.commands import AdmitPrefill, SetPlaces
 from pdmesh.core.events import GroupPrefix, HelperJoined
 from pdmesh.errors import ProtocolError
+from pdmesh.instance.sequence_phases import Phase
 from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.gate import Wakeup
 from pdmesh.model import num_blocks_for
 from pdmesh.plans import MAX_GROUP_MEMBERS, PrefillGroup
 from pdmesh.worker.context import InstanceContext
-from pdmesh.worker.sequences import LocalRequest, Stage
+from pdmesh.worker.sequences import LocalRequest
 
 
 class PrefillGroups:
@@ -50,13 +51,14 @@ class PrefillGroups:
         If one was lost, chunks planned until now end where they would wait, and the leader reports what it has.
         """
         request = self._context.sequences.get(command.request_id, command.epoch)
-        if request is None or request.stage is not Stage.PREFILLING:
+        if request is None or request.phase is not Phase.PREFILLING:
             return  # freed, or computed, meanwhile
         try:
             number, addresses = self._own_number(group), self._addresses(group)
         except ProtocolError as error:
             self._context.endings.drop(request, str(error))
             return
+        request.state.regroup(group)
         # without an exchange it leads a group that was formed while it computed
         exchange = request.exchange or self._open(request, group)
         num_lost = exchange.num_lost

@@ -15,7 +15,7 @@ from pdmesh.model import num_blocks_for
 from pdmesh.plans import ResidentContext
 from pdmesh.policy.on_demand import granted_blocks
 from pdmesh.worker.context import InstanceContext
-from pdmesh.worker.sequences import LocalRequest, Stage
+from pdmesh.worker.sequences import LocalRequest
 
 
 class RoomGrowth:
@@ -38,7 +38,7 @@ class RoomGrowth:
         """Let residents have what they wait for, if there is nobody to grant it."""
         if self._is_alone:
             for request in self._context.sequences:
-                if request.stage is Stage.DECODING and request.is_low:
+                if request.state.is_decoding and request.is_low:
                     self._grant(request)
             self._context.wake()
 
@@ -47,7 +47,9 @@ class RoomGrowth:
         block_table = request.sequence.block_table
         most = num_blocks_for(request.max_kv_tokens - request.sequence.num_elsewhere_tokens, request.block_size)
         wanted = granted_blocks(request.num_own_tokens, most, request.block_size) - len(block_table)
-        block_table.extend(self._context.tables.allocate_up_to(wanted))
+        new = self._context.tables.allocate_up_to(wanted)
+        block_table.extend(new)
+        request.state.grow(len(new))
 
     def grow(self, command: Hold) -> None:
         """Take what the scheduler grants."""
@@ -70,6 +72,7 @@ class RoomGrowth:
         """Let it have at least ``num_blocks`` in all. Raises OutOfBlocks if they are not free."""
         num_missing = max(0, num_blocks - len(request.sequence.block_table))
         request.sequence.block_table.extend(self._context.tables.allocate(num_missing))
+        request.state.grow(num_missing)
 
     def tell(self, requests: Iterable[LocalRequest]) -> None:
         """Ask for more room where there is little left; where nobody is there to ask, take it."""

@@ -6,9 +6,8 @@ decide: it *refuses* whatever it cannot take (`RequestDropped`), and the schedul
 
 * `intake`: requests are taken or refused. `groups`: prompts that several instances compute.
 * `plans`, `results`: what the engine computes next, and what came of it. `growth`: room for what is generated.
-* `departures`, `arrivals`: KV that moves on after its prefill, at its source and at its destination.
-* `spread`: contexts of which others hold ranges, on both sides.
-* `moves`: decodes that move while they run, on both sides. `fetches`: kept granules that are copied, on both sides.
+* `leaving_kv`, `arrivals`: KV that leaves, and KV that comes. `moves`: running decodes that move, at their source.
+* `spread`, `lost_ranges`: contexts of which others hold ranges, on both sides.
 * `sequences`: the table of what is held. `endings`: how requests end. `context`: what these share.
 """
 
@@ -32,13 +31,13 @@ from pdmesh.core.commands import (
     SendKept,
     SetPlaces,
     SetRole,
-    Stop,
     StopCopy,
     StopInstance,
 )
 from pdmesh.core.events import InstanceEvent, KvReleased, LoadReported
 from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.errors import ProtocolError
+from pdmesh.instance.sequence_phases import Phase
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.mover import KvMover
@@ -70,19 +69,18 @@ from pdmesh.worker.addresses import Addresses
 from pdmesh.worker.arrivals import Arrivals
 from pdmesh.worker.block_tables import BlockTables
 from pdmesh.worker.context import InstanceContext
-from pdmesh.worker.departures import Departures
 from pdmesh.worker.drafts import Drafter
 from pdmesh.worker.endings import Endings
-from pdmesh.worker.fetches import KeptCopies
 from pdmesh.worker.groups import PrefillGroups
 from pdmesh.worker.growth import RoomGrowth
 from pdmesh.worker.intake import Intake
+from pdmesh.worker.leaving_kv import Copies
 from pdmesh.worker.lost_ranges import LostRanges
 from pdmesh.worker.moves import MovingDecodes
 from pdmesh.worker.plans import Plans
 from pdmesh.worker.replies import ToGateways, TokenSink
 from pdmesh.worker.results import Results
-from pdmesh.worker.sequences import Drawn, LocalRequest, Sequences, Stage
+from pdmesh.worker.sequences import Drawn, LocalRequest, Sequences
 from pdmesh.worker.spans import FREED
 from pdmesh.worker.spread import SpreadContexts
 from pdmesh.worker.windows import Windows
@@ -170,12 +168,13 @@ class Instance:
         self._growth = growth = RoomGrowth(context)
         self._groups = groups = PrefillGroups(context, wakeup=wakeup)
         self._intake = intake = Intake(context, groups=groups)
-        self._departures = Departures(context, growth=growth)
-        self._moves = moves = MovingDecodes(context, intake=intake)
-        self._fetches = KeptCopies(context, intake=intake)
-        lost_ranges = self.plans.ranges = LostRanges(context)
-        self._spread = spread = SpreadContexts(context, intake=intake, growth=growth, lost_ranges=lost_ranges)
-        self._arrivals = Arrivals(context, intake=intake, moves=moves, growth=growth, spread=spread)
+        moves = MovingDecodes(context)
+        self._copies = copies = Copies(context, intake=intake, growth=growth, moves=moves)
+        lost_ranges = self.plans.ranges = LostRanges(context, copies=copies)
+        self._spread = spread = SpreadContexts(
+            context, intake=intake, growth=growth, copies=copies, lost_ranges=lost_ranges
+        )
+        self._arrivals = Arrivals(context, intake=intake, copies=copies, growth=growth, spread=spread)
         self.results = Results(
             context, own=own, groups=groups, moves=moves, growth=growth, spread=spread, lost_ranges=lost_ranges
         )
@@ -211,34 +210,21 @@ class Instance:
                 self._release_older(command.request_id, command.epoch)
                 self._intake.admit(command, prompt)
             case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.MOVE:
-                self._moves.expect(command)
+                self._arrivals.expect_move(command)
             case PlaceDecode(transfer=transfer) if transfer.is_of_part:
                 self._spread.expect(command)
             case PlaceDecode():
                 self._arrivals.expect(command, prompt)
-            case GrantTransfer(transfer=transfer) if transfer.purpose is TransferPurpose.MOVE:
-                self._moves.grant(command)
-            case GrantTransfer(transfer=transfer) if transfer.is_of_part:
-                self._spread.grant(command)
-            case GrantTransfer():
-                self._departures.grant(command)
             case FetchKept():
-                self._fetches.fetch(command)
+                self._arrivals.fetch(command)
             case SendKept():
-                self._fetches.send(command)
-            case StopCopy(how=Stop.PAUSE, request_id=request_id, epoch=epoch):
-                self._mover.departures.pause(request_id, epoch)
-            case StopCopy(how=Stop.CANCEL):
-                self._moves.cancel(command)
-            case StopCopy():
-                if not self._spread.withdraw(command):
-                    self._departures.withdraw(command)
+                self._copies.send_cached(command)
+            case GrantTransfer(transfer=transfer) if transfer.purpose is TransferPurpose.LOST_PART:
+                self._spread.send_tokens(command)
             case Hold(decodes=False):
                 self._growth.grow(command)
-            case Hold(ends_move=True):
-                self._moves.resume(command)
-            case Hold():
-                self._departures.keep(command)
+            case GrantTransfer() | StopCopy() | Hold():
+                self._copies.obey(command)
             case SetPlaces():
                 self._set_places(command)
             case FreeKv():
@@ -260,37 +246,19 @@ class Instance:
         request = self._sequences.get(outcome.request_id, outcome.epoch)
         if request is None:
             return
-        if isinstance(outcome, FailedExchange):
-            self._endings.drop(request, outcome.reason)
-            return
-        if request.handing is not None and isinstance(outcome, SentTransfer):
-            self._spread.sent(request, outcome)
-            return
-        if request.handing is not None and isinstance(outcome, FailedTransfer) and outcome.sending:
-            self._spread.failed(request, outcome.reason)
-            return
-        transfer = request.transfer if request.leaving is None else request.leaving.transfer
-        if transfer is None:
-            return
-        if transfer.purpose is TransferPurpose.FETCH:
-            self._fetches.ended(request, outcome)
-            return
-        transfer_id = transfer.transfer_id
         match outcome:
             case LandedTransfer():
-                self._arrivals.landed(request, transfer_id, outcome)
-            case SentTransfer() if request.leaving is not None:
-                self._moves.sent(request, outcome)
+                self._arrivals.landed(request, outcome)
             case SentTransfer():
-                self._departures.sent(request, transfer_id, outcome)
+                self._copies.sent(request, outcome)
             case PausedTransfer():
-                self._departures.paused(request, transfer_id)
-            case FailedTransfer(sending=True) if request.leaving is not None:
-                self._moves.failed(request, outcome)
-            case FailedTransfer(sending=True, reason=reason):
-                self._departures.failed(request, transfer_id, reason)
+                self._copies.paused(request)
+            case FailedTransfer(sending=True):
+                self._copies.failed(request, outcome)
             case FailedTransfer(reason=reason):
-                self._arrivals.failed(request, transfer_id, reason)
+                self._arrivals.failed(request, reason)
+            case FailedExchange(reason=reason):
+                self._endings.drop(request, reason)
             case _:
                 assert_never(outcome)
 
@@ -316,10 +284,8 @@ class Instance:
 
     def _released(self, request: LocalRequest, drawn: Drawn) -> None:
         request.end_trace(FREED)  # of what was still open when it was cancelled or dropped
-        log.debug(
-            "request released", request_id=request.request_id, epoch=request.epoch, stage=request.stage.name.lower()
-        )
-        self._report(KvReleased(self.instance_id, request.request_id, request.epoch, request.received_by, *drawn))
+        log.debug("request released", request_id=request.request_id, epoch=request.epoch)
+        self._report(KvReleased(self.instance_id, *request.state.key, request.state.received_by, *drawn))
         self._growth.blocks_freed()
         self.plans.wake()  # one may wait for frames
 
@@ -364,11 +330,9 @@ class Instance:
         """
         self._growth.end_alone()
         self.plans.clear()
-        self._moves.stay_all()
-        self._spread.stay_all()
         for request in self._sequences:
-            is_part = request.stage is Stage.HOLDING and self._mover.parts.holds(request.request_id, request.epoch)
-            if request.stage is not Stage.DECODING and not is_part:
+            self._copies.end_with_scheduler(request)
+            if request.phase not in (Phase.DECODING, Phase.HOLDING):
                 if request.decodes_nowhere:
                     self.dropped.append((request.request_id, request.epoch))
                 self._sequences.release(request)

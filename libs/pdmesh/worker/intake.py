@@ -12,6 +12,10 @@ from pdmesh.core.commands import AdmitPrefill, FetchKept, PlaceDecode, SendKept
 from pdmesh.core.events import KvReleased, RequestDropped
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
+from pdmesh.instance.cache import CachedPrefix
+from pdmesh.instance.copy_state import Then
+from pdmesh.instance.sequence import PromptWork, Sequence
+from pdmesh.instance.sequence_phases import Phase
 from pdmesh.kv.offload.copies import KvLoad
 from pdmesh.kv.receiver import NO_BLOCK
 from pdmesh.model import (
@@ -19,6 +23,7 @@ from pdmesh.model import (
     NO_TRANSFER,
     Epoch,
     GatewayId,
+    PartMember,
     PrefixHashes,
     RequestId,
     SamplingParams,
@@ -26,11 +31,12 @@ from pdmesh.model import (
     num_blocks_for,
     short_weights,
 )
+from pdmesh.plans import PrefillGroup, TransferPlan
 from pdmesh.wire.messages import Generation, Prompt, unpack_token_ids
 from pdmesh.worker.block_tables import StalePrefix
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.groups import PrefillGroups
-from pdmesh.worker.sequences import LocalRequest, Stage
+from pdmesh.worker.sequences import LocalRequest
 from pdmesh.worker.spans import trace_of
 
 log = structlog.get_logger()
@@ -71,17 +77,19 @@ class Intake:
                 num_reused_granules=command.num_reused_granules,
                 num_loaded_granules=command.num_loaded_granules,
                 keeps_prefix=(command.leads or command.keeps_prefix) and not command.num_blocks_at_once,
-                gives_back=command.num_blocks_at_once > 0,
+                num_blocks_at_once=command.num_blocks_at_once,
+                group=command.group,
+                leads=command.leads,
             )
         except PdmeshError as error:
             self.refuse(command, error)
             return
-        request.num_computed_tokens = request.num_begun_tokens = request.num_reused_tokens
+        request.num_begun_tokens = request.num_reused_tokens
         if command.leads and request.generation.prefix_root:
             self._context.metrics.cache_queries.inc(num_tokens)
             self._context.metrics.cache_hits.inc(request.num_reused_tokens)
         if command.moves_on:
-            request.transfer = command.transfer
+            request.state.send_on(command.transfer, Then.DECODE)
             sources = command.shards if command.transfer is None else command.transfer.sources
             source = [shard.instance_id for shard in sources].index(self._context.instance_id)
             request.sender = self._context.mover.departures.offer(
@@ -109,7 +117,7 @@ class Intake:
 
     def _loaded(self, request: LocalRequest, load: KvLoad) -> None:
         """All of it is here, or nothing more comes: then the request starts again, unless a step finds that out."""
-        if request.doomed:
+        if request.is_released:
             return
         if load.aborted is not None:
             if not request.in_step:
@@ -156,20 +164,25 @@ class Intake:
         num_elsewhere_tokens: int = 0,
         num_coming_tokens: int = 0,
         keeps_prefix: bool = True,
-        gives_back: bool = False,
+        num_blocks_at_once: int = 0,
+        group: PrefillGroup | None = None,
+        leads: bool = True,
+        incoming: TransferPlan | None = None,
+        members: tuple[PartMember, ...] = (),
     ) -> LocalRequest:
         """Take the blocks of a request, the first of which are shared ones. Raises PdmeshError if that cannot be.
 
         The KV of its first ``num_coming_tokens`` is there, or is to come from another instance.
 
         Of the granules that are reused the last ``num_loaded_granules`` are to come from the offload tier. Other
-        instances hold the first ``num_elsewhere_tokens``: then nothing is kept. What ``gives_back`` ranges as they have
-        left holds only a part of its context at once, in so many blocks.
+        instances, the ``members``, hold the first ``num_elsewhere_tokens``: then nothing is kept. A prompt with
+        ``num_blocks_at_once`` gives ranges back once they have left. ``incoming`` brings the KV; None: the prompt is
+        computed here.
         """
         self.check_new(generation.request_id, generation.epoch)
         generation = self._with_own_weights(generation)
         num_all_blocks = num_blocks + num_elsewhere_tokens // self._context.block_size
-        if gives_back:
+        if num_blocks_at_once:
             if not 0 < self._context.range_tokens <= num_blocks * self._context.block_size:
                 raise ProtocolError(f"{num_blocks} blocks cannot hold a range of {self._context.range_tokens} tokens")
             num_all_blocks = max(num_blocks, num_blocks_for(len(token_ids), self._context.block_size))
@@ -197,13 +210,22 @@ class Intake:
                 num_prompt_tokens=generation.num_prompt_tokens,
                 block_table=self._context.tables.table(num_blocks, shared),
             ),
-            stage=Stage.PREFILLING,
+            state=Sequence(
+                (generation.request_id, generation.epoch),
+                Phase.PREFILLING if incoming is None else Phase.EXPECTED,
+                num_blocks,
+                prefix=CachedPrefix(chain, num_loaded_granules),
+                prompt=PromptWork(
+                    num_reused_granules * GRANULE_TOKENS, group=group, num_blocks_at_once=num_blocks_at_once
+                ),
+                leads=leads,
+                incoming=incoming,
+                members=members,
+            ),
             block_size=self._context.block_size,
             max_kv_tokens=max_kv_tokens,
-            chain=chain,
             num_reused_tokens=num_reused_granules * GRANULE_TOKENS,
             num_shared_tokens=len(shared) * GRANULE_TOKENS,
-            gives_back=gives_back,
             trace=trace_of(self._context.tracing, generation, self._context.instance_id),
         )
         self._begin(request, num_coming_tokens)
@@ -224,9 +246,11 @@ class Intake:
         num_blocks: int,
         chain: PrefixHashes,
         num_reused_granules: int,
-        stage: Stage,
+        phase: Phase,
         *,
         num_coming_tokens: int = 0,
+        part: int | None = None,
+        members: tuple[PartMember, ...] = (),
     ) -> LocalRequest:
         """Take blocks for a transfer of KV of which no tokens are known. Raises PdmeshError if that cannot be."""
         self.check_new(command.request_id, command.epoch)
@@ -251,14 +275,19 @@ class Intake:
                 num_prompt_tokens=0,
                 block_table=self._context.tables.table(num_blocks, prefix),
             ),
-            stage=stage,
+            state=Sequence(
+                (command.request_id, command.epoch),
+                phase,
+                num_blocks,
+                prefix=CachedPrefix(chain),
+                incoming=command.transfer,
+                part=part,
+                members=members,
+            ),
             block_size=self._context.block_size,
             max_kv_tokens=num_blocks * self._context.block_size,
-            chain=chain,
             num_reused_tokens=num_reused_granules * GRANULE_TOKENS,
             num_shared_tokens=num_reused_granules * GRANULE_TOKENS,
-            transfer=command.transfer,
-            received_by=command.transfer.transfer_id,
         )
         self._begin(request, num_coming_tokens)
         return request

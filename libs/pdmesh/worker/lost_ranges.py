@@ -13,16 +13,20 @@ from time import perf_counter
 import structlog
 
 from pdmesh.core.commands import PlaceDecode
-from pdmesh.core.events import DecodeReserved, TransferLanded
+from pdmesh.core.events import DecodeReserved
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import PdmeshError
+from pdmesh.instance.copy_state import range_at
+from pdmesh.instance.effects import CopyLanded
+from pdmesh.instance.sequence_phases import Phase
 from pdmesh.kv.parts import LostTokens
 from pdmesh.plans import ChunkPlan
 from pdmesh.wire.messages import unpack_token_ids
 from pdmesh.worker.batch import BatchChunk
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.intake import Intake
-from pdmesh.worker.sequences import LocalRequest, Stage
+from pdmesh.worker.leaving_kv import Copies
+from pdmesh.worker.sequences import LocalRequest
 
 log = structlog.get_logger()
 
@@ -33,8 +37,9 @@ CHUNK_TOKENS = 128
 class LostRanges:
     """Those whose tokens have come, oldest first, and those whose tokens are to come."""
 
-    def __init__(self, context: InstanceContext) -> None:
+    def __init__(self, context: InstanceContext, *, copies: Copies) -> None:
         self._context = context
+        self._copies = copies
         self._due: deque[LocalRequest] = deque()
         self._began_s: dict[LocalRequest, float] = {}
 
@@ -45,11 +50,11 @@ class LostRanges:
         try:
             (home_address,) = self._context.addresses.of([command.home_id or transfer.destination_ids[0]])
             members = self._context.addresses.holders(command.members)
-            request = intake.take_unknown(command, command.num_blocks, (), 0, Stage.HOLDING)
+            part = range_at(transfer, command.instance_id)
+            request = intake.take_unknown(command, command.num_blocks, (), 0, Phase.EXPECTED, part=part)
         except PdmeshError as error:
             intake.refuse(command, error, transfer.transfer_id)
             return
-        request.part = blocks.start // blocks.size
         parts, num_tokens = self._context.mover.parts, blocks.size * request.block_size
         parts.hold(
             request.request_id,
@@ -57,7 +62,7 @@ class LostRanges:
             capability=transfer.capability,
             block_ids=request.sequence.block_table,
             home_address=home_address,
-            member=request.part,
+            member=blocks.start // blocks.size,
             lost=LostTokens(
                 4 * num_tokens,
                 on_all=lambda tokens, num_prompt_tokens: self._begin(request, tokens, num_prompt_tokens),
@@ -74,7 +79,7 @@ class LostRanges:
 
     def _begin(self, request: LocalRequest, tokens: bytes, num_prompt_tokens: int) -> None:
         """Compute them from the next step on."""
-        if request.doomed:
+        if request.is_released:
             return
         first = request.sequence.num_elsewhere_tokens
         request.sequence = EngineSequence(
@@ -85,7 +90,7 @@ class LostRanges:
             block_table=request.sequence.block_table,
             elsewhere=request.sequence.elsewhere,
         )
-        request.num_computed_tokens = first
+        request.state.compute(first)
         self._began_s[request] = perf_counter()
         self._due.append(request)
         self._context.wake()
@@ -95,7 +100,7 @@ class LostRanges:
     @property
     def has_chunk(self) -> bool:
         """Whether a step could compute some of one."""
-        while self._due and self._due[0].doomed:
+        while self._due and self._due[0].is_released:
             self._began_s.pop(self._due.popleft(), None)
         return bool(self._due) and not self._due[0].in_step
 
@@ -118,7 +123,7 @@ class LostRanges:
             self._end(request)
             self._fail(request, "another instance that holds KV before it does not answer")
             return
-        request.num_computed_tokens += chunk.plan.num_tokens
+        request.state.compute(request.num_computed_tokens + chunk.plan.num_tokens)
         self._context.metrics.recomputed_tokens.inc(chunk.plan.num_tokens)
         num_tokens = len(request.sequence.token_ids)
         if request.num_computed_tokens < num_tokens:
@@ -130,20 +135,12 @@ class LostRanges:
         parts = self._context.mover.parts
         parts.close(request.request_id, request.epoch)
         parts.landed(request.request_id, request.epoch)
-        self._context.report(
-            TransferLanded(
-                self._context.instance_id,
-                request.request_id,
-                request.epoch,
-                request.received_by,
-                4 * (num_tokens - first),
-                duration_s,
-            )
-        )
+        landed = CopyLanded(request.state.key, num_tokens, 4 * (num_tokens - first), duration_s)
+        self._copies.hear(request, landed)
 
     def _fail(self, request: LocalRequest, reason: str) -> None:
-        if not request.doomed:
-            self._context.endings.fail_to_receive(request, request.received_by, reason)
+        if not request.is_released:
+            self._context.endings.fail_to_receive(request, request.state.received_by, reason)
 
     def _end(self, request: LocalRequest) -> float:
         """Return when it began, seconds."""

@@ -18,15 +18,16 @@ import structlog
 
 from pdmesh.core.events import InstanceEvent, TransferOffered
 from pdmesh.core.instances.own_steps import HOLD_LIMIT_S, OwnSteps
+from pdmesh.instance.sequence_phases import CopyState, Phase
 from pdmesh.kv.frames import OutOfFrames
 from pdmesh.kv.gate import Wakeup
-from pdmesh.model import NO_TRANSFER, InstanceId
+from pdmesh.model import InstanceId
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.worker.batch import Batch, BatchChunk, BatchDecode
 from pdmesh.worker.compiling import GrammarCompiler
 from pdmesh.worker.drafts import Drafter
 from pdmesh.worker.replies import step_done
-from pdmesh.worker.sequences import LocalRequest, Sequences, Stage
+from pdmesh.worker.sequences import LocalRequest, Sequences
 from pdmesh.worker.windows import Windows
 
 log = structlog.get_logger()
@@ -34,8 +35,8 @@ log = structlog.get_logger()
 #: Plans waiting for the engine. A scheduler keeps a few in flight; what goes beyond this is answered as dropped.
 MAX_QUEUED_PLANS = 1024
 
-#: Stages of what does not stay long, or not for ever, and needs no step of a prompt for that.
-_GIVING_BACK = (Stage.SENDING, Stage.DECODING, Stage.LEAVING)
+#: Phases of what does not stay long, or not for ever, and needs no step of a prompt for that.
+_GIVING_BACK = (Phase.COMPUTED, Phase.DECODING, Phase.PAUSED)
 
 
 class RangeChunks(Protocol):
@@ -237,7 +238,7 @@ class Plans:
             if request is not None
         )
         return num_wanted > self._windows.num_available and any(
-            request.stage in _GIVING_BACK and request.held.places for request in self._sequences
+            request.phase in _GIVING_BACK and request.held.places for request in self._sequences
         )
 
     def _take_frames(self, request: LocalRequest, num_tokens: int) -> bool:
@@ -255,7 +256,7 @@ class Plans:
     def _last_begun(self, request: LocalRequest) -> LocalRequest | None:
         """Return the prompt that came last, begun and in no step now, but for this one."""
         for other in reversed(list(self._sequences)):
-            if other.stage is Stage.PREFILLING and other.held.places and not other.in_step and other is not request:
+            if other.phase is Phase.PREFILLING and other.held.places and not other.in_step and other is not request:
                 return other
         return None
 
@@ -296,20 +297,20 @@ class Plans:
         """
         request = decode.request
         num_tokens = len(request.sequence.token_ids) - 1
-        if request.leaving is None:
+        if request.move is None:
             self._windows.pass_by(request.held, request.sequence.block_table, num_tokens)
         return self._take_frames(request, num_tokens + decode.num_tokens - request.sequence.num_elsewhere_tokens)
 
     def _begin(self, part: ChunkPlan) -> BatchChunk | None:
         request = self._sequences.get(part.request_id, part.epoch)
         if (
-            request is None or request.received_by != NO_TRANSFER
+            request is None or request.state.incoming is not None
         ):  # freed meanwhile, perhaps to receive its KV since then
             return None
         end = part.start + part.num_tokens
         num_tokens = len(request.sequence.token_ids)
         if (
-            request.stage is not Stage.PREFILLING
+            request.phase is not Phase.PREFILLING
             or (request.in_step and not self._follows_at_once(request))
             or not part.start < end <= num_tokens
             or part.is_last != (end == num_tokens)
@@ -323,9 +324,11 @@ class Plans:
             return None
         if not self._take_frames(request, end - request.sequence.num_elsewhere_tokens):
             return None
-        if request.sender is not None and request.num_chunks == 0:
-            transfer_id = NO_TRANSFER if request.transfer is None else request.transfer.transfer_id
-            self._report(TransferOffered(self._instance_id, request.request_id, request.epoch, transfer_id))
+        onward = request.state.onward
+        if onward is not None and request.num_chunks == 0:
+            if onward.state is CopyState.WAITING:
+                onward.offer()
+            self._report(TransferOffered(self._instance_id, request.request_id, request.epoch, onward.transfer_id))
         if request.trace is not None and request.num_chunks == 0:
             request.trace.prefill_began()
         request.num_chunks += 1

@@ -70,7 +70,9 @@ def step_done(
     """
     chunks = () if batch is None else batch.chunks
     computed = {
-        (chunk.plan.request_id, chunk.plan.epoch) for chunk in chunks if not (chunk.request.doomed or chunk in ended)
+        (chunk.plan.request_id, chunk.plan.epoch)
+        for chunk in chunks
+        if not (chunk.request.is_released or chunk in ended)
     }
     return StepDone(
         instance_id=instance_id,

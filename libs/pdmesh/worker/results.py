@@ -9,6 +9,7 @@ import structlog
 from pdmesh.core.events import DecodeStepsDone
 from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.engine.base import SliceResult
+from pdmesh.instance.sequence_phases import Phase
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.model import FinishReason
 from pdmesh.worker.batch import Batch, BatchChunk, BatchDecode
@@ -18,7 +19,7 @@ from pdmesh.worker.growth import RoomGrowth
 from pdmesh.worker.lost_ranges import LostRanges
 from pdmesh.worker.moves import MovingDecodes
 from pdmesh.worker.replies import embedding_out, error_out, prompt_logprobs, step_done, token_out
-from pdmesh.worker.sequences import LocalRequest, Stage
+from pdmesh.worker.sequences import LocalRequest
 from pdmesh.worker.spread import SpreadContexts
 from pdmesh.worker.times import StepTime
 
@@ -57,7 +58,7 @@ class Results:
             self._context.metrics.kv_wait_s.observe(time.waited_s)
         ended = [chunk for chunk, result in zip(batch.chunks, results, strict=False) if result is None]
         for chunk in ended:
-            if chunk.request.doomed:
+            if chunk.request.is_released:
                 continue
             if (why_aborted := chunk.aborted) is not None:
                 self._context.endings.drop(chunk.request, why_aborted)
@@ -71,7 +72,7 @@ class Results:
                 self._context.gateways.send(chunk.request, prompt_logprobs(chunk, result))
             if not self._context.sequences.step_ended(chunk.request):
                 continue
-            if chunk.request.stage is Stage.HOLDING:
+            if chunk.request.state.is_range:
                 self._lost_ranges.ended(chunk, is_computed=result is not None)
             elif result is not None:
                 self._finish_chunk(chunk, result, time)
@@ -89,17 +90,15 @@ class Results:
         if self._own.num_left <= 0 and (own_steps := self._own.take()) is not None:
             self._context.report(DecodeStepsDone(self._context.instance_id, own_steps))
         decoding = [decode.request for decode in batch.decodes]
-        self._growth.tell(
-            [*(chunk.request for chunk in batch.chunks if chunk.request.stage is Stage.DECODING), *decoding]
-        )
-        return any(request.stage is Stage.LEAVING for request in decoding)
+        self._growth.tell([*(chunk.request for chunk in batch.chunks if chunk.request.state.is_decoding), *decoding])
+        return any(request.phase is Phase.PAUSED for request in decoding)
 
     def fail(self, batch: Batch, error: Exception) -> None:
         """End the batch's requests with an error, because the engine broke."""
         for request in [*(chunk.request for chunk in batch.chunks), *(decode.request for decode in batch.decodes)]:
             if not self._context.sequences.step_ended(request):
                 continue
-            if request.stage is Stage.HOLDING:
+            if request.state.is_range:
                 self._context.endings.drop(request, f"the engine failed: {error}")
             else:
                 log.error("request ended by the engine's failure", request_id=request.request_id, epoch=request.epoch)
@@ -128,7 +127,7 @@ class Results:
         request, plan = chunk.request, chunk.plan
         if request.trace is not None:
             request.trace.chunk_done(plan.num_tokens, time, is_last=plan.is_last)
-        request.num_computed_tokens += plan.num_tokens
+        request.state.compute(request.num_computed_tokens + plan.num_tokens)
         if request.exchange is not None and chunk.exchange is None and not plan.is_last:
             request.exchange.add_computed(*chunk.completed_blocks(self._context.block_size))
         # A chunk is computed with all KV before it, a helper's, too.
@@ -139,14 +138,15 @@ class Results:
             return
         self._groups.leave(request)
         if request.sender is None:
-            self._context.sequences.start_decoding(request)
+            request.state.end_prompt()
+            self._context.sequences.decode(request)
             self._deliver(request, result)
             return
         token_index = request.sequence.num_output_tokens
         self._deliver(request, result)
-        if not request.doomed:
+        if not request.is_released:
             assert result.token_id is not None
-            request.stage = Stage.SENDING
+            request.state.end_prompt()
             request.sender.commit(FirstToken(result.token_id, token_index))
 
     def _note_draft(self, decode: BatchDecode, result: SliceResult) -> None:

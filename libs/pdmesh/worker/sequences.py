@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import NamedTuple, overload
 
 import anyio
 
 from pdmesh.engine.base import EngineSequence
+from pdmesh.instance.sequence import Sequence as SequenceState
+from pdmesh.instance.sequence_phases import CopyState, Phase
 from pdmesh.kv.blocks import BlockGuard, BlockPool
 from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.mover import KvMover
@@ -24,62 +25,31 @@ from pdmesh.kv.receiver import NO_BLOCK
 from pdmesh.kv.sender import KvSender
 from pdmesh.kv.spread import PartHolder
 from pdmesh.model import (
-    NO_TRANSFER,
     Epoch,
     InstanceId,
-    PartMember,
     PrefixHashes,
     RequestId,
     Resident,
-    TransferId,
-    TransferPurpose,
     num_blocks_for,
 )
-from pdmesh.plans import ChunkPlan, TransferPlan
+from pdmesh.plans import ChunkPlan
 from pdmesh.policy.on_demand import is_low
 from pdmesh.wire.messages import Generation
 from pdmesh.worker.spans import RequestTrace
 from pdmesh.worker.windows import HeldBlocks, Windows
 
+#: How requests are counted by phase, in metrics.
+_STAGES = {
+    Phase.PREFILLING: "prefilling",
+    Phase.COMPUTED: "sending",
+    Phase.EXPECTED: "receiving",
+    Phase.HOLDING: "holding",
+    Phase.DECODING: "decoding",
+    Phase.PAUSED: "leaving",
+}
 
-class Stage(Enum):
-    """How far a request has come on this instance."""
-
-    PREFILLING = auto()
-    SENDING = auto()  # computed; its KV is on the way, or waits for a receiver
-    RECEIVING = auto()
-    HOLDING = auto()  # a range of a context that decodes elsewhere, or that range on its way here
-    DECODING = auto()
-    LEAVING = auto()  # stands still at the end of its move to another instance
-
-
-@dataclass(slots=True, eq=False)
-class Leaving:
-    """A move of a running decode away from this instance."""
-
-    transfer: TransferPlan
-    sender: MoveSender | None  # None: it has given up, after its commit
-    num_tokens_told: int  # of the transcript that was sent first
-    is_frozen: bool = False
-
-    @property
-    def target_id(self) -> InstanceId:
-        return self.transfer.destination_ids[0]
-
-    @property
-    def committed(self) -> bool:
-        """Whether the target may have begun: then nobody goes on here before the core says so."""
-        return self.sender is None or self.sender.committed
-
-    @property
-    def can_freeze(self) -> bool:
-        return not self.is_frozen and self.sender is not None and self.sender.has_caught_up
-
-    def is_of(self, transfer_id: TransferId) -> bool:
-        return self.transfer.transfer_id == transfer_id
-
-    def stop_sending(self) -> None:
-        self.sender = None
+#: Phases in which all tokens but the last one have their KV here.
+_WITH_DRAWN = (Phase.COMPUTED, Phase.DECODING, Phase.PAUSED)
 
 
 class Drawn(NamedTuple):
@@ -87,13 +57,6 @@ class Drawn(NamedTuple):
 
     granules: PrefixHashes = ()
     num_known: int = 0
-
-
-class Respread(NamedTuple):
-    """The next holders of a context's first ranges, and where they answer."""
-
-    members: tuple[PartMember, ...]
-    holders: list[PartHolder]
 
 
 class ContextTable(Sequence[int]):
@@ -124,28 +87,19 @@ class LocalRequest:
 
     generation: Generation
     sequence: EngineSequence
-    stage: Stage
+    state: SequenceState  # phase, copies, members
     block_size: int
     max_kv_tokens: int  # that it may come to hold
-    chain: PrefixHashes = ()  # of its prompt, kept as it is computed: see `pdmesh.model.Request.chain`
-    transfer: TransferPlan | None = None  # that moves its KV on, or brings it
-    received_by: TransferId = NO_TRANSFER  # the transfer that brings its KV here, or did
     sender: KvSender | None = None  # set if its KV moves on after its prefill
     exchange: KvExchange | None = None  # set if a group computes its prompt
     load: KvLoad | None = None  # set while some of its KV comes from the offload tier
-    leaving: Leaving | None = None  # set while it decodes, and moves to another instance
-    gives_back: bool = False  # its prompt is longer than the room here: ranges of it leave while it is computed
-    #: That hold the first ranges of its context, if it decodes here, or of its prompt, if that gives them back.
-    members: tuple[PartMember, ...] = ()
-    part: int | None = None  # the number of the range that is here, if it decodes elsewhere
-    handing: TransferPlan | None = None  # set while a range that is here goes to another instance, too
-    respread: Respread | None = None  # set until its members are these, between two steps
-    lost_part: int | None = None  # stands still: the member with this range is lost, and another one computes it
+    move: MoveSender | None = None  # set while it decodes, and moves to another instance
+    num_tokens_told: int = 0  # tokens of the transcript that was sent as the move began
+    next_holders: list[PartHolder] | None = None  # addresses of `Sequence.next_members`
     trace: RequestTrace | None = None  # set if the request is traced
     held: HeldBlocks = field(default_factory=HeldBlocks)  # in layers with a window
     num_reused_tokens: int = 0  # the first ones, whose KV was here
     num_shared_tokens: int = 0  # of these, in blocks that others have, too: what is behind came from the offload tier
-    num_computed_tokens: int = 0  # those reused among them
     num_drafted_tokens: int = 0  # verified here, by steps of its own decoding
     num_accepted_tokens: int = 0  # of these
     num_chunks: int = 0  # begun
@@ -154,7 +108,7 @@ class LocalRequest:
     low_at_blocks: int = 0  # with how many blocks it was last said to have room for little more
     out_at_blocks: int = 0  # and for nothing more
     num_steps: int = 0  # that it is in: one, or of several stages some, each with a chunk of it
-    doomed: bool = False  # released, but a step or a copy still uses its blocks
+    has_drawn: bool = False  # all of its tokens but the last one had KV here as it was released
 
     @property
     def request_id(self) -> RequestId:
@@ -165,9 +119,40 @@ class LocalRequest:
         return self.generation.epoch
 
     @property
+    def phase(self) -> Phase:
+        return self.state.phase
+
+    @property
+    def is_released(self) -> bool:
+        """Whether it is released; a step or a copy may still use its blocks."""
+        return self.state.is_freed
+
+    @property
+    def chain(self) -> PrefixHashes:
+        """Granules of its prompt, cached as it is computed: see `pdmesh.model.Request.chain`."""
+        return self.state.chain
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether its prompt is longer than the room here: ranges of it leave while it is computed."""
+        return self.state.prompt.num_blocks_at_once > 0
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens of its prompt that were computed here, or reused."""
+        return self.state.prompt.num_computed_tokens
+
+    @property
     def next_instance_id(self) -> InstanceId | None:
         """The instance that will decode the request, if that is another one and known."""
-        return None if self.sender is None or self.transfer is None else self.transfer.destination_ids[0]
+        onward = self.state.onward
+        return None if onward is None or onward.transfer is None else onward.transfer.destination_ids[0]
+
+    def note_commit(self) -> None:
+        """Commit the move if its last message has left: from then on the target may have begun."""
+        move = self.state.move
+        if move is not None and move.state is CopyState.FROZEN and self.move is not None and self.move.committed:
+            move.commit()
 
     @property
     def in_step(self) -> bool:
@@ -210,7 +195,7 @@ class LocalRequest:
     def is_low(self) -> bool:
         """Whether it needs more blocks soon, or at once."""
         num_blocks = len(self.sequence.block_table)
-        if self.doomed or num_blocks * self.block_size >= self.max_kv_tokens - self.sequence.num_elsewhere_tokens:
+        if self.is_released or num_blocks * self.block_size >= self.max_kv_tokens - self.sequence.num_elsewhere_tokens:
             return False
         return is_low(self.num_own_tokens, num_blocks, self.block_size)
 
@@ -220,7 +205,7 @@ class LocalRequest:
         The last token has no KV yet.
         """
         num_elsewhere_tokens = self.sequence.num_elsewhere_tokens
-        if range_tokens and self.num_own_tokens - 1 > range_tokens and not self.doomed:
+        if range_tokens and self.num_own_tokens - 1 > range_tokens and not self.is_released:
             is_news, self.full_at_tokens = self.full_at_tokens <= num_elsewhere_tokens, num_elsewhere_tokens + 1
             if is_news:
                 return True
@@ -236,19 +221,9 @@ class LocalRequest:
     @property
     def decodes_nowhere(self) -> bool:
         """Whether it is to decode, and cannot have begun to, here or where its KV goes."""
-        match self.stage:
-            case Stage.PREFILLING:
-                return True
-            case Stage.SENDING:
-                return self.sender is not None and not self.sender.may_have_landed
-            case Stage.RECEIVING:
-                return (
-                    self.part is None
-                    and self.transfer is not None
-                    and self.transfer.purpose is TransferPurpose.HAND_OVER
-                )
-            case Stage.HOLDING | Stage.DECODING | Stage.LEAVING:
-                return False
+        if self.phase is Phase.COMPUTED:
+            return self.sender is not None and not self.sender.may_have_landed
+        return self.state.decodes_nowhere
 
     def end_trace(self, outcome: str) -> None:
         """What was open in its trace ended so. Does nothing the second time."""
@@ -263,12 +238,12 @@ class LocalRequest:
             gateway_id=self.generation.gateway_id,
             num_blocks=len(self.sequence.block_table),
             num_context_tokens=len(self.sequence.token_ids),
-            decoding=self.stage is Stage.DECODING,
+            decoding=self.state.is_decoding,
             max_total_tokens=self.max_kv_tokens,
-            transfer_id=self.received_by,
+            transfer_id=self.state.received_by,
             granules=granules,
-            members=self.members,
-            part=self.part,
+            members=self.state.members,
+            part=self.state.part,
         )
 
 
@@ -318,7 +293,7 @@ class Sequences:
     @property
     def decoding(self) -> list[LocalRequest]:
         """The residents that have room for a token more, and all of their KV, oldest first."""
-        return [request for request in self._decoding.values() if request.has_room and request.lost_part is None]
+        return [request for request in self._decoding.values() if request.has_room and not request.state.has_lost_range]
 
     @property
     def num_decoding(self) -> int:
@@ -330,43 +305,41 @@ class Sequences:
 
         Residents that wait for room are ``out_of_credit``.
         """
-        counts = dict.fromkeys(("queued", *(stage.name.lower() for stage in Stage), "out_of_credit"), 0)
+        counts = dict.fromkeys(("queued", *_STAGES.values(), "out_of_credit"), 0)
         for request in self:
-            if request.stage is Stage.PREFILLING and request.num_chunks == 0:
+            if request.phase is Phase.PREFILLING and request.num_chunks == 0:
                 counts["queued"] += 1
-            elif request.stage is Stage.DECODING and not request.has_room:
+            elif request.phase is Phase.DECODING and not request.has_room:
                 counts["out_of_credit"] += 1
             else:
-                counts[request.stage.name.lower()] += 1
+                counts["holding" if request.state.is_range else _STAGES[request.phase]] += 1
         return counts
 
     def add(self, request: LocalRequest) -> None:
         self._requests[request.request_id, request.epoch] = request
 
-    def start_decoding(self, request: LocalRequest) -> None:
-        self.resume_decoding(request)
-        if request.trace is not None:
+    def decode(self, request: LocalRequest) -> None:
+        """Let a request draw tokens from the next step on."""
+        if request.trace is not None and request.phase is not Phase.PAUSED:
             request.trace.decode_began()
-
-    def resume_decoding(self, request: LocalRequest) -> None:
-        """Let a request decode again that stood still."""
-        request.stage = Stage.DECODING
+        request.state.decode()
         self._decoding[request.request_id, request.epoch] = request
 
-    def stop_decoding(self, request: LocalRequest) -> None:
-        """Stop decoding a request, which stands still from here on."""
-        request.stage = Stage.LEAVING
+    def pause(self, request: LocalRequest) -> None:
+        """Let a request draw no more tokens."""
+        request.state.pause(len(request.sequence.token_ids))
         del self._decoding[request.request_id, request.epoch]
 
     def release(self, request: LocalRequest) -> None:
         """Stop what runs for the request and give its blocks back, at once or when the step that uses them ends."""
-        if request.doomed:
+        if request.is_released:
             return
         key = request.request_id, request.epoch
         del self._requests[key]
         self._decoding.pop(key, None)
         self._leaving.add(request)
-        request.doomed = True
+        request.has_drawn = request.phase in _WITH_DRAWN
+        request.state.free()
         self._mover.cancel(*key)
         if request.load is not None:
             request.load.abort("the request was freed")
@@ -376,9 +349,9 @@ class Sequences:
     def step_ended(self, request: LocalRequest) -> bool:
         """Note that a step does not use the request's blocks any more; False if it was released meanwhile."""
         request.num_steps -= 1
-        if request.doomed and not request.in_step:
+        if request.is_released and not request.in_step:
             self._free(request)
-        return not request.doomed
+        return not request.is_released
 
     def abort_waiting(self, reason: str) -> None:
         """End what the engine's thread waits for."""
@@ -424,6 +397,8 @@ class Sequences:
         for request in self.decoding:
             block_id = request.sequence.block_table[(request.num_own_tokens - 1) // request.block_size]
             assert not self._pool.is_shared(block_id), f"{request.request_id} writes into shared block {block_id}"
+        for request in self:
+            request.state.check_integrity()
         everyone = [*self, *self._leaving]
         self._windows.check_integrity((each.held, each.sequence.block_table) for each in everyone)
         if not self._leaving:

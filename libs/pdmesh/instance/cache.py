@@ -1,7 +1,7 @@
-"""What a modelled instance keeps of KV for other requests, as a worker's store has it: blocks with counted owners.
+"""The cached blocks of an instance, with the number of sequences that share each, and its offload tier.
 
-It only obeys. What the core thinks is kept is checked against it: a granule that is to be shared must be here, one that
-is to be dropped must be nobody's, and the tier must have what is to be loaded, and room for what is offloaded.
+The cache only obeys. It checks the beliefs of the core: a reused granule is cached, a dropped granule has no owner, and
+the tier has the granules that are loaded, and room for the offloaded ones.
 """
 
 from __future__ import annotations
@@ -10,11 +10,27 @@ from collections.abc import Iterable
 
 from pdmesh.model import PrefixHash, PrefixHashes, blocks_of_granule
 from pdmesh.plans import Evictions
-from pdmesh_lab.sim.held import Held
 
 
-class SimulatedKept:
-    """The store of one instance."""
+class CachedPrefix:
+    """The blocks of one sequence that are cached, or may be."""
+
+    __slots__ = ("cached", "chain", "num_granules", "num_loaded")
+
+    def __init__(self, chain: PrefixHashes = (), num_loaded: int = 0) -> None:
+        """``chain``: granules of the prompt; ``num_loaded``: the last ones of the reused, which the tier has."""
+        self.chain = chain
+        self.num_loaded = num_loaded
+        self.num_granules = 0  # granules whose KV is here
+        self.cached: list[PrefixHash] = []  # granules that other sequences may share
+
+    def clear(self) -> None:
+        """Forget the chain: its blocks were freed."""
+        self.chain = ()
+
+
+class BlockCache:
+    """The cache of one instance."""
 
     def __init__(self, block_size: int, num_offload_granules: int = 0) -> None:
         """``num_offload_granules`` is what its offload tier holds."""
@@ -45,33 +61,39 @@ class SimulatedKept:
         """All that the tier has, the longest unused first."""
         return tuple(self._offloaded)
 
-    def num_own_blocks(self, held: Held) -> int:
-        """Blocks of a request that are not kept."""
-        return held.num_blocks - len(held.kept) * self._granule_blocks
+    def num_cached_blocks(self, prefix: CachedPrefix) -> int:
+        """Return the number of a sequence's blocks that are cached."""
+        return len(prefix.cached) * self._granule_blocks
 
-    def share(self, held: Held, num_reused: int) -> int:
-        """Let a request have the first granules of its chain; the number of blocks that it shares.
+    def missing(self, prefix: CachedPrefix, num_reused: int) -> str:
+        """Return why a sequence cannot reuse the first ``num_reused`` granules; empty if it can."""
+        num_shared = num_reused - prefix.num_loaded
+        if any(granule not in self._owners for granule in prefix.chain[:num_shared]):
+            return "a granule that is to be reused is not cached"
+        if any(granule not in self._offloaded for granule in prefix.chain[num_shared:num_reused]):
+            return "the offload tier lacks a granule that is to be loaded"
+        return ""
 
-        Those that it loads from the tier, the last ones, are in its own.
+    def share(self, prefix: CachedPrefix, num_reused: int) -> int:
+        """Let a sequence share the first granules of its chain; return the number of shared blocks.
+
+        The granules that come from the tier, the last ones, are in the sequence's own blocks.
         """
-        num_shared = num_reused - held.num_loaded_granules
-        for granule in held.chain[:num_shared]:
-            assert granule in self._owners, f"{held.key} is to share a granule that is not kept"
-            self._own(held, granule)
-        for granule in held.chain[num_shared:num_reused]:
-            assert granule in self._offloaded, f"{held.key} is to load a granule that the tier does not have"
-        held.num_granules = num_shared
+        num_shared = num_reused - prefix.num_loaded
+        for granule in prefix.chain[:num_shared]:
+            self._own(prefix, granule)
+        prefix.num_granules = num_shared
         return num_shared * self._granule_blocks
 
-    def computed(self, held: Held, num_granules: int) -> int:
-        """Keep what a request has of its chain; the number of blocks that are kept now and were not."""
-        before = len(held.kept)
-        for granule in held.chain[held.num_granules : num_granules] if self._granule_blocks else ():
+    def computed(self, prefix: CachedPrefix, num_granules: int) -> int:
+        """Cache the first granules of a sequence; return the number of blocks that were not cached before."""
+        before = len(prefix.cached)
+        for granule in prefix.chain[prefix.num_granules : num_granules] if self._granule_blocks else ():
             if granule not in self._owners:
                 self._owners[granule] = 0
-                self._own(held, granule)
-        held.num_granules = max(held.num_granules, num_granules)
-        return (len(held.kept) - before) * self._granule_blocks
+                self._own(prefix, granule)
+        prefix.num_granules = max(prefix.num_granules, num_granules)
+        return (len(prefix.cached) - before) * self._granule_blocks
 
     def drawn(self, granules: PrefixHashes) -> tuple[PrefixHashes, int]:
         """Return which of the granules that a request drew stay when it ends, and how many of them are kept already.
@@ -83,19 +105,19 @@ class SimulatedKept:
         num_staying = is_kept.index(True, num_known) if True in is_kept[num_known:] else len(granules)
         return granules[:num_staying], num_known
 
-    def end(self, held: Held, drawn: PrefixHashes) -> int:
-        """Let go of a request's blocks; the number of those that stay, some that it draws among them."""
-        num_kept = len(held.kept)
+    def end(self, prefix: CachedPrefix, drawn: PrefixHashes) -> int:
+        """Give back a sequence's blocks, ``drawn`` among them; return the number of blocks that stay cached."""
+        num_cached = len(prefix.cached)
         for granule in reversed(drawn) if self._granule_blocks else ():
             self._owners[granule] = self._owners.pop(granule, 0)
-        own = set(held.kept)
-        for granule in reversed(held.chain):
+        own = set(prefix.cached)
+        for granule in reversed(prefix.chain):
             if granule in self._owners:  # what is behind it must not outlive it, whoever has it
                 number = self._owners.pop(granule) - (granule in own)
                 self._owners[granule] = number
                 self._num_shared -= not number and granule in own
-        held.kept.clear()
-        return num_kept * self._granule_blocks
+        prefix.cached.clear()
+        return num_cached * self._granule_blocks
 
     def make_room(self, room: Evictions) -> PrefixHashes:
         """Evict what a command names.
@@ -123,12 +145,12 @@ class SimulatedKept:
             del self._offloaded[granule]
             self._lost.add(granule)
 
-    def lost_of(self, held: Held, num_reused: int) -> PrefixHashes:
-        """Return what a request is to load of the first ``num_reused`` granules, and the tier has lost."""
-        to_load = held.chain[num_reused - held.num_loaded_granules : num_reused]
+    def lost_of(self, prefix: CachedPrefix, num_reused: int) -> PrefixHashes:
+        """Return the granules that a sequence is to load, of the first ``num_reused``, and that the tier has lost."""
+        to_load = prefix.chain[num_reused - prefix.num_loaded : num_reused]
         return tuple([granule for granule in to_load if granule in self._lost])
 
-    def _own(self, held: Held, granule: PrefixHash) -> None:
+    def _own(self, prefix: CachedPrefix, granule: PrefixHash) -> None:
         self._num_shared += not self._owners[granule]
         self._owners[granule] += 1
-        held.kept.append(granule)
+        prefix.cached.append(granule)

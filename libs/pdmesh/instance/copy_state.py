@@ -1,0 +1,105 @@
+"""KV that leaves an instance: what happens to it where it arrives, and how far the copy has come."""
+
+from __future__ import annotations
+
+from enum import StrEnum, auto
+
+from pdmesh.instance.sequence_phases import COPY_TRANSITIONS, CopyState, IllegalTransition
+from pdmesh.model import NO_TRANSFER, InstanceId, TransferId, TransferPurpose
+from pdmesh.plans import TransferPlan
+
+
+class Then(StrEnum):
+    """What a destination does with the KV."""
+
+    DECODE = auto()  # the sequence continues there
+    HOLD = auto()  # a range answers attention queries of the instance that decodes
+    KEEP = auto()  # cached blocks
+
+
+def then_of(transfer: TransferPlan) -> Then:
+    """Return what the first destination of a transfer does with the KV."""
+    if transfer.is_of_part:
+        return Then.HOLD
+    return Then.KEEP if transfer.purpose is TransferPurpose.FETCH else Then.DECODE
+
+
+def range_at(transfer: TransferPlan, instance_id: InstanceId) -> int | None:
+    """Return the number of the range that a transfer brings to an instance; None if the sequence decodes there."""
+    if transfer.is_of_part:
+        blocks = transfer.destinations[0].part.blocks
+        return blocks.start // blocks.size
+    place = transfer.destination_ids.index(instance_id)
+    return place - 1 if place else None
+
+
+class Copy:
+    """A copy of a sequence's KV from this instance. Its methods are its transitions."""
+
+    __slots__ = ("state", "transfer")
+
+    def __init__(self, transfer: TransferPlan | None, state: CopyState = CopyState.WAITING) -> None:
+        """``transfer`` is None while no instance is to receive the KV."""
+        self.transfer = transfer
+        self.state = state
+
+    @property
+    def transfer_id(self) -> TransferId:
+        return NO_TRANSFER if self.transfer is None else self.transfer.transfer_id
+
+    @property
+    def is_sending(self) -> bool:
+        return self.state is CopyState.SENDING
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the sequence draws no more because of this copy."""
+        return self.state in (CopyState.FROZEN, CopyState.COMMITTED, CopyState.ABANDONED)
+
+    @property
+    def may_have_begun(self) -> bool:
+        """Whether the destination may have begun to decode."""
+        return self.state in (CopyState.COMMITTED, CopyState.ABANDONED)
+
+    @property
+    def is_abandoned(self) -> bool:
+        return self.state is CopyState.ABANDONED
+
+    # --- transitions ---
+
+    def offer(self) -> None:
+        """Note that there is something to send."""
+        self._go("offer", CopyState.OFFERED)
+
+    def grant(self, transfer: TransferPlan) -> None:
+        """Send to the destinations of ``transfer``."""
+        self._go("grant", CopyState.SENDING)
+        self.transfer = transfer
+
+    def stop(self) -> None:
+        """Send nothing until the next grant."""
+        self._go("stop", CopyState.OFFERED)
+
+    def lose_receiver(self) -> None:
+        """Keep the KV for another receiver."""
+        self._go("lose_receiver", CopyState.OFFERED if self.is_sending else self.state)
+        self.transfer = None
+
+    def freeze(self) -> None:
+        """Note that the sequence draws no more."""
+        self._go("freeze", CopyState.FROZEN)
+
+    def commit(self) -> None:
+        """Note that the destination may begin from here on."""
+        self._go("commit", CopyState.COMMITTED)
+
+    def abandon(self) -> None:
+        """Await no acknowledgement."""
+        self._go("abandon", CopyState.ABANDONED)
+
+    def _go(self, transition: str, state: CopyState) -> None:
+        """Raises IllegalTransition."""
+        begins, leads = COPY_TRANSITIONS[transition]
+        if self.state not in begins or state not in leads:
+            raise IllegalTransition(f"{transition} of a copy from {self.state} to {state}")
+        self.state = state

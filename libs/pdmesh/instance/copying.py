@@ -1,0 +1,308 @@
+"""Copies from and to an instance as they go on: hand-overs, moves, ranges of contexts, and cached blocks.
+
+A worker and `pdmesh.instance.machine.InstanceMachine` both obey and report by this one implementation. Each gives it a
+`Floor`, which has the blocks and the residents.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, assert_never
+
+from pdmesh.core.commands import GrantTransfer, Hold, Stop, StopCopy
+from pdmesh.core.events import MoveFailed, MoveSent, TransferFailed, TransferLanded, TransferPaused, TransferSent
+from pdmesh.instance.copy_state import Then, range_at, then_of
+from pdmesh.instance.effects import (
+    CopyCaughtUp,
+    CopyCommitted,
+    CopyEvent,
+    CopyFailed,
+    CopyLanded,
+    CopyPaused,
+    CopySent,
+    Effect,
+    PauseSending,
+    Refused,
+    Send,
+    StopSending,
+)
+from pdmesh.instance.sequence import Sequence
+from pdmesh.instance.sequence_phases import Phase
+from pdmesh.model import InstanceId, TransferId, TransferPurpose
+
+#: `Hold` lets a sequence decode here.
+CopyCommand = GrantTransfer | StopCopy | Hold
+
+_UNWANTED = "it is not wanted any more"
+
+
+class Floor(Protocol):
+    """The blocks and the residents of an instance."""
+
+    @property
+    def instance_id(self) -> InstanceId: ...
+    @property
+    def effects(self) -> list[Effect]:
+        """Effects that the owner carries out, in order."""
+        ...
+
+    def keep(self, sequence: Sequence, command: Hold) -> bool:
+        """Let a sequence hold the blocks that it needs to decode here. False if there is no room."""
+        ...
+
+    def land(self, sequence: Sequence, num_tokens: int) -> None:
+        """Note that the whole KV of a sequence is here: `Sequence.land`, and cache it."""
+        ...
+
+    def decode(self, sequence: Sequence) -> None:
+        """Let a sequence draw tokens from the next step on: `Sequence.decode`."""
+        ...
+
+    def leave(self, sequence: Sequence) -> None:
+        """Let a resident draw no more from the next step on."""
+        ...
+
+    def stay(self, sequence: Sequence) -> None:
+        """Let a resident continue that was about to leave."""
+        ...
+
+    def lose_range(self, sequence: Sequence, number: int) -> None:
+        """Let a resident draw no more until another instance has computed a range of its context."""
+        ...
+
+    def computed(self, sequence: Sequence, num_granules: int) -> None:
+        """Cache the first granules of a sequence."""
+        ...
+
+    def release(self, sequence: Sequence) -> None:
+        """Give its blocks back: `Sequence.free`."""
+        ...
+
+
+class Copying:
+    """The copies from and to one instance."""
+
+    def __init__(self, floor: Floor) -> None:
+        self._floor = floor
+        self._effects = floor.effects
+        self._instance_id = floor.instance_id
+
+    # --- commands ---
+
+    def obey(self, sequence: Sequence, command: CopyCommand) -> None:
+        """Obey a command that concerns a copy of a sequence."""
+        match command:
+            case GrantTransfer():
+                self._grant(sequence, command)
+            case StopCopy(how=Stop.PAUSE):
+                self._pause(sequence, command)
+            case StopCopy(how=Stop.WITHDRAW):
+                self._withdraw(sequence, command)
+            case StopCopy(transfer_id=transfer_id):
+                if sequence.moves_by(transfer_id):
+                    self._fail_move(sequence, _UNWANTED)
+                else:  # the move never began here, or has ended
+                    self._effects.append(MoveFailed(self._instance_id, *sequence.key, transfer_id, False, _UNWANTED))
+            case Hold(ends_move=True):
+                if sequence.moves_by(command.move_id):
+                    self.stay(sequence)
+            case Hold():
+                self._keep(sequence, command)
+            case _:
+                assert_never(command)
+
+    def _grant(self, sequence: Sequence, command: GrantTransfer) -> None:
+        transfer, onward = command.transfer, sequence.onward
+        if transfer.is_of_part:
+            if sequence.handing is not None or sequence.phase not in (Phase.DECODING, Phase.PAUSED, Phase.HOLDING):
+                reason = "the range is not here, or on its way already"
+                self._refuse(command, reason)
+                self._effects.append(TransferFailed(self._instance_id, *sequence.key, transfer.transfer_id, reason))
+                return
+            if transfer.purpose is TransferPurpose.LOST_PART:
+                number = range_at(transfer, transfer.destination_ids[0])
+                assert number is not None, f"{command} of no range"
+                self._floor.lose_range(sequence, number)
+            sequence.hand_range(transfer)
+        elif transfer.purpose is TransferPurpose.MOVE:
+            if sequence.has_lost_range:
+                return  # the lost range was reported, and the request starts again
+            if sequence.move is not None and not sequence.move.may_have_begun:
+                self.stay(sequence)  # another target takes the place of the first
+            if not sequence.is_decoding or sequence.move is not None:
+                reason = "it does not decode here, or its target may have begun"
+                self._refuse(command, reason)
+                self._effects.append(MoveFailed(self._instance_id, *sequence.key, transfer.transfer_id, False, reason))
+                return
+            sequence.begin_move(transfer)
+        else:
+            if onward is None:
+                self._refuse(command, "its KV stays here")
+                return
+            if onward.transfer not in (transfer, None):
+                onward.lose_receiver()  # another receiver takes its place
+            if onward.is_sending:
+                return
+            onward.grant(transfer)
+        self._effects.append(Send(sequence, transfer))
+
+    def _pause(self, sequence: Sequence, command: StopCopy) -> None:
+        onward = sequence.onward
+        if onward is None or onward.transfer is None:
+            return  # the transfer failed here, too
+        if not onward.is_sending or sequence.is_computed:
+            self._refuse(command, "its KV is not being sent, or all of it is computed")
+            return
+        onward.stop()
+        self._effects.append(PauseSending(sequence, onward.transfer))
+
+    def _withdraw(self, sequence: Sequence, command: StopCopy) -> None:
+        handing, onward = sequence.handing, sequence.onward
+        if handing is not None:
+            if handing.transfer_id == command.transfer_id:
+                self._stop_handing(sequence)
+        elif onward is not None and onward.transfer is not None:
+            if onward.transfer_id != command.transfer_id:
+                self._refuse(command, "its KV goes elsewhere")
+                return
+            self._lose_receiver(sequence)
+
+    def _keep(self, sequence: Sequence, command: Hold) -> None:
+        onward = sequence.onward
+        if onward is None or onward.transfer is not None:
+            self._refuse(command, "its KV stays, or is on its way")
+            return
+        if not self._floor.keep(sequence, command):
+            return
+        sequence.keep()
+        if sequence.is_computed:
+            self._floor.decode(sequence)
+
+    def _refuse(self, command: CopyCommand, reason: str) -> None:
+        self._effects.append(Refused(command, reason))
+
+    # --- how copies go ---
+
+    def hear(self, sequence: Sequence, event: CopyEvent) -> None:
+        """Take an event of a copy."""
+        match event:
+            case CopyLanded():
+                self._landed(sequence, event)
+            case CopySent(then=Then.HOLD):
+                self._handed(sequence, event)
+            case CopySent():
+                self._sent(sequence, event)
+            case CopyPaused():
+                self._effects.append(TransferPaused(self._instance_id, *sequence.key, event.transfer_id))
+            case CopyFailed(then=Then.HOLD):
+                assert sequence.handing is not None, f"{sequence.key} hands no range on"
+                transfer_id = sequence.handing.transfer_id
+                self._stop_handing(sequence)
+                self._effects.append(TransferFailed(self._instance_id, *sequence.key, transfer_id, event.reason))
+            case CopyFailed(then=then) if then is not None and sequence.move is not None:
+                self._fail_move(sequence, event.reason)
+            case CopyFailed():
+                self._failed(sequence, event)
+            case CopyCaughtUp():
+                assert sequence.move is not None, f"{sequence.key} does not move"
+                self._floor.leave(sequence)
+            case CopyCommitted():
+                assert sequence.move is not None, f"{sequence.key} does not move"
+                sequence.move.commit()
+            case _:
+                assert_never(event)
+
+    def _landed(self, sequence: Sequence, event: CopyLanded) -> None:
+        transfer = sequence.incoming
+        assert transfer is not None, f"{sequence.key} landed without a transfer"
+        landed = TransferLanded(
+            self._instance_id, *sequence.key, transfer.transfer_id, event.num_bytes, event.duration_s
+        )
+        if sequence.is_range:
+            sequence.land_range(event.num_tokens)
+            self._effects.append(landed)
+            return
+        if then_of(transfer) is Then.KEEP:
+            self._floor.computed(sequence, len(sequence.chain))
+            self._effects.append(landed)
+            self._floor.release(sequence)
+        else:
+            self._floor.land(sequence, event.num_tokens)
+            self._effects.append(landed)
+            self._floor.decode(sequence)
+
+    def _sent(self, sequence: Sequence, event: CopySent) -> None:
+        move = sequence.move
+        copy = sequence.onward if move is None else move
+        assert copy is not None, f"{sequence.key} is acknowledged and was not sent"
+        transfer = copy.transfer
+        assert transfer is not None, f"{sequence.key} is acknowledged without a transfer"
+        assert move is not None or sequence.is_computed, f"{sequence.key} landed before it was computed"
+        kind = TransferSent if move is None else MoveSent
+        self._effects.append(self._acknowledged(kind, sequence, transfer.transfer_id, event))
+        self._floor.release(sequence)
+
+    def _failed(self, sequence: Sequence, event: CopyFailed) -> None:
+        """Give a transfer up: as a receiver with all that has come, as the source of a prompt without loss."""
+        transfer = sequence.transfer
+        assert transfer is not None, f"{sequence.key} has no transfer to fail"
+        self._effects.append(TransferFailed(self._instance_id, *sequence.key, transfer.transfer_id, event.reason))
+        if Then.DECODE in sequence.outgoing:
+            self._lose_receiver(sequence)
+        else:
+            self._floor.release(sequence)
+
+    def _lose_receiver(self, sequence: Sequence) -> None:
+        onward = sequence.onward
+        assert onward is not None, f"{sequence.key} has no receiver"
+        if onward.transfer is not None:
+            self._effects.append(StopSending(sequence, onward.transfer))
+        onward.lose_receiver()
+
+    def _fail_move(self, sequence: Sequence, reason: str) -> None:
+        """Send no more of a sequence that moves, and report whether it continues here."""
+        move = sequence.move
+        assert move is not None, f"{sequence.key} does not move"
+        transfer_id, may_have_begun = move.transfer_id, move.may_have_begun
+        if may_have_begun:
+            move.abandon()
+        else:
+            self.stay(sequence)
+        self._effects.append(MoveFailed(self._instance_id, *sequence.key, transfer_id, may_have_begun, reason))
+
+    def stay(self, sequence: Sequence) -> None:
+        """Let a sequence continue here that was about to leave."""
+        move = sequence.move
+        assert move is not None, f"{sequence.key} does not move"
+        assert move.transfer is not None, f"{sequence.key} moves nowhere"
+        self._effects.append(StopSending(sequence, move.transfer))
+        sequence.end_move()
+        if move.is_frozen:
+            self._floor.decode(sequence)
+        else:
+            self._floor.stay(sequence)
+
+    # --- ranges of contexts ---
+
+    def _handed(self, sequence: Sequence, event: CopySent) -> None:
+        assert sequence.handing is not None, f"{sequence.key} hands no range on"
+        transfer_id = sequence.handing.transfer_id
+        sequence.end_hand_range()
+        self._effects.append(self._acknowledged(TransferSent, sequence, transfer_id, event))
+
+    def _acknowledged(
+        self, kind: type[TransferSent | MoveSent], sequence: Sequence, transfer_id: TransferId, event: CopySent
+    ) -> TransferSent | MoveSent:
+        about = self._instance_id, *sequence.key, transfer_id, event.num_bytes, event.duration_s
+        return kind(*about, event.waited_s, event.sent_s, event.destination_id, event.carrier)
+
+    def _stop_handing(self, sequence: Sequence) -> None:
+        assert sequence.handing is not None, f"{sequence.key} hands no range on"
+        if sequence.handing.transfer is not None:
+            self._effects.append(StopSending(sequence, sequence.handing.transfer))
+        sequence.end_hand_range()
+
+    def forget_plans(self, sequence: Sequence) -> None:
+        """Forget the plans of a lost scheduler for the ranges of a context."""
+        if sequence.handing is not None:
+            self._stop_handing(sequence)
+        sequence.forget_plans()

@@ -1,0 +1,181 @@
+"""Effects that an instance machine asks its owner to carry out, in order, and events of copies that the owner reports.
+
+An event for the scheduler is an effect, too: the owner sends the event.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pdmesh.core.commands import InstanceCommand
+from pdmesh.core.events import InstanceEvent
+from pdmesh.instance.copy_state import Then
+from pdmesh.instance.sequence import Sequence
+from pdmesh.model import InstanceId, RequestKey, TransferId
+from pdmesh.plans import ChunkPlan, PrefillGroup, StepPlan, TransferPlan
+
+
+class Planned(NamedTuple):
+    """A plan waits, and can begin in its turn."""
+
+    plan: StepPlan
+
+
+class Admitted(NamedTuple):
+    """This instance computes a prompt, and draws its first token."""
+
+    sequence: Sequence
+
+
+class Regrouped(NamedTuple):
+    """The group of a prompt has other members than the ``known`` ones; None: the group is new here."""
+
+    sequence: Sequence
+    known: PrefillGroup | None
+
+
+class WaitNoLonger(NamedTuple):
+    """A member was lost: end the steps that wait for its KV. A leader reports how much of the prompt is here."""
+
+    sequence: Sequence
+    group: PrefillGroup
+
+
+class Computed(NamedTuple):
+    """The KV of a chunk is complete; ``ends``: with its token the generation does."""
+
+    sequence: Sequence
+    chunk: ChunkPlan
+    ends: bool
+
+
+class Send(NamedTuple):
+    """Send KV of a sequence to the destinations of ``transfer``."""
+
+    sequence: Sequence
+    transfer: TransferPlan
+
+
+class StopSending(NamedTuple):
+    """Send no more of a sequence to the destinations of ``transfer``, for now or for good."""
+
+    sequence: Sequence
+    transfer: TransferPlan
+
+
+class PauseSending(NamedTuple):
+    """Send no more of a sequence until the next grant, and answer by `CopyPaused`."""
+
+    sequence: Sequence
+    transfer: TransferPlan
+
+
+class BeganToDecode(NamedTuple):
+    """A sequence draws tokens from the next step on."""
+
+    sequence: Sequence
+
+
+class Froze(NamedTuple):
+    """A sequence draws no more before the rest of its KV is sent: it moves."""
+
+    sequence: Sequence
+
+
+class ResidentsChange(NamedTuple):
+    """Residents join, leave or go on before the next step."""
+
+
+class Stood(NamedTuple):
+    """A resident takes part in no step any more; ``joined_step`` is the first step that it was in."""
+
+    key: RequestKey
+    joined_step: int
+
+
+class Forget(NamedTuple):
+    """A sequence ends here: end all of its copies."""
+
+    sequence: Sequence
+
+
+class Refused(NamedTuple):
+    """A command does not fit the state, and changed nothing. Scheduler and instance disagree."""
+
+    command: InstanceCommand
+    reason: str
+
+
+#: For the owner of a machine alone.
+OwnerEffect = (
+    Planned
+    | Admitted
+    | Regrouped
+    | WaitNoLonger
+    | Computed
+    | Send
+    | StopSending
+    | PauseSending
+    | BeganToDecode
+    | Froze
+    | ResidentsChange
+    | Stood
+    | Forget
+    | Refused
+)
+Effect = InstanceEvent | OwnerEffect
+
+
+class CopyLanded(NamedTuple):
+    """The expected KV of a sequence is here, with ``num_tokens`` of prompt and output."""
+
+    key: RequestKey
+    num_tokens: int
+    num_bytes: int
+    duration_s: float
+
+
+class CopySent(NamedTuple):
+    """A destination has acknowledged a whole copy; ``waited_s``: how long a stream waited for the end of it.
+
+    ``sent_s``: time on the way between hosts, to ``destination_id`` and by ``carrier``; 0: not known.
+    """
+
+    key: RequestKey
+    then: Then
+    num_bytes: int
+    duration_s: float
+    waited_s: float = 0.0
+    sent_s: float = 0.0
+    destination_id: InstanceId | None = None
+    carrier: str = ""
+
+
+class CopyPaused(NamedTuple):
+    """No piece of a copy is on its way until the next grant."""
+
+    key: RequestKey
+    transfer_id: TransferId
+
+
+class CopyFailed(NamedTuple):
+    """A copy failed; ``then`` is None for a copy to this instance."""
+
+    key: RequestKey
+    then: Then | None
+    reason: str
+
+
+class CopyCaughtUp(NamedTuple):
+    """A copy has little left to send: the sequence may pause for the rest."""
+
+    key: RequestKey
+
+
+class CopyCommitted(NamedTuple):
+    """The last message of a move is on its way: the destination may begin."""
+
+    key: RequestKey
+
+
+CopyEvent = CopyLanded | CopySent | CopyPaused | CopyFailed | CopyCaughtUp | CopyCommitted

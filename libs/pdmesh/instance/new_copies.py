@@ -1,0 +1,72 @@
+"""Sequences that begin with a copy: to this instance, or of its cached blocks to another one."""
+
+from __future__ import annotations
+
+from pdmesh.core.commands import FetchKept, PlaceDecode, SendKept
+from pdmesh.core.events import DecodeReserved
+from pdmesh.instance.cache import CachedPrefix
+from pdmesh.instance.copy_state import Then, range_at
+from pdmesh.instance.effects import Send
+from pdmesh.instance.holding import Holding
+from pdmesh.instance.sequence import Sequence
+from pdmesh.instance.sequence_phases import CopyState, Phase
+from pdmesh.model import PartMember
+from pdmesh.plans import TransferPlan
+
+
+class NewCopies:
+    """Sequences that begin with a copy."""
+
+    def __init__(self, holding: Holding) -> None:
+        self._holding = holding
+        self._effects = holding.effects
+        self._instance_id = holding.instance_id
+
+    def expect(self, command: PlaceDecode) -> None:
+        """Reserve blocks for KV that comes from another instance."""
+        key, transfer = (command.request_id, command.epoch), command.transfer
+        part, members = range_at(transfer, self._instance_id), command.members or _members_of(transfer)
+        chain = () if members or part is not None else self._holding.length_of(key).chain
+        sequence = Sequence(
+            key,
+            Phase.EXPECTED,
+            command.num_blocks,
+            prefix=CachedPrefix(chain),
+            leads=part is None,
+            incoming=transfer,
+            part=part,
+            members=members if part is None else (),
+        )
+        self._reserve(sequence, command)
+
+    def fetch(self, command: FetchKept) -> None:
+        """Reserve blocks for KV that another instance has cached."""
+        key, num_blocks = (command.request_id, command.epoch), command.transfer.destinations[0].num_blocks
+        prefix = CachedPrefix(command.chain)
+        sequence = Sequence(key, Phase.EXPECTED, num_blocks, prefix=prefix, leads=False, incoming=command.transfer)
+        self._reserve(sequence, command)
+
+    def _reserve(self, sequence: Sequence, command: PlaceDecode | FetchKept) -> None:
+        transfer = command.transfer
+        if self._holding.take(sequence, command, transfer.num_reused_granules):
+            self._effects.append(DecodeReserved(self._instance_id, *sequence.key, transfer.transfer_id))
+
+    def send_cached(self, command: SendKept) -> None:
+        """Send cached blocks."""
+        key, transfer = (command.request_id, command.epoch), command.transfer
+        prefix = CachedPrefix(command.chain)
+        num_blocks = transfer.sources[0].num_blocks
+        sequence = Sequence(key, Phase.COMPUTED, num_blocks, prefix=prefix, leads=False, incoming=transfer)
+        sequence.send_on(transfer, Then.KEEP, CopyState.SENDING)
+        if self._holding.take(sequence, command, len(command.chain)):
+            self._effects.append(Send(sequence, transfer))
+
+
+def _members_of(transfer: TransferPlan) -> tuple[PartMember, ...]:
+    """Return the holders of the first ranges after a hand-over."""
+    return tuple(
+        [
+            PartMember(instance_id=instance_id, capability=transfer.capability)
+            for instance_id in transfer.destination_ids[1:]
+        ]
+    )

@@ -1,0 +1,235 @@
+"""The steps of an instance: waiting and running plans, their results, and the tokens of residents."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+
+from pdmesh.core.commands import RunStep
+from pdmesh.core.events import DecodeStepsDone, KvLow, StepDone, TransferOffered
+from pdmesh.instance.effects import Computed, Froze, Refused
+from pdmesh.instance.holding import Holding
+from pdmesh.instance.residents import Shares
+from pdmesh.instance.sequence import Sequence
+from pdmesh.instance.sequence_phases import CopyState
+from pdmesh.instance.spreading import Spreading
+from pdmesh.model import GRANULE_TOKENS, FinishReason, RequestKey
+from pdmesh.plans import ChunkDone, ChunkPlan, StepPlan
+
+
+class RunningStep:
+    """A planned step that has begun."""
+
+    __slots__ = ("has_share", "num_context_tokens", "num_decodes", "plan")
+
+    def __init__(self, plan: StepPlan, num_decodes: int, num_context_tokens: int, has_share: bool) -> None:
+        """``has_share``: the step has a share of the residents, which may be none of them."""
+        self.plan = plan
+        self.num_decodes = num_decodes
+        self.num_context_tokens = num_context_tokens  # context of the decodes
+        self.has_share = has_share
+
+
+class Steps:
+    """The steps of one instance."""
+
+    def __init__(self, holding: Holding, spreading: Spreading) -> None:
+        self._holding = holding
+        self._spreading = spreading
+        self._effects = holding.effects
+        self._instance_id = holding.instance_id
+        self._num_stages = holding.profile.num_stages
+        self._own = holding.own
+        self.plans: deque[StepPlan] = deque()  # not begun
+        #: The last one between two layers of the one before it; or, of several stages, each behind the one before it.
+        self.running: list[RunningStep] = []
+        self.shares = Shares(self._num_stages)
+
+    def queue(self, plan: StepPlan) -> bool:
+        """Let a plan wait for its turn. False for an urgent plan behind another one."""
+        if plan.urgent and self.plans and self.plans[0].urgent:
+            return False
+        if plan.urgent:
+            self.plans.appendleft(plan)
+        else:
+            self.plans.append(plan)
+        return True
+
+    @property
+    def under_way(self) -> list[StepPlan]:
+        return [*[step.plan for step in self.running], *self.plans]
+
+    def forget(self) -> None:
+        """Forget all plans: the scheduler that made them is gone."""
+        self.plans.clear()
+        self.running.clear()
+        self.shares.forget()
+        self._own.held = False
+
+    # --- between two steps ---
+
+    def turn(self) -> None:
+        """Let residents join and leave, between two steps."""
+        if self.running and not self.shares.is_between_rounds:
+            return  # some have their token of the round already
+        holding = self._holding
+        for sequence in list(holding.sequences.values()) if holding.profile.max_kv_tokens else ():
+            if sequence.next_members is not None:
+                self._spreading.set_members(sequence, sequence.next_members)
+        for key, num_tokens in holding.residents.seat():
+            sequence = holding.sequences[key]
+            if sequence.is_freed:
+                holding.release(sequence)
+                continue
+            sequence.pause(num_tokens)
+            if not sequence.has_lost_range:
+                assert sequence.move is not None, f"{key} pauses without a reason"
+                sequence.move.freeze()
+                self._effects.append(Froze(sequence))
+
+    # --- planned steps ---
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether the next plan could start: nothing runs, or it is urgent; or a stage has nothing to compute."""
+        if self._num_stages > 1:
+            return bool(self.plans) and len(self.running) < self._num_stages
+        return bool(self.plans) and (not self.running or self.plans[0].urgent)
+
+    def begin(self) -> None:
+        """Begin the next plan's step. Of several stages it has as large a part of the residents."""
+        plan = self.plans.popleft()
+        self._own.planned(plan)
+        for chunk in plan.chunks:
+            sequence = self._holding.sequences.get((chunk.request_id, chunk.epoch))
+            onward = None if sequence is None else sequence.onward
+            if sequence is not None and onward is not None and onward.state is CopyState.WAITING:
+                onward.offer()
+                self._effects.append(TransferOffered(self._instance_id, *sequence.key, onward.transfer_id))
+        residents = self._holding.residents
+        num_decodes = num_context_tokens = 0
+        if has_share := plan.with_decodes and len(residents) > 0:
+            num_decodes = self.shares.begin(len(residents))
+            num_context_tokens = residents.num_context_tokens * num_decodes // len(residents)
+        self.running.append(RunningStep(plan, num_decodes, num_context_tokens, has_share))
+
+    @property
+    def next_to_end(self) -> int:
+        return 0 if self._num_stages > 1 else -1
+
+    def end(
+        self,
+        uncomputed: Collection[RequestKey],
+        *,
+        duration_s: float,
+        began_s: float,
+        ended_s: float,
+        ended_by_first_token: bool,
+    ) -> None:
+        """End the running step: the inner step of two; with several stages, the step that began first."""
+        step = self.running.pop(self.next_to_end)
+        computed: list[tuple[Sequence, ChunkPlan]] = []
+        results: list[ChunkDone] = []
+        for chunk in step.plan.chunks:
+            sequence = self._computes(step, chunk, uncomputed)
+            if sequence is not None:
+                sequence.compute(chunk.start + chunk.num_tokens)
+                self._holding.computed(sequence, sequence.prompt.num_computed_tokens // GRANULE_TOKENS)
+                computed.append((sequence, chunk))
+            results.append(
+                ChunkDone(
+                    request_id=chunk.request_id,
+                    epoch=chunk.epoch,
+                    num_tokens=0 if sequence is None else chunk.num_tokens,
+                    is_last=chunk.is_last,
+                )
+            )
+        self._effects.append(
+            StepDone(
+                self._instance_id,
+                step.plan.plan_id,
+                duration_s,
+                tuple(results),
+                step.num_decodes,
+                step.num_context_tokens,
+                self._own.take(),
+                began_s,
+                ended_s,
+            )
+        )
+        for sequence, chunk in computed:
+            if chunk.is_last:
+                self._end_prompt(sequence, chunk, ended_by_first_token=ended_by_first_token)
+            else:
+                self._effects.append(Computed(sequence, chunk, False))
+        draws = self.draws_with(step)
+        if step.has_share:
+            self.shares.end()
+        if draws:
+            self.draw(1)
+
+    def draws_with(self, step: RunningStep) -> bool:
+        """Whether all residents have a token more as a step ends: if with it each has been part of one."""
+        return step.has_share and self.shares.ends_round
+
+    def _computes(self, step: RunningStep, chunk: ChunkPlan, uncomputed: Collection[RequestKey]) -> Sequence | None:
+        """Return the sequence whose chunk is computed; None if it has gone, or if KV before the chunk did not come."""
+        key = (chunk.request_id, chunk.epoch)
+        sequence = self._holding.sequences.get(key)
+        if sequence is None or sequence.incoming is not None:  # freed, and perhaps expected again since then
+            return None
+        prompt = sequence.prompt
+        if prompt.group is not None:
+            if key not in uncomputed:
+                return sequence
+            assert step.plan.plan_id in prompt.given_up, f"{chunk} does not wait"
+            return None
+        num_blocks = self._holding.num_context_blocks(sequence) if prompt.num_blocks_at_once else 0
+        room = num_blocks * self._holding.profile.kv_layout.block_size
+        if chunk.start == prompt.num_computed_tokens and (not room or chunk.start + chunk.num_tokens <= room):
+            return sequence
+        if not prompt.has_older_plans:
+            reason = f"{chunk} after {prompt.num_computed_tokens} tokens, with room for {room or 'all'}"
+            self._effects.append(Refused(RunStep(instance_id=self._instance_id, plan=step.plan), reason))
+        self._holding.drop(sequence, "the chunk does not follow")
+        return None
+
+    def _end_prompt(self, sequence: Sequence, chunk: ChunkPlan, *, ended_by_first_token: bool) -> None:
+        """Draw the first token: with it the generation ends, or decodes here, or its KV moves on."""
+        length, moves_on = sequence.length, sequence.moves_on
+        assert length is not None, f"{chunk} on a helper"
+        sequence.end_prompt()
+        is_full = sequence.num_tokens >= length.num_total_tokens
+        ends = is_full or ended_by_first_token
+        self._effects.append(Computed(sequence, chunk, ends))
+        if ends:
+            self._holding.finish(sequence, FinishReason.LENGTH if is_full else FinishReason.STOP)
+        elif not moves_on:
+            self._holding.decode(sequence)
+
+    # --- decode steps ---
+
+    def make_own(self, num_steps: int, *, duration_s: float, began_s: float, ended_s: float) -> None:
+        """Make decode steps without a plan: no more than residents and reports allow at once."""
+        residents = self._holding.residents
+        num_decodes = len(residents)
+        self._own.made(
+            num_steps=num_steps,
+            num_tokens=num_steps * num_decodes,
+            num_context_tokens=num_steps * residents.num_context_tokens
+            + num_decodes * num_steps * (num_steps - 1) // 2,
+            duration_s=duration_s,
+            began_s=began_s,
+            ended_s=ended_s,
+        )
+        self.draw(num_steps)
+        if self._own.num_left <= 0 and (own_steps := self._own.take()) is not None:
+            self._effects.append(DecodeStepsDone(self._instance_id, own_steps))
+
+    def draw(self, num_steps: int) -> None:
+        """Give every resident a token for each step; generations that have all of theirs end."""
+        drawn = self._holding.residents.decoded(num_steps)
+        for key in drawn.finished:
+            self._holding.finish(self._holding.sequences[key], FinishReason.LENGTH)
+        if drawn.low:
+            self._effects.append(KvLow(self._instance_id, drawn.low))
