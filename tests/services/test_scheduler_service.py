@@ -335,16 +335,16 @@ async def test_a_goodbye_loses_the_instance_at_once() -> None:
 
 
 async def test_every_instance_is_sent_the_others_addresses_before_it_needs_them() -> None:
-    """A new stream begins with all of them: what its worker knew of another scheduler's instances is void."""
-    async with running() as mesh, mesh.worker(decode()) as d:
-        assert (await d.expect(PeersHere)).data_addresses == {"d": b"d"}
-        async with mesh.worker(prefill()) as p, mesh.gateway() as g:
-            assert (await p.expect(PeersHere)).data_addresses == {"d": b"d", "p": b"p"}
+    async with running() as mesh, mesh.worker(decode()) as d, mesh.gateway() as g:
+        async with mesh.worker(prefill()) as p:
             g.post(submit())
-            assert (await d.expect(PeersHere)).data_addresses == {"p": b"p"}
+            assert (await d.expect(PeersHere)).data_addresses == {"d": b"d", "p": b"p"}
             await d.expect(PlaceDecode)
+            assert (await p.expect(PeersHere)).data_addresses == {"d": b"d", "p": b"p"}
+            await p.expect(AdmitPrefill)
         async with mesh.worker(replace(prefill(), data_address=b"another")):
             assert (await d.expect(PeerGone)).data_address == b"p"
+            g.post(submit("t.g"))
             assert (await d.expect(PeersHere)).data_addresses == {"p": b"another"}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from time import perf_counter
 from typing import assert_never
 
@@ -116,6 +117,9 @@ class Driver:
         self._prompts = Prompts(core)
         self._profiles: dict[InstanceId, InstanceProfile] = {}
         self._longest_context = LongestContext(core, clock)
+        self._joined: dict[InstanceId, int] = {}  # number of each instance's latest join, in that order
+        self._num_joined = 0
+        self._introduced: dict[InstanceId, int] = {}  # number of the latest join whose address each instance has
         self._told_gone: dict[bytes, None] = {}  # data addresses that the others have closed, the latest
         self._loads: dict[InstanceId, LoadReported] = {}
         self._num_operation_changes = 0
@@ -226,7 +230,7 @@ class Driver:
                 self._prompts.joined(event.profile)
                 if before is not None and before.data_address != event.profile.data_address:
                     self._tell_gone(before)
-                self._introduce(event.profile)
+                self._note_joined(event.profile)
                 self._loads.pop(event.profile.instance_id, None)
             case InstanceLost():
                 self._longest_context.is_lost(event.instance_id)
@@ -248,6 +252,8 @@ class Driver:
                 self._tell_readiness()
             case InstanceLost():
                 lost = self._profiles.pop(event.instance_id, None)
+                self._joined.pop(event.instance_id, None)
+                self._introduced.pop(event.instance_id, None)
                 self._loads.pop(event.instance_id, None)
                 if lost is not None:
                     self._tell_gone(lost)
@@ -260,6 +266,7 @@ class Driver:
     def _carry_out(self, command: Command) -> None:
         match command:
             case ToInstance():
+                self._introduce_peers(command.instance_id)
                 prompt = self._prompts.sent_with(command)
                 self._workers.post(command.instance_id, CommandMessage.of(command, prompt))
                 if isinstance(command, SetRole):
@@ -287,23 +294,35 @@ class Driver:
             case _:
                 assert_never(command)
 
-    def _introduce(self, profile: InstanceProfile) -> None:
-        """Send the address of an instance that joins to all, and theirs to it.
+    def _note_joined(self, profile: InstanceProfile) -> None:
+        """Note that an instance joins: with its next command each instance is sent the address.
 
         After its loss the others have closed their endpoints. If the same process is back, it closes its own first.
         Otherwise the first message to each of them is lost, and seconds pass before that is noticed.
         """
-        was_gone = profile.data_address in self._told_gone
-        self._told_gone.pop(profile.data_address, None)
-        here = PeersHere(data_addresses={profile.instance_id: profile.data_address})
-        for other in self._profiles.values():
-            if other.instance_id == profile.instance_id:
-                continue
-            self._workers.post(other.instance_id, here)
-            if was_gone:
-                self._workers.post(profile.instance_id, PeerGone(data_address=other.data_address))
-        addresses = {each.instance_id: each.data_address for each in self._profiles.values()}
-        self._workers.post(profile.instance_id, PeersHere(data_addresses=addresses))
+        instance_id = profile.instance_id
+        self._joined.pop(instance_id, None)
+        self._num_joined += 1
+        self._joined[instance_id] = self._num_joined
+        self._introduced.pop(instance_id, None)
+        if profile.data_address in self._told_gone:
+            del self._told_gone[profile.data_address]
+            for other in self._profiles.values():
+                if other.instance_id != instance_id:
+                    self._workers.post(instance_id, PeerGone(data_address=other.data_address))
+
+    def _introduce_peers(self, instance_id: InstanceId) -> None:
+        """Send an instance the addresses of all that joined since it was sent addresses.
+
+        It is sent these only with a command: 1,000 instances that join at once would else cause a million messages.
+        """
+        before = self._introduced.get(instance_id, 0)
+        if before == self._num_joined:
+            return
+        self._introduced[instance_id] = self._num_joined
+        new_ids = list(takewhile(lambda joined_id: self._joined[joined_id] > before, reversed(self._joined)))
+        addresses = {joined_id: self._profiles[joined_id].data_address for joined_id in new_ids}
+        self._workers.post(instance_id, PeersHere(data_addresses=addresses))
 
     def _tell_gone(self, profile: InstanceProfile) -> None:
         """Let the other instances free the endpoints and buffers that they have for this instance."""

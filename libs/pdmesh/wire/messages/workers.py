@@ -63,7 +63,7 @@ class WelcomeWorker(Message, frozen=True, kw_only=True):
 class PeersHere(Message, frozen=True, kw_only=True):
     """The data addresses of registered instances.
 
-    Precedes every command that names one of them. A new stream of a worker begins with all instances.
+    Precedes every command that names one of them. The first command of a worker's stream comes behind all addresses.
     """
 
     data_addresses: dict[InstanceId, bytes]
