@@ -93,8 +93,8 @@ class PolicyConfig:
     waiting_kv_share: Share = 0.5
     #: Compute a short prompt on a decode instance if that is faster (`pdmesh`)
     prefills_locally: bool = True
-    #: Of the TPOT target that a step with such a prompt may take
-    local_step_share: Share = 0.6
+    #: Of the TPOT target that a step with such a prompt may take; tests with slow steps allow more than all of it
+    local_step_share: Annotated[float, Meta(ge=0)] = 0.6
     #: Decode on a prefill instance if waiting for a decode instance costs more (`pdmesh`)
     decodes_locally: bool = True
     #: Share of idle seats at which `eb` ends a decode phase; None: the best in theory
