@@ -13,7 +13,7 @@ remembered as cut (`cut_memory_s` 0), no prefill instance decodes (`decodes_loca
 an instance that is drained (`evacuates` false). Each is run under every bundle. Without
 ``--all`` it takes the first requests of each trace and the first random workloads.
 
-``--compare`` (by default with ``benchmarks/command_digest.json``) exits 1 if a digest is another one.
+``--compare`` (by default with ``command_digest.json`` beside it) exits 1 if a digest is another one.
 """
 
 from __future__ import annotations

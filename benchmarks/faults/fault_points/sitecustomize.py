@@ -1,6 +1,6 @@
 """Named points of a move at which a process of a mesh ends or stops itself; found by Python on PYTHONPATH.
 
-`benchmarks/move_faults.py` starts a mesh with this folder on its path and MOVE_FAULTS_FOLDER set. A worker whose file
+`move_faults.py` starts a mesh with this folder on its path and MOVE_FAULTS_FOLDER set. A worker whose file
 ``INSTANCE.armed`` there names a point sends itself the signal that stands behind it when it comes to that point, and
 renames the file to ``INSTANCE.hit``. Each token that a worker sends to a gateway is a line of ``INSTANCE.PID.tokens``,
 with the purpose of the transfer that brought its KV. Nothing of the product knows of this: methods are wrapped as their
