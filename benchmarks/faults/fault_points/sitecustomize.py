@@ -21,14 +21,18 @@ from types import ModuleType
 from typing import Any
 
 FOLDER = Path(os.environ.get("MOVE_FAULTS_FOLDER", ""))
-INSTANCE = os.environ.get("PDMESH_WORKER_INSTANCE_ID", "")
 
 _num_at: dict[str, int] = {}
 
 
+def own_file(suffix: str) -> Path:
+    """Return a file of this worker; a forked process learns its instance's name after modules are imported."""
+    return FOLDER / f"{os.environ.get('PDMESH_WORKER_INSTANCE_ID', '')}.{suffix}"
+
+
 def at(point: str) -> None:
     """The process has come to a point."""
-    armed = FOLDER / f"{INSTANCE}.armed"
+    armed = own_file("armed")
     try:
         wanted, number, which = armed.read_text().split()
     except (OSError, ValueError):
@@ -39,7 +43,7 @@ def at(point: str) -> None:
     if _num_at[point] < int(which):
         return
     _num_at.clear()
-    armed.rename(FOLDER / f"{INSTANCE}.hit")
+    armed.rename(own_file("hit"))
     os.kill(os.getpid(), int(number))
 
 
@@ -159,7 +163,7 @@ def _kv_context(module: ModuleType) -> None:
 def _worker_replies(module: ModuleType) -> None:
     inner = module.ToGateways.send
     begun: set[tuple[str, int]] = set()
-    log = os.open(FOLDER / f"{INSTANCE}.{os.getpid()}.tokens", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    log = functools.cache(lambda name: os.open(name, os.O_CREAT | os.O_WRONLY | os.O_APPEND))
 
     @functools.wraps(inner)
     def sending(self: Any, request: Any, message: Any) -> None:
@@ -167,7 +171,7 @@ def _worker_replies(module: ModuleType) -> None:
             incoming = request.state.incoming
             came_by = "NOTHING" if incoming is None else incoming.purpose.name
             drawn = (message.request_id, message.epoch, message.index, message.token_id, came_by)
-            os.write(log, f"{' '.join(map(str, drawn))}\n".encode())
+            os.write(log(own_file(f"{os.getpid()}.tokens")), f"{' '.join(map(str, drawn))}\n".encode())
             key = (message.request_id, request.state.received_by)
             if came_by == "MOVE" and key not in begun:
                 begun.add(key)
@@ -218,5 +222,5 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-if INSTANCE and os.environ.get("MOVE_FAULTS_FOLDER"):
+if os.environ.get("MOVE_FAULTS_FOLDER"):
     sys.meta_path.insert(0, _Finder())
