@@ -86,6 +86,7 @@ async def serve(mesh: RunningMesh, prompts: Sequence[Sequence[int]]) -> Result:
     operator = operator_of(mesh)
     found: dict[int, list[int]] = {}
     again: dict[int, list[int]] = {}
+    names: list[str] = []
 
     async def one(place: int, into: dict[int, list[int]], limiter: anyio.CapacityLimiter) -> None:
         async with limiter:
