@@ -212,7 +212,7 @@ def running_mesh(
     state = folder / "state" / "pdmesh" / name
     state.mkdir(parents=True, exist_ok=True)
     read_fd, write_fd = os.pipe()
-    with (state / "up.log").open("wb") as log, open(read_fd, "rb") as ready:
+    with (state / "supervisor.log").open("wb") as log, open(read_fd, "rb") as ready:
         supervisor = subprocess.Popen(
             ending_with_us([*command, *arguments]),
             env={**environ, "PDMESH_READY_FD": str(write_fd)},

@@ -21,7 +21,7 @@ from pdmesh.engine.gguf.directory import gguf_directory
 from pdmesh.engine.known_models import KNOWN_MODELS, from_index
 from pdmesh.errors import ConfigError
 
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[2]
 
 #: Ignored by git: some models' licences forbid to copy their files into a repository.
 CACHE = _ROOT / ".cache"
