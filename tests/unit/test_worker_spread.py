@@ -404,3 +404,32 @@ async def test_a_range_that_is_not_there_or_not_wanted_is_not_sent(instances: li
     await two.reported(KvReleased, KEY[0], count=3)
     for instance in (one, two):
         instance.assert_all_free()
+
+
+async def test_a_spread_context_goes_on_where_it_is_if_its_move_is_cancelled(instances: list[RunningInstance]) -> None:
+    one, two, three, _ = instances
+    (prompt,) = random_prompts([20], TINY.vocab_size, seed=1)
+    max_tokens = 150
+    start(one, prompt, max_tokens)
+    low = await one.reported(KvLow, "")
+    while low.residents[0].num_tokens - 1 <= RANGE:
+        low = await one.reported(KvLow, "", count=len(one.reports_of(KvLow, "")) + 1)
+    scheduler = Scheduler(one)
+    await scheduler.hand_on(one, two, 0)
+    first, end = RANGE // BLOCK, num_blocks_for(len(prompt) + max_tokens, BLOCK)
+    move = plan(one, three, IndexRange(first, end), TransferPurpose.MOVE, 77)
+    introduce(one, two, three)
+    members = scheduler.part_members
+    expected = PlaceDecode(instance_id=name_of(three), request_id=KEY[0], epoch=KEY[1], transfer=move, members=members)
+    three.instance.handle(expected)
+    await three.reported(DecodeReserved, KEY[0])
+    scheduler.grant(one, three, move)
+    cancel = StopCopy(
+        instance_id=name_of(one), request_id=KEY[0], epoch=KEY[1], transfer_id=move.transfer_id, how=Stop.CANCEL
+    )
+    one.instance.handle(cancel)
+    await one.reported(RequestFinished, KEY[0])
+    drawn = tokens(one)
+    for instance in (two, three):
+        instance.free(KEY[0])
+    await check_end(instances, drawn, prompt, max_tokens)

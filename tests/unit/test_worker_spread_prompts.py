@@ -287,3 +287,34 @@ async def test_room_for_less_than_a_range_is_refused(instances: list[RunningInst
     hand_over = HandOver(instances, num_held_blocks=RANGE // BLOCK - 1)
     dropped = await hand_over.prefill.reported(RequestDropped, ID)
     assert "cannot hold a range" in dropped.reason
+
+
+def giving_back(hand_over: HandOver) -> SetPlaces:
+    """All members hold their ranges: said once more, when the last one has landed."""
+    prefill = hand_over.prefill.instance.instance_id
+    places = [PartMember(instance_id=each.instance.instance_id, capability=CAPABILITY) for each in hand_over.members]
+    epoch = hand_over.generation.epoch
+    return SetPlaces(instance_id=prefill, request_id=ID, epoch=epoch, places=tuple(places))
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+async def test_a_range_that_lands_late_is_given_back_from_a_computed_prompt(
+    instances: list[RunningInstance], in_step: bool
+) -> None:
+    """The scheduler hears of the last range while the last chunk is computed, or before it hears that it was."""
+    hand_over = HandOver(instances, num_held_blocks=2 * RANGE // BLOCK)
+    prefill = hand_over.prefill
+    hand_over.compute(0, RANGE)
+    await hand_over.grant()
+    await hand_over.give_back(1)
+    hand_over.compute(RANGE, 2 * RANGE)
+    await prefill.reported(StepDone, "", count=2)
+    for member in hand_over.members:
+        await member.reported(TransferLanded, ID)
+    hand_over.compute(2 * RANGE, len(hand_over.prompt))
+    if not in_step:
+        await prefill.reported(StepDone, "", count=3)
+    prefill.instance.handle(giving_back(hand_over))
+    drawn = await hand_over.end()
+    await check_all_free(instances)
+    assert drawn == await alone(instances[0], hand_over.generation)

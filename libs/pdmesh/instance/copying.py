@@ -168,9 +168,11 @@ class Copying:
 
     def _keep(self, sequence: Sequence, command: Hold) -> None:
         onward = sequence.onward
-        if onward is None or onward.transfer is not None:
-            self._refuse(command, "its KV stays, or is on its way")
+        if onward is None:
+            self._refuse(command, "its KV stays")
             return
+        if onward.transfer is not None:  # granted again before the scheduler heard that the transfer failed
+            self._lose_receiver(sequence)
         if not self._floor.keep(sequence, command):
             return
         sequence.keep()

@@ -41,7 +41,8 @@ TRANSITIONS: dict[str, tuple[tuple[Phase, ...], tuple[Phase, ...]]] = {
     "pause": ((Phase.DECODING,), (Phase.PAUSED,)),
     "lose_range": (DECODES, DECODES),
     "find_range": (DECODES, DECODES),
-    "spread": ((Phase.PREFILLING, *DECODES), (Phase.PREFILLING, *DECODES)),
+    # COMPUTED: a range of a prompt can land while its last chunk is computed
+    "spread": ((Phase.PREFILLING, Phase.COMPUTED, *DECODES), (Phase.PREFILLING, Phase.COMPUTED, *DECODES)),
     # the end
     "free": (LIVES, (Phase.FREED,)),
 }

@@ -317,7 +317,7 @@ class Copies:
         match then_of(transfer):
             case Then.DECODE if request.move is not None:
                 request.move = None
-                self._context.mover.cancel(*key)
+                self._context.mover.departures.cancel(*key)
             case Then.HOLD:
                 self._context.mover.departures.cancel(*key)
             case _:
