@@ -14,12 +14,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from pdmesh.config import SecurityConfig
+from pdmesh.wire.messages import TokenOut
 from pdmesh_gateway import grpc_guard
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
 from pdmesh_testing.checkpoints import write_checkpoint
 from pdmesh_testing.running_gateway import running_gateway
-from pdmesh_testing.scripted_mesh import READY, ScriptedMesh, scripted_mesh, silence
+from pdmesh_testing.scripted_mesh import READY, ScriptedMesh, echo_prompt, scripted_mesh, silence
 
 pytestmark = pytest.mark.anyio
 
@@ -258,3 +259,27 @@ async def test_a_grammar_reaches_the_engine_and_a_bad_one_its_client(model: Path
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 [response async for response in stub(channel).Generate(pb.GenerateRequest(chat=chat))]
             assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_gateway_that_stops_lets_its_calls_end(model: Path) -> None:
+    """Clients that watch the health service do not hold it up."""
+    async with scripted_mesh(silence) as mesh, running_gateway(model, mesh.address) as running:
+        await mesh.until(lambda: len(mesh.registrations) == 1)
+        async with grpc.aio.insecure_channel(running.facts["grpc_address"]) as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            watch = health.Watch(health_pb2.HealthCheckRequest())
+            await watch.read()
+            call = stub(channel).Generate(pb.GenerateRequest(text="abc", sampling=pb.SamplingOptions(max_tokens=6)))
+            submit = await mesh.next_submit(0)
+            first, *others = [each for each in echo_prompt(submit.generation) if isinstance(each, TokenOut)]
+            mesh.send_tokens(first)
+            text = (await call.read()).text
+            running.stopping.set()
+            await anyio.sleep(0.3)  # it has had time to cut the call
+            mesh.send_tokens(*others)
+            while (response := await call.read()) is not grpc.aio.EOF:
+                text += response.text
+            assert text == "abcabc"
+            assert await call.code() is grpc.StatusCode.OK
+            with anyio.fail_after(20):
+                assert await watch.code() is grpc.StatusCode.UNAVAILABLE

@@ -281,7 +281,7 @@ async def test_a_slow_answer_to_a_half_closed_client_comes_behind_interim_respon
 @pytest.mark.parametrize("num_tokens", [0, 2])
 async def test_a_request_that_takes_too_long_ends_with_the_cause(model: Path, path: str, num_tokens: int) -> None:
     limit = GatewayConfig(request_timeout_s=0.2)
-    cause = "longer for a token than 0.2 s, this server's limit (`gateway.request_timeout_s`)"
+    cause = "for 0.2 s, this server's limit (`gateway.request_timeout_s`)"
     begun = partial(first_tokens, count=num_tokens)
     async with ready_gateway(model, begun, gateway=limit) as (client, mesh, _running):
         whole = await client.post(path, json=BODIES[path])

@@ -115,7 +115,7 @@ class Generator:
             if scope.cancelled_caught:
                 limit = f"{job.max_wait_s:g} s, this server's limit (`gateway.request_timeout_s`)"
                 raise RequestRejected(
-                    f"The request waited longer for a token than {limit}.",
+                    f"No token came, or the client read nothing, for {limit}.",
                     status=504,
                     type="server_error",
                     code="deadline_exceeded",

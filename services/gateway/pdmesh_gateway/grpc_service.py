@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import anyio
@@ -58,6 +59,10 @@ _STATUS_OF_HTTP = {
 _FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
 
+#: Of calls after SIGTERM. `drain_s` ends them earlier, if it is set.
+DRAIN_LIMIT_S = 30 * 86_400.0
+
+
 @asynccontextmanager
 async def serve_grpc(serving: Serving, security: SecurityConfig, stopping: anyio.Event) -> AsyncGenerator[int]:
     """Serve within the block; yields the port. From ``stopping`` on no call is taken, and the block's end waits for
@@ -74,7 +79,8 @@ async def serve_grpc(serving: Serving, security: SecurityConfig, stopping: anyio
         maximum_concurrent_rpcs=serving.config.max_concurrent_requests + 2 * MAX_PROBES,  # Check and Watch
         interceptors=[Guard(serving.keys)],
     )
-    pb_grpc.add_InferenceServicer_to_server(_Inference(serving), server)  # type: ignore[no-untyped-call]
+    calls = _Calls()
+    pb_grpc.add_InferenceServicer_to_server(_Inference(serving, calls), server)  # type: ignore[no-untyped-call]
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -84,7 +90,10 @@ async def serve_grpc(serving: Serving, security: SecurityConfig, stopping: anyio
 
     async def drain() -> None:
         await stopping.wait()
-        await server.stop(grace=serving.config.request_timeout_s)
+        async with anyio.create_task_group() as stop:
+            stop.start_soon(partial(server.stop, grace=DRAIN_LIMIT_S))
+            await calls.ended()
+            await server.stop(grace=None)  # ends clients that watch the health service
         drained.set()
 
     async with anyio.create_task_group() as tasks:
@@ -113,9 +122,33 @@ async def _report_health(serving: Serving, servicer: health.aio.HealthServicer) 
         await anyio.sleep(HEALTH_INTERVAL_S)
 
 
+class _Calls:
+    """Counts calls under way."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._ended = anyio.Event()
+
+    @contextmanager
+    def one(self) -> Generator[None]:
+        self._number += 1
+        try:
+            yield
+        finally:
+            self._number -= 1
+            self._ended.set()
+            self._ended = anyio.Event()
+
+    async def ended(self) -> None:
+        """Wait until no call is under way."""
+        while self._number:
+            await self._ended.wait()
+
+
 class _Inference(pb_grpc.InferenceServicer):
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: Serving, calls: _Calls) -> None:
         self._serving = serving
+        self._calls = calls
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         """A client that goes away cancels this coroutine, and with it the generation."""
@@ -180,13 +213,14 @@ class _Inference(pb_grpc.InferenceServicer):
     @asynccontextmanager
     async def _told(self, context: Any, where: str, request_id: str, label: str) -> AsyncGenerator[None]:
         """End the call with an error, whatever goes wrong within the block."""
-        try:
-            yield
-        except RequestRejected as error:
-            await _abort(context, error, request_id)
-        except UNFORESEEN as error:
-            failure = failure_of(error, self._serving.metrics, where=where, request_id=request_id, label=label)
-            await _abort(context, failure, request_id)
+        with self._calls.one():
+            try:
+                yield
+            except RequestRejected as error:
+                await _abort(context, error, request_id)
+            except UNFORESEEN as error:
+                failure = failure_of(error, self._serving.metrics, where=where, request_id=request_id, label=label)
+                await _abort(context, failure, request_id)
 
     async def _prepared(self, request: pb.GenerateRequest) -> Prepared:
         """The prompt, and what its answer is held to. Raises RequestRejected."""

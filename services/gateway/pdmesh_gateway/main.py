@@ -146,7 +146,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                     probes=probes,
                     linger_s=gateway.linger_s,
                 )
-                tasks.cancel_scope.cancel()
+            tasks.cancel_scope.cancel()  # calls of gRPC have ended, too
 
 
 async def _end_streams(context: ServiceContext, transcripts: Transcripts) -> None:
