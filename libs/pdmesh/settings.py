@@ -122,6 +122,8 @@ class Setting:
                 found = self.unit.parse(found)
             elif is_text and isinstance(found, str) and self.type is bool:
                 found = _SWITCHES.get(found.lower(), found)
+            elif is_text and isinstance(found, str) and self.type in (int, float):
+                found = self.type(found)
             return converted(found, self.hint, strict=not is_text)
         except ValueError:  # msgspec's ValidationError is one
             shown = "a secret of the wrong type" if self.secret else repr(given)

@@ -316,3 +316,19 @@ def _another_value(setting: Setting) -> str | float:
 def test_profiles_reach_the_core_too() -> None:
     config = load_config(None, {}, {"scheduler.profile": "h100-llama3-8b"})
     assert core_config_of(config, load_profile("h100-llama3-8b")).policy.latency == PROFILES["h100-llama3-8b"]
+
+
+@pytest.mark.parametrize("text", [" 8001", "8001\r", "8_001", "08001"])
+def test_a_number_in_the_environment_is_written_as_python_writes_it(text: str) -> None:
+    assert load_config(None, {"PDMESH_GATEWAY_PORT": text}, {}).gateway.port == 8001
+
+
+@pytest.mark.parametrize("text", ["8e3", "8001.0", "null", ""])
+def test_a_port_that_is_no_whole_number_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"PDMESH_GATEWAY_PORT is .*whole number"):
+        load_config(None, {"PDMESH_GATEWAY_PORT": text}, {})
+
+
+def test_null_is_no_way_to_leave_a_number_out() -> None:
+    with pytest.raises(ConfigError, match="PDMESH_GATEWAY_DEFAULT_MAX_TOKENS is 'null'"):
+        load_config(None, {"PDMESH_GATEWAY_DEFAULT_MAX_TOKENS": "null"}, {})
