@@ -3,7 +3,7 @@
 # make test   ruff and tests on all cores, and what took how long (ARGS="-k groups" for some, ARGS=tests/unit/test_ranges.py for a
 #             file alone, ARGS="-n 0" for one process)
 # make test-all  that, then both type checkers, what is slow, all examples and seeds; without a time limit
-# make ci     as test-all, with the slow tests that the newest commits touch and the day's share of the others (tests/rotation.py)
+# make ci     as test-all, with the slow tests that the newest commits touch and the day's share of the others (testing/pdmesh_testing/rotation.py)
 # make lint   ruff, both type checkers, and which module may import which
 # make dst    simulate the services under faults drawn from SEEDS seeds (docs/testing/simulation.md)
 # make results  run the benchmarks (ARGS="speed.formats policies.convoy" for some, ARGS="speed.formats -- --rounds 3" with options) and write docs/results/printed.md
@@ -89,7 +89,7 @@ resolve: $(RUN_STAMP)
 	$(BIN)/python -m pip --isolated --disable-pip-version-check --no-input install -q --dry-run --ignore-installed \
 	  --no-build-isolation --only-binary :all: -c constraints.txt $(or $(TORCH),torch) \
 	  $$($(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; e = p['optional-dependencies']; \
-	  print(*(d.replace(' ', '') for d in [*p['dependencies'], *e['test'], *e['lint'], *e['cuda']]))")
+	  print(*(d.replace(' ', '') for d in [*p['dependencies'], *e['test'], *e['lint'], *e['cuda'], *e['ucx']]))")
 	@echo "constraints.txt resolves"
 
 docs: $(TEST_STAMP)

@@ -1,6 +1,6 @@
 """A mesh on a Ray cluster: ``python examples/ray_mesh.py HUB_ID_OR_DIRECTORY --prefill 1 --decode 2``.
 
-Needs ``pip install ray`` and pdmesh on all nodes. Run it on the node that clients reach, where scheduler and gateway
+Needs ``pip install ray "pdmesh[ucx]"`` on all nodes. Run it on the node that clients reach, where scheduler and gateway
 are to be; instances are spread over all nodes, an actor each. Ray starts one again that died, elsewhere if its node is
 lost; its streams go on at other instances meanwhile. Ctrl-C or SIGTERM drains the mesh and ends it. In a program of
 your own, start more instances with `start`, and end one with `stop`, which drains it; `ray.kill` alone does not.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from typing import Any, NamedTuple
@@ -51,6 +52,12 @@ def ucx_devices(config: TransferConfig) -> str:
 def ucx_tls(config: TransferConfig) -> str:
     """Return which transports UCX may use: as configured, else as in the environment, else all."""
     return config.ucx_tls or os.environ.get("UCX_TLS") or "all"
+
+
+def check_ucx_installed() -> None:
+    """Raise ConfigError if UCX is not installed, before minutes go into loading a model."""
+    if importlib.util.find_spec("ucxx") is None:
+        raise ConfigError("KV to other hosts goes over UCX, which is not installed: pip install 'pdmesh[ucx]'")
 
 
 def open_ucx(config: TransferConfig) -> UcxApi:

@@ -33,7 +33,7 @@ from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
 from pdmesh.transport.address import host_label
 from pdmesh.transport.kv_transport import KvTransport
 from pdmesh.transport.reading import why_unreadable
-from pdmesh.transport.ucx_api import names_shared_memory, ucx_devices, ucx_tls
+from pdmesh.transport.ucx_api import check_ucx_installed, names_shared_memory, ucx_devices, ucx_tls
 from pdmesh.wire.endpoint import check_kv_devices
 from pdmesh.wire.messages import RegisterWorker
 from pdmesh.wire.scheduler_channel import open_scheduler_channel
@@ -80,7 +80,10 @@ async def run_worker(
     if not config.scheduler_address:
         raise ConfigError("no scheduler is set: set scheduler_address (PDMESH_SCHEDULER_ADDRESS) to its host:port")
     if config.transfer.transport == "ucx":
-        check_kv_devices(ucx_devices(config.transfer), config.transfer, config.security)
+        devices = ucx_devices(config.transfer)
+        check_kv_devices(devices, config.transfer, config.security)
+        if devices:
+            check_ucx_installed()
     degrees = config.degrees_of(role)
     check_ranks_can_compute(config, degrees)
     num_threads = fair_num_threads(config.worker.num_threads, degrees.num_ranks)
