@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pdmesh.core.commands import Command, ToInstance
 from pdmesh.instance.copy_state import Then
 from pdmesh.instance.effects import CopyCaughtUp, CopyCommitted, CopyFailed, CopyLanded, CopySent
-from pdmesh.instance.sequence_phases import Phase
+from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.model import InstanceProfile, RequestKey
 from pdmesh.plans import TransferPlan
 from pdmesh_testing.modelled import ModelledInstance
@@ -52,7 +52,7 @@ class ModelledMesh:
         for destination_id in plan.destination_ids:
             receiver = self.instances.get(destination_id)
             target = None if receiver is None else receiver.sequences.get(key)
-            if target is None or target.incoming != plan or target.phase not in (Phase.EXPECTED, Phase.HOLDING):
+            if target is None or target.incoming != plan or target.phase not in (SeqPhase.EXPECTED, SeqPhase.HOLDING):
                 return None
         return self.instances[plan.destination_ids[0]]
 
@@ -61,7 +61,7 @@ class ModelledMesh:
         sequence = sender.sequences[key]
         others = [] if sequence.transfer is None else sequence.transfer.destination_ids[1:]
         for instance in [*(self.instances[instance_id] for instance_id in others), receiver]:
-            if instance.sequences[key].phase is Phase.EXPECTED:  # HOLDING: the range landed before
+            if instance.sequences[key].phase is SeqPhase.EXPECTED:  # HOLDING: the range landed before
                 instance.hear(CopyLanded(key, sequence.num_tokens, 1, 0.0))
         then = Then.DECODE if Then.DECODE in sequence.outgoing else Then.KEEP
         sender.hear(CopySent(key, then, 1, 0.0))
@@ -75,7 +75,7 @@ class ModelledMesh:
                 continue
             for number, instance_id in enumerate(sequence.transfer.destination_ids[1:], 1):
                 is_computed = number * sender.profile.max_kv_tokens <= sequence.prompt.num_computed_tokens
-                if is_computed and self.instances[instance_id].sequences[key].phase is Phase.EXPECTED:
+                if is_computed and self.instances[instance_id].sequences[key].phase is SeqPhase.EXPECTED:
                     found.append((self.instances[instance_id], key))
         return found
 

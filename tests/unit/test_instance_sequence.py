@@ -19,8 +19,8 @@ from pdmesh.instance.sequence_phases import (
     FACTS,
     TRANSITIONS,
     CopyState,
-    IllegalTransition,
-    Phase,
+    IllegalStep,
+    SeqPhase,
 )
 from pdmesh.model import Epoch, RequestId
 from pdmesh_testing.worker import a_shard, a_transfer
@@ -31,12 +31,12 @@ KEY = (RequestId("r"), Epoch(0))
 SOURCE, TARGET = a_shard("p", 1), a_shard("d", 1)
 
 
-def a_sequence(phase: Phase = Phase.PREFILLING) -> Sequence:
+def a_sequence(phase: SeqPhase = SeqPhase.PREFILLING) -> Sequence:
     return Sequence(KEY, phase, 4, prefix=CachedPrefix(), length=Length(9, 1, 9))
 
 
 def test_a_prompt_that_is_handed_over_goes_through_its_phases() -> None:
-    source, phases = a_sequence(), list[tuple[Phase, CopyState | None]]()
+    source, phases = a_sequence(), list[tuple[SeqPhase, CopyState | None]]()
 
     def note() -> None:
         source.check_integrity()
@@ -62,33 +62,33 @@ def test_a_prompt_that_is_handed_over_goes_through_its_phases() -> None:
     source.decode()
     note()
     assert phases == [
-        (Phase.PREFILLING, CopyState.WAITING),
-        (Phase.PREFILLING, CopyState.SENDING),
-        (Phase.COMPUTED, CopyState.OFFERED),
-        (Phase.DECODING, None),
-        (Phase.PAUSED, None),
-        (Phase.DECODING, None),
+        (SeqPhase.PREFILLING, CopyState.WAITING),
+        (SeqPhase.PREFILLING, CopyState.SENDING),
+        (SeqPhase.COMPUTED, CopyState.OFFERED),
+        (SeqPhase.DECODING, None),
+        (SeqPhase.PAUSED, None),
+        (SeqPhase.DECODING, None),
     ]
     assert source.num_tokens == 12
 
 
 def test_kv_that_comes_decodes_or_answers_for_its_range() -> None:
     transfer = a_transfer(SOURCE, TARGET)
-    whole = Sequence(KEY, Phase.EXPECTED, 4, prefix=CachedPrefix(), incoming=transfer)
+    whole = Sequence(KEY, SeqPhase.EXPECTED, 4, prefix=CachedPrefix(), incoming=transfer)
     whole.check_integrity()
     whole.land(8, Length(9, 1, 9))
     whole.decode()
     whole.check_integrity()
-    part = Sequence(KEY, Phase.EXPECTED, 4, prefix=CachedPrefix(), incoming=transfer, part=0)
+    part = Sequence(KEY, SeqPhase.EXPECTED, 4, prefix=CachedPrefix(), incoming=transfer, part=0)
     part.land_range(4)
     part.check_integrity()
-    assert (whole.phase, part.phase) == (Phase.DECODING, Phase.HOLDING)
+    assert (whole.phase, part.phase) == (SeqPhase.DECODING, SeqPhase.HOLDING)
 
 
 def test_an_illegal_transition_names_itself_and_both_phases() -> None:
-    with pytest.raises(IllegalTransition, match=r"'r', 0.*decode from prefilling to decoding"):
+    with pytest.raises(IllegalStep, match=r"'r', 0.*decode from prefilling to decoding"):
         a_sequence().decode()
-    with pytest.raises(IllegalTransition, match="commit of a copy from sending to committed"):
+    with pytest.raises(IllegalStep, match="commit of a copy from sending to committed"):
         Copy(a_transfer(SOURCE, TARGET), CopyState.SENDING).commit()
 
 
@@ -97,16 +97,16 @@ def test_a_freed_sequence_sends_nothing_and_may_be_freed_again() -> None:
     sequence.send_on(None, Then.DECODE)
     sequence.free()
     sequence.free()
-    assert (sequence.phase, sequence.outgoing) == (Phase.FREED, {})
-    with pytest.raises(IllegalTransition):
+    assert (sequence.phase, sequence.outgoing) == (SeqPhase.FREED, {})
+    with pytest.raises(IllegalStep):
         sequence.compute(4)
 
 
 def test_the_integrity_check_names_a_fact_that_the_phase_does_not_allow() -> None:
     with pytest.raises(AssertionError, match="is computed, and sends is False"):
-        a_sequence(Phase.COMPUTED).check_integrity()
+        a_sequence(SeqPhase.COMPUTED).check_integrity()
     with pytest.raises(AssertionError, match="pauses without a reason"):
-        a_sequence(Phase.PAUSED).check_integrity()
+        a_sequence(SeqPhase.PAUSED).check_integrity()
 
 
 def transitions_of(module: str, kind: str) -> set[object]:
@@ -124,7 +124,7 @@ def transitions_of(module: str, kind: str) -> set[object]:
 def test_the_tables_have_every_phase_and_every_transition() -> None:
     assert transitions_of("sequence.py", "Sequence") == TRANSITIONS.keys()
     assert transitions_of("copy_state.py", "Copy") == COPY_TRANSITIONS.keys()
-    assert FACTS.keys() == set(Phase)
+    assert FACTS.keys() == set(SeqPhase)
     assert all(hasattr(Sequence, name) for name in TRANSITIONS), "a transition is the method of its name"
     assert all(hasattr(Copy, name) for name in COPY_TRANSITIONS), "a transition is the method of its name"
 

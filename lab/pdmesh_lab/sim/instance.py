@@ -41,14 +41,14 @@ from pdmesh.instance.effects import (
     Refused,
     Regrouped,
     ResidentsChange,
-    Send,
+    SendKv,
     Stood,
     StopSending,
     WaitNoLonger,
 )
 from pdmesh.instance.machine import InstanceMachine
 from pdmesh.instance.residents import Length
-from pdmesh.instance.sequence_phases import Phase
+from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.model import InstanceId, InstanceProfile, RequestKey, TransferPurpose
 from pdmesh.plans import ChunkPlan
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
@@ -176,7 +176,7 @@ class SimInstance:
                 prefill = self._departures.forget(sequence.key)
                 run = self._runs[sequence.key] if prefill is None else prefill.run
                 run.decode_id = self.instance_id
-            case Send(sequence=sequence, transfer=transfer):
+            case SendKv(sequence=sequence, transfer=transfer):
                 self.copies.send(sequence, transfer)
             case StopSending(sequence=sequence, transfer=transfer):
                 self.copies.stop(sequence.key, transfer)
@@ -315,7 +315,7 @@ class SimInstance:
             shape = shape._replace(num_decode_context_tokens=self.profile.max_kv_tokens)
         limit = self.profile.max_kv_tokens
         sequences = self._machine.sequences.values() if limit else ()
-        num_part_tokens = sum([limit for sequence in sequences if sequence.phase is Phase.HOLDING])
+        num_part_tokens = sum([limit for sequence in sequences if sequence.phase is SeqPhase.HOLDING])
         if num_part_tokens:
             shape = shape._replace(num_decode_context_tokens=shape.num_decode_context_tokens + num_part_tokens)
         return self.model.step_s(shape) + (self._part_exchange_s if exchanges else 0.0)
@@ -473,7 +473,7 @@ class SimInstance:
     def land_range(self, key: RequestKey, duration_s: float) -> None:
         """Note a range that is here of a prompt that is still being computed elsewhere."""
         sequence = None if self._is_dead else self._machine.sequences.get(key)
-        if sequence is not None and sequence.phase is Phase.EXPECTED:
+        if sequence is not None and sequence.phase is SeqPhase.EXPECTED:
             num_bytes = self.profile.max_kv_tokens * self.profile.kv_layout.token_bytes
             self._tell(CopyLanded(key, self.profile.max_kv_tokens, num_bytes, duration_s))
 
@@ -483,7 +483,7 @@ class SimInstance:
             return
         sequence = self._machine.sequences[key]
         transfer = sequence.incoming
-        if transfer is None or sequence.phase is Phase.HOLDING:
+        if transfer is None or sequence.phase is SeqPhase.HOLDING:
             return  # it landed before
         num_tokens = num_bytes = 0
         if then_of(transfer) is Then.KEEP:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum, auto
 
-from pdmesh.instance.sequence_phases import COPY_TRANSITIONS, CopyState, IllegalTransition
+from pdmesh.instance.sequence_phases import COPY_TRANSITIONS, CopyState, IllegalStep
 from pdmesh.model import NO_TRANSFER, InstanceId, TransferId, TransferPurpose
 from pdmesh.plans import TransferPlan
 
@@ -101,5 +101,5 @@ class Copy:
         """Raises IllegalTransition."""
         begins, leads = COPY_TRANSITIONS[transition]
         if self.state not in begins or state not in leads:
-            raise IllegalTransition(f"{transition} of a copy from {self.state} to {state}")
+            raise IllegalStep(f"{transition} of a copy from {self.state} to {state}")
         self.state = state

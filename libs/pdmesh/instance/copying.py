@@ -22,11 +22,11 @@ from pdmesh.instance.effects import (
     Effect,
     PauseSending,
     Refused,
-    Send,
+    SendKv,
     StopSending,
 )
 from pdmesh.instance.sequence import Sequence
-from pdmesh.instance.sequence_phases import Phase
+from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.model import InstanceId, TransferId, TransferPurpose
 
 #: `Hold` lets a sequence decode here.
@@ -78,7 +78,7 @@ class Floor(Protocol):
         ...
 
 
-class Copying:
+class CopyRules:
     """The copies from and to one instance."""
 
     def __init__(self, floor: Floor) -> None:
@@ -113,7 +113,11 @@ class Copying:
     def _grant(self, sequence: Sequence, command: GrantTransfer) -> None:
         transfer, onward = command.transfer, sequence.onward
         if transfer.is_of_part:
-            if sequence.handing is not None or sequence.phase not in (Phase.DECODING, Phase.PAUSED, Phase.HOLDING):
+            if sequence.handing is not None or sequence.phase not in (
+                SeqPhase.DECODING,
+                SeqPhase.PAUSED,
+                SeqPhase.HOLDING,
+            ):
                 reason = "the range is not here, or on its way already"
                 self._refuse(command, reason)
                 self._effects.append(TransferFailed(self._instance_id, *sequence.key, transfer.transfer_id, reason))
@@ -143,7 +147,7 @@ class Copying:
             if onward.is_sending:
                 return
             onward.grant(transfer)
-        self._effects.append(Send(sequence, transfer))
+        self._effects.append(SendKv(sequence, transfer))
 
     def _pause(self, sequence: Sequence, command: StopCopy) -> None:
         onward = sequence.onward

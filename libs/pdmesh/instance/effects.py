@@ -49,7 +49,7 @@ class Computed(NamedTuple):
     ends: bool
 
 
-class Send(NamedTuple):
+class SendKv(NamedTuple):
     """Send KV of a sequence to the destinations of ``transfer``."""
 
     sequence: Sequence
@@ -113,7 +113,7 @@ OwnerEffect = (
     | Regrouped
     | WaitNoLonger
     | Computed
-    | Send
+    | SendKv
     | StopSending
     | PauseSending
     | BeganToDecode

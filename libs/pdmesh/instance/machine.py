@@ -27,14 +27,14 @@ from pdmesh.core.commands import (
 from pdmesh.core.events import HelperJoined
 from pdmesh.instance.cache import CachedPrefix
 from pdmesh.instance.copy_state import Then
-from pdmesh.instance.copying import Copying
+from pdmesh.instance.copying import CopyRules
 from pdmesh.instance.effects import Admitted, CopyEvent, Effect, Planned, Refused, Regrouped, WaitNoLonger
 from pdmesh.instance.holding import Holding
 from pdmesh.instance.new_copies import NewCopies
 from pdmesh.instance.planned_steps import Steps
 from pdmesh.instance.residents import Length
 from pdmesh.instance.sequence import PromptWork, Sequence
-from pdmesh.instance.sequence_phases import Phase
+from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.instance.spreading import Spreading
 from pdmesh.model import GRANULE_TOKENS, FinishReason, InstanceId, InstanceProfile, PartMember, PrefixHashes, RequestKey
 from pdmesh.plans import PrefillGroup, StepPlan
@@ -53,7 +53,7 @@ class InstanceMachine:
         self.residents = holding.residents
         self.cache = holding.cache
         self.own = holding.own
-        self._copying = Copying(holding)
+        self._copying = CopyRules(holding)
         self._new_copies = NewCopies(holding)
         self._spreading = Spreading(holding)
         self.steps = Steps(holding, self._spreading)
@@ -111,7 +111,7 @@ class InstanceMachine:
         """Take the other instances that have KV of a sequence."""
         match places:
             case PrefillGroup():
-                if sequence.phase is Phase.PREFILLING:
+                if sequence.phase is SeqPhase.PREFILLING:
                     self._regroup(sequence, places)
             case str():
                 pass  # the owner answers questions
@@ -125,7 +125,7 @@ class InstanceMachine:
         is_cached = (command.leads or command.keeps_prefix) and not command.num_blocks_at_once
         sequence = Sequence(
             key,
-            Phase.PREFILLING,
+            SeqPhase.PREFILLING,
             command.num_blocks,
             prefix=CachedPrefix(length.chain if is_cached else (), command.num_loaded_granules),
             prompt=PromptWork(
@@ -255,7 +255,7 @@ class InstanceMachine:
             if move is not None and not move.may_have_begun:
                 self._copying.stay(sequence)
             self._copying.forget_plans(sequence)
-            if not sequence.is_decoding and sequence.phase is not Phase.HOLDING:
+            if not sequence.is_decoding and sequence.phase is not SeqPhase.HOLDING:
                 self.holding.forget(sequence)
         return self._done()
 

@@ -6,10 +6,10 @@ from pdmesh.core.commands import FetchKept, PlaceDecode, SendKept
 from pdmesh.core.events import DecodeReserved
 from pdmesh.instance.cache import CachedPrefix
 from pdmesh.instance.copy_state import Then, range_at
-from pdmesh.instance.effects import Send
+from pdmesh.instance.effects import SendKv
 from pdmesh.instance.holding import Holding
 from pdmesh.instance.sequence import Sequence
-from pdmesh.instance.sequence_phases import CopyState, Phase
+from pdmesh.instance.sequence_phases import CopyState, SeqPhase
 from pdmesh.model import PartMember
 from pdmesh.plans import TransferPlan
 
@@ -29,7 +29,7 @@ class NewCopies:
         chain = () if members or part is not None else self._holding.length_of(key).chain
         sequence = Sequence(
             key,
-            Phase.EXPECTED,
+            SeqPhase.EXPECTED,
             command.num_blocks,
             prefix=CachedPrefix(chain),
             leads=part is None,
@@ -43,7 +43,7 @@ class NewCopies:
         """Reserve blocks for KV that another instance has cached."""
         key, num_blocks = (command.request_id, command.epoch), command.transfer.destinations[0].num_blocks
         prefix = CachedPrefix(command.chain)
-        sequence = Sequence(key, Phase.EXPECTED, num_blocks, prefix=prefix, leads=False, incoming=command.transfer)
+        sequence = Sequence(key, SeqPhase.EXPECTED, num_blocks, prefix=prefix, leads=False, incoming=command.transfer)
         self._reserve(sequence, command)
 
     def _reserve(self, sequence: Sequence, command: PlaceDecode | FetchKept) -> None:
@@ -56,10 +56,10 @@ class NewCopies:
         key, transfer = (command.request_id, command.epoch), command.transfer
         prefix = CachedPrefix(command.chain)
         num_blocks = transfer.sources[0].num_blocks
-        sequence = Sequence(key, Phase.COMPUTED, num_blocks, prefix=prefix, leads=False, incoming=transfer)
+        sequence = Sequence(key, SeqPhase.COMPUTED, num_blocks, prefix=prefix, leads=False, incoming=transfer)
         sequence.send_on(transfer, Then.KEEP, CopyState.SENDING)
         if self._holding.take(sequence, command, len(command.chain)):
-            self._effects.append(Send(sequence, transfer))
+            self._effects.append(SendKv(sequence, transfer))
 
 
 def _members_of(transfer: TransferPlan) -> tuple[PartMember, ...]:

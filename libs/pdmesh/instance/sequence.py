@@ -8,7 +8,15 @@ from __future__ import annotations
 from pdmesh.instance.cache import CachedPrefix
 from pdmesh.instance.copy_state import Copy, Then
 from pdmesh.instance.residents import Length
-from pdmesh.instance.sequence_phases import DECODES, FACTS, TRANSITIONS, CopyState, Facts, IllegalTransition, Phase
+from pdmesh.instance.sequence_phases import (
+    DECODES,
+    FACTS,
+    TRANSITIONS,
+    CopyState,
+    IllegalStep,
+    SeqPhase,
+    SequenceFacts,
+)
 from pdmesh.model import NO_TRANSFER, PartMember, PrefixHashes, RequestKey, TransferId, TransferPurpose
 from pdmesh.plans import PrefillGroup, TransferPlan
 
@@ -61,7 +69,7 @@ class Sequence:
     def __init__(
         self,
         key: RequestKey,
-        phase: Phase,
+        phase: SeqPhase,
         num_blocks: int,
         *,
         prefix: CachedPrefix,
@@ -99,16 +107,16 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        return self.phase is Phase.DECODING
+        return self.phase is SeqPhase.DECODING
 
     @property
     def is_computed(self) -> bool:
         """Whether its KV is complete here, for another instance."""
-        return self.phase is Phase.COMPUTED
+        return self.phase is SeqPhase.COMPUTED
 
     @property
     def is_freed(self) -> bool:
-        return self.phase is Phase.FREED
+        return self.phase is SeqPhase.FREED
 
     @property
     def is_range(self) -> bool:
@@ -118,14 +126,14 @@ class Sequence:
     @property
     def onward(self) -> Copy | None:
         """The copy of its whole KV to where it decodes or is cached; None if it stays here."""
-        if self.phase is Phase.PREFILLING or self.phase is Phase.COMPUTED:
+        if self.phase is SeqPhase.PREFILLING or self.phase is SeqPhase.COMPUTED:
             return self.outgoing.get(Then.DECODE) or self.outgoing.get(Then.KEEP)
         return None
 
     @property
     def moves_on(self) -> bool:
         """Whether it is to decode on another instance, and is computed here."""
-        return Then.DECODE in self.outgoing and self.phase in (Phase.PREFILLING, Phase.COMPUTED)
+        return Then.DECODE in self.outgoing and self.phase in (SeqPhase.PREFILLING, SeqPhase.COMPUTED)
 
     @property
     def move(self) -> Copy | None:
@@ -173,13 +181,13 @@ class Sequence:
     @property
     def decodes_nowhere(self) -> bool:
         """Whether it is to decode, and cannot have begun to, here or at its receiver."""
-        if self.phase is Phase.PREFILLING:
+        if self.phase is SeqPhase.PREFILLING:
             return True
-        if self.phase is Phase.COMPUTED:
+        if self.phase is SeqPhase.COMPUTED:
             return not self.is_granted
-        if self.phase is Phase.PAUSED:
+        if self.phase is SeqPhase.PAUSED:
             return self.move is None and self.is_handed_over
-        return self.phase in (Phase.EXPECTED, Phase.FREED) and not self.is_range and self.is_handed_over
+        return self.phase in (SeqPhase.EXPECTED, SeqPhase.FREED) and not self.is_range and self.is_handed_over
 
     @property
     def is_handed_over(self) -> bool:
@@ -199,7 +207,7 @@ class Sequence:
 
     def regroup(self, group: PrefillGroup) -> None:
         """Compute the prompt together with these members from now on."""
-        self._go("regroup", Phase.PREFILLING)
+        self._go("regroup", SeqPhase.PREFILLING)
         self.prompt.group = group
 
     def give_up_plans(self, plan_ids: list[int]) -> None:
@@ -208,7 +216,7 @@ class Sequence:
 
     def end_prompt(self) -> None:
         """Note that the whole prompt is computed, and the first token drawn."""
-        self._go("end_prompt", Phase.COMPUTED)
+        self._go("end_prompt", SeqPhase.COMPUTED)
         self.num_tokens = self.prompt.num_computed_tokens + 1
 
     # --- KV that leaves ---
@@ -225,7 +233,7 @@ class Sequence:
 
     def begin_move(self, transfer: TransferPlan) -> Copy:
         """Begin to copy its KV to another instance, where it continues."""
-        self._go("begin_move", Phase.DECODING)
+        self._go("begin_move", SeqPhase.DECODING)
         copy = self.outgoing[Then.DECODE] = Copy(transfer, CopyState.SENDING)
         return copy
 
@@ -248,21 +256,21 @@ class Sequence:
 
     def land(self, num_tokens: int, length: Length | None = None) -> None:
         """Note that its whole KV is here, with ``num_tokens`` of prompt and output."""
-        self._go("land", Phase.EXPECTED)
+        self._go("land", SeqPhase.EXPECTED)
         self.length, self.num_tokens = length, num_tokens
 
     def land_range(self, num_tokens: int) -> None:
         """Note that the KV of its range is here: answer for it."""
-        self._go("land_range", Phase.HOLDING)
+        self._go("land_range", SeqPhase.HOLDING)
         self.num_tokens = num_tokens
 
     def decode(self) -> None:
         """Draw tokens from the next step on."""
-        self._go("decode", Phase.DECODING)
+        self._go("decode", SeqPhase.DECODING)
 
     def pause(self, num_tokens: int) -> None:
         """Draw no more; it has ``num_tokens`` of prompt and output."""
-        self._go("pause", Phase.PAUSED)
+        self._go("pause", SeqPhase.PAUSED)
         self.num_tokens = num_tokens
 
     def grow(self, num_blocks: int) -> None:
@@ -302,8 +310,8 @@ class Sequence:
 
     def free(self) -> None:
         """Free the sequence. Its blocks are free when no step or copy touches them."""
-        if self.phase is not Phase.FREED:
-            self._go("free", Phase.FREED)
+        if self.phase is not SeqPhase.FREED:
+            self._go("free", SeqPhase.FREED)
             self.outgoing.clear()
 
     def end(self, drawn: PrefixHashes) -> None:
@@ -312,24 +320,24 @@ class Sequence:
 
     # --- the tables ---
 
-    def _go(self, transition: str, phase: Phase) -> None:
+    def _go(self, transition: str, phase: SeqPhase) -> None:
         """Raises IllegalTransition."""
         begins, leads = TRANSITIONS[transition]
         if self.phase not in begins or phase not in leads:
-            raise IllegalTransition(f"{self.key}: {transition} from {self.phase} to {phase}")
+            raise IllegalStep(f"{self.key}: {transition} from {self.phase} to {phase}")
         self.phase = phase
 
     def check_integrity(self) -> None:
         """AssertionError names a fact that the phase does not allow."""
-        found = Facts(
+        found = SequenceFacts(
             has_transfer=self.incoming is not None,
             sends=Then.DECODE in self.outgoing or Then.KEEP in self.outgoing,
             hands_range=Then.HOLD in self.outgoing,
             is_range=self.is_range,
             lost_range=self.has_lost_range,
         )
-        for name, wanted, value in zip(Facts._fields, FACTS[self.phase], found, strict=True):
+        for name, wanted, value in zip(SequenceFacts._fields, FACTS[self.phase], found, strict=True):
             assert wanted is None or wanted == value, f"{self.key} is {self.phase}, and {name} is {value}"
-        if self.phase is Phase.PAUSED:
+        if self.phase is SeqPhase.PAUSED:
             move = self.move
             assert self.has_lost_range or (move is not None and move.is_frozen), f"{self.key} pauses without a reason"

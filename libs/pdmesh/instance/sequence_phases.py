@@ -6,7 +6,7 @@ from enum import StrEnum, auto
 from typing import NamedTuple
 
 
-class Phase(StrEnum):
+class SeqPhase(StrEnum):
     """Phase of a sequence on an instance."""
 
     EXPECTED = auto()  # blocks are reserved; the KV comes from another instance
@@ -18,37 +18,44 @@ class Phase(StrEnum):
     FREED = auto()  # a step or a copy may still touch the blocks
 
 
-DECODES = (Phase.DECODING, Phase.PAUSED)
-LIVES = tuple([phase for phase in Phase if phase is not Phase.FREED])
+DECODES = (SeqPhase.DECODING, SeqPhase.PAUSED)
+LIVES = tuple([phase for phase in SeqPhase if phase is not SeqPhase.FREED])
 
 #: The phases in which each transition may begin, and the phases that it may lead to.
-TRANSITIONS: dict[str, tuple[tuple[Phase, ...], tuple[Phase, ...]]] = {
+TRANSITIONS: dict[str, tuple[tuple[SeqPhase, ...], tuple[SeqPhase, ...]]] = {
     # the prompt
-    "compute": ((Phase.PREFILLING, Phase.EXPECTED), (Phase.PREFILLING, Phase.EXPECTED)),  # EXPECTED: a lost range
-    "regroup": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
-    "end_prompt": ((Phase.PREFILLING,), (Phase.COMPUTED,)),
+    # EXPECTED: a lost range
+    "compute": ((SeqPhase.PREFILLING, SeqPhase.EXPECTED), (SeqPhase.PREFILLING, SeqPhase.EXPECTED)),
+    "regroup": ((SeqPhase.PREFILLING,), (SeqPhase.PREFILLING,)),
+    "end_prompt": ((SeqPhase.PREFILLING,), (SeqPhase.COMPUTED,)),
     # KV that leaves
-    "send_on": ((Phase.PREFILLING, Phase.COMPUTED), (Phase.PREFILLING, Phase.COMPUTED)),
-    "keep": ((Phase.PREFILLING, Phase.COMPUTED), (Phase.PREFILLING, Phase.COMPUTED)),
-    "begin_move": ((Phase.DECODING,), (Phase.DECODING,)),
+    "send_on": ((SeqPhase.PREFILLING, SeqPhase.COMPUTED), (SeqPhase.PREFILLING, SeqPhase.COMPUTED)),
+    "keep": ((SeqPhase.PREFILLING, SeqPhase.COMPUTED), (SeqPhase.PREFILLING, SeqPhase.COMPUTED)),
+    "begin_move": ((SeqPhase.DECODING,), (SeqPhase.DECODING,)),
     "end_move": (DECODES, DECODES),
-    "hand_range": ((Phase.DECODING, Phase.PAUSED, Phase.HOLDING), (Phase.DECODING, Phase.PAUSED, Phase.HOLDING)),
+    "hand_range": (
+        (SeqPhase.DECODING, SeqPhase.PAUSED, SeqPhase.HOLDING),
+        (SeqPhase.DECODING, SeqPhase.PAUSED, SeqPhase.HOLDING),
+    ),
     # KV that comes
-    "land": ((Phase.EXPECTED,), (Phase.EXPECTED,)),
-    "land_range": ((Phase.EXPECTED,), (Phase.HOLDING,)),
+    "land": ((SeqPhase.EXPECTED,), (SeqPhase.EXPECTED,)),
+    "land_range": ((SeqPhase.EXPECTED,), (SeqPhase.HOLDING,)),
     # decoding
-    "decode": ((Phase.EXPECTED, Phase.COMPUTED, Phase.PAUSED), (Phase.DECODING,)),
-    "pause": ((Phase.DECODING,), (Phase.PAUSED,)),
+    "decode": ((SeqPhase.EXPECTED, SeqPhase.COMPUTED, SeqPhase.PAUSED), (SeqPhase.DECODING,)),
+    "pause": ((SeqPhase.DECODING,), (SeqPhase.PAUSED,)),
     "lose_range": (DECODES, DECODES),
     "find_range": (DECODES, DECODES),
     # COMPUTED: a range of a prompt can land while its last chunk is computed
-    "spread": ((Phase.PREFILLING, Phase.COMPUTED, *DECODES), (Phase.PREFILLING, Phase.COMPUTED, *DECODES)),
+    "spread": (
+        (SeqPhase.PREFILLING, SeqPhase.COMPUTED, *DECODES),
+        (SeqPhase.PREFILLING, SeqPhase.COMPUTED, *DECODES),
+    ),
     # the end
-    "free": (LIVES, (Phase.FREED,)),
+    "free": (LIVES, (SeqPhase.FREED,)),
 }
 
 
-class Facts(NamedTuple):
+class SequenceFacts(NamedTuple):
     """Facts about a sequence in a phase; None: either is possible."""
 
     has_transfer: bool | None  # a transfer brings the KV here, or takes cached blocks from here
@@ -58,14 +65,14 @@ class Facts(NamedTuple):
     lost_range: bool | None
 
 
-FACTS: dict[Phase, Facts] = {
-    Phase.EXPECTED: Facts(True, False, False, None, False),
-    Phase.PREFILLING: Facts(False, None, False, False, False),
-    Phase.COMPUTED: Facts(None, True, False, False, False),
-    Phase.DECODING: Facts(None, None, None, False, None),
-    Phase.PAUSED: Facts(None, None, None, False, None),
-    Phase.HOLDING: Facts(True, False, None, True, False),
-    Phase.FREED: Facts(None, None, None, None, None),
+FACTS: dict[SeqPhase, SequenceFacts] = {
+    SeqPhase.EXPECTED: SequenceFacts(True, False, False, None, False),
+    SeqPhase.PREFILLING: SequenceFacts(False, None, False, False, False),
+    SeqPhase.COMPUTED: SequenceFacts(None, True, False, False, False),
+    SeqPhase.DECODING: SequenceFacts(None, None, None, False, None),
+    SeqPhase.PAUSED: SequenceFacts(None, None, None, False, None),
+    SeqPhase.HOLDING: SequenceFacts(True, False, None, True, False),
+    SeqPhase.FREED: SequenceFacts(None, None, None, None, None),
 }
 
 
@@ -95,5 +102,5 @@ COPY_TRANSITIONS: dict[str, tuple[tuple[CopyState, ...], tuple[CopyState, ...]]]
 }
 
 
-class IllegalTransition(Exception):
+class IllegalStep(Exception):
     """A bug: this transition is not allowed in the phase of the sequence, or in the state of the copy."""

@@ -15,7 +15,7 @@ from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.instance.copy_state import Then, then_of
 from pdmesh.instance.effects import CopyFailed, CopyLanded
-from pdmesh.instance.sequence_phases import Phase
+from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.kv.frames import OutOfFrames
 from pdmesh.kv.outcome import LandedTransfer
 from pdmesh.kv.transcript import unpack_transcript
@@ -24,7 +24,7 @@ from pdmesh.wire.messages import Prompt, unpack_token_ids
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.growth import RoomGrowth
 from pdmesh.worker.intake import Intake, check_prompt, check_request, transcript
-from pdmesh.worker.leaving_kv import Copies
+from pdmesh.worker.leaving_kv import LeavingCopies
 from pdmesh.worker.sequences import LocalRequest
 from pdmesh.worker.spans import FAILED, trace_of
 from pdmesh.worker.spread import SpreadContexts
@@ -40,7 +40,7 @@ class Arrivals:
         context: InstanceContext,
         *,
         intake: Intake,
-        copies: Copies,
+        copies: LeavingCopies,
         growth: RoomGrowth,
         spread: SpreadContexts,
     ) -> None:
@@ -124,7 +124,7 @@ class Arrivals:
                 command.num_blocks,
                 command.chain,
                 num_granules,
-                Phase.EXPECTED,
+                SeqPhase.EXPECTED,
                 members=command.members if blocks.start else (),
             )
         except PdmeshError as error:
@@ -174,7 +174,7 @@ class Arrivals:
                 num_blocks,
                 command.chain,
                 transfer.num_reused_granules,
-                Phase.EXPECTED,
+                SeqPhase.EXPECTED,
                 num_coming_tokens=num_granules * GRANULE_TOKENS,
             )
         except PdmeshError as error:
@@ -198,7 +198,7 @@ class Arrivals:
     def landed(self, request: LocalRequest, outcome: LandedTransfer) -> None:
         """Use the KV that has landed: decode, answer for a range, or cache granules."""
         transfer = request.state.incoming
-        if transfer is None or request.phase is not Phase.EXPECTED:
+        if transfer is None or request.phase is not SeqPhase.EXPECTED:
             return
         metrics, num_tokens = self._context.metrics, 0
         is_cached = then_of(transfer) is Then.KEEP
@@ -260,7 +260,7 @@ class Arrivals:
 
     def failed(self, request: LocalRequest, reason: str) -> None:
         """Report a copy that did not arrive, or not whole."""
-        if request.phase is not Phase.EXPECTED:
+        if request.phase is not SeqPhase.EXPECTED:
             return
         self._context.metrics.failed_transfers.labels("in").inc()
         log.info("a copy did not arrive", request_id=request.request_id, epoch=request.epoch, reason=reason)

@@ -8,7 +8,7 @@ import structlog
 
 from pdmesh.core.events import CacheReported, InstanceEvent, OffloadedLost
 from pdmesh.errors import PdmeshError
-from pdmesh.instance.sequence_phases import Phase
+from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.kept import KeptGranules
 from pdmesh.kv.offload.tier import OffloadTier
@@ -109,7 +109,7 @@ class BlockTables:
         if not self._windows.is_seen(block_table, num_tokens, num_shared):
             num_granules = request.num_shared_tokens // GRANULE_TOKENS
             num_left = next(num for num in reversed(range(num_granules)) if self._can_go_on(block_table, num))
-            if request.phase is not Phase.COMPUTED:
+            if request.phase is not SeqPhase.COMPUTED:
                 self.kept.drop(request.chain[num_left:num_granules])
             raise StalePrefix(f"layers with a window have what is seen from {num_left} of {num_granules} granules on")
         self._windows.begin(request.held, block_table, num_tokens)

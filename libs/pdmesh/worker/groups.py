@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdmesh.core.commands import AdmitPrefill, SetPlaces
 from pdmesh.core.events import GroupPrefix, HelperJoined
 from pdmesh.errors import ProtocolError
-from pdmesh.instance.sequence_phases import Phase
+from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.gate import Wakeup
 from pdmesh.model import num_blocks_for
@@ -51,7 +51,7 @@ class PrefillGroups:
         If one was lost, chunks planned until now end where they would wait, and the leader reports what it has.
         """
         request = self._context.sequences.get(command.request_id, command.epoch)
-        if request is None or request.phase is not Phase.PREFILLING:
+        if request is None or request.phase is not SeqPhase.PREFILLING:
             return  # freed, or computed, meanwhile
         try:
             number, addresses = self._own_number(group), self._addresses(group)

@@ -37,7 +37,7 @@ from pdmesh.core.commands import (
 from pdmesh.core.events import InstanceEvent, KvReleased, LoadReported
 from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.errors import ProtocolError
-from pdmesh.instance.sequence_phases import Phase
+from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.mover import KvMover
@@ -74,7 +74,7 @@ from pdmesh.worker.endings import Endings
 from pdmesh.worker.groups import PrefillGroups
 from pdmesh.worker.growth import RoomGrowth
 from pdmesh.worker.intake import Intake
-from pdmesh.worker.leaving_kv import Copies
+from pdmesh.worker.leaving_kv import LeavingCopies
 from pdmesh.worker.lost_ranges import LostRanges
 from pdmesh.worker.moves import MovingDecodes
 from pdmesh.worker.plans import Plans
@@ -169,7 +169,7 @@ class Instance:
         self._groups = groups = PrefillGroups(context, wakeup=wakeup)
         self._intake = intake = Intake(context, groups=groups)
         moves = MovingDecodes(context)
-        self._copies = copies = Copies(context, intake=intake, growth=growth, moves=moves)
+        self._copies = copies = LeavingCopies(context, intake=intake, growth=growth, moves=moves)
         lost_ranges = self.plans.ranges = LostRanges(context, copies=copies)
         self._spread = spread = SpreadContexts(
             context, intake=intake, growth=growth, copies=copies, lost_ranges=lost_ranges
@@ -332,7 +332,7 @@ class Instance:
         self.plans.clear()
         for request in self._sequences:
             self._copies.end_with_scheduler(request)
-            if request.phase not in (Phase.DECODING, Phase.HOLDING):
+            if request.phase not in (SeqPhase.DECODING, SeqPhase.HOLDING):
                 if request.decodes_nowhere:
                     self.dropped.append((request.request_id, request.epoch))
                 self._sequences.release(request)

@@ -15,7 +15,7 @@ from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
 from pdmesh.instance.cache import CachedPrefix
 from pdmesh.instance.copy_state import Then
 from pdmesh.instance.sequence import PromptWork, Sequence
-from pdmesh.instance.sequence_phases import Phase
+from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.kv.offload.copies import KvLoad
 from pdmesh.kv.receiver import NO_BLOCK
 from pdmesh.model import (
@@ -212,7 +212,7 @@ class Intake:
             ),
             state=Sequence(
                 (generation.request_id, generation.epoch),
-                Phase.PREFILLING if incoming is None else Phase.EXPECTED,
+                SeqPhase.PREFILLING if incoming is None else SeqPhase.EXPECTED,
                 num_blocks,
                 prefix=CachedPrefix(chain, num_loaded_granules),
                 prompt=PromptWork(
@@ -246,7 +246,7 @@ class Intake:
         num_blocks: int,
         chain: PrefixHashes,
         num_reused_granules: int,
-        phase: Phase,
+        phase: SeqPhase,
         *,
         num_coming_tokens: int = 0,
         part: int | None = None,

@@ -11,7 +11,7 @@ from pdmesh.core.commands import GrantTransfer, Hold, InstanceCommand, SendKept,
 from pdmesh.core.events import MoveFailed, TransferFailed
 from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.instance.copy_state import Then, then_of
-from pdmesh.instance.copying import CopyCommand, Copying
+from pdmesh.instance.copying import CopyCommand, CopyRules
 from pdmesh.instance.effects import (
     CopyEvent,
     CopyFailed,
@@ -20,11 +20,11 @@ from pdmesh.instance.effects import (
     Effect,
     PauseSending,
     Refused,
-    Send,
+    SendKv,
     StopSending,
 )
 from pdmesh.instance.sequence import Sequence
-from pdmesh.instance.sequence_phases import CopyState, Phase
+from pdmesh.instance.sequence_phases import CopyState, SeqPhase
 from pdmesh.kv.outcome import FailedTransfer, SentTransfer
 from pdmesh.kv.receiver import NO_BLOCK
 from pdmesh.kv.transfer import KvDestination
@@ -40,7 +40,7 @@ from pdmesh.worker.spans import DONE
 log = structlog.get_logger()
 
 
-class Copies:
+class LeavingCopies:
     """The copies of an instance's requests, and what these need of blocks and residents (`Floor`)."""
 
     def __init__(self, context: InstanceContext, *, intake: Intake, growth: RoomGrowth, moves: MovingDecodes) -> None:
@@ -49,7 +49,7 @@ class Copies:
         self._growth = growth
         self._moves = moves
         self._effects: list[Effect] = []
-        self._copying = Copying(self)
+        self._copying = CopyRules(self)
 
     # --- in ---
 
@@ -71,7 +71,7 @@ class Copies:
         request.note_commit()
         self._copying.obey(request.state, command)
         self._carry_out()
-        if has_new_receiver and request.phase is Phase.COMPUTED:
+        if has_new_receiver and request.phase is SeqPhase.COMPUTED:
             self._context.gateways.give_turn(request, request.next_instance_id or self.instance_id)
         if request.state.is_decoding and not was_decoding:
             self._growth.tell([request])
@@ -84,7 +84,7 @@ class Copies:
             if len(transfer.destinations) != 1:
                 raise ProtocolError(f"{len(transfer.destinations)} destinations of granules")
             self._context.addresses.of(transfer.destination_ids)
-            request = self._intake.take_unknown(command, num_blocks, command.chain, num_granules, Phase.COMPUTED)
+            request = self._intake.take_unknown(command, num_blocks, command.chain, num_granules, SeqPhase.COMPUTED)
         except PdmeshError as error:
             self._intake.refuse(command, error, transfer.transfer_id)
             return
@@ -172,7 +172,7 @@ class Copies:
     def keep(self, sequence: Sequence, command: Hold) -> bool:
         """Let a request have room for its output. False if there is no room."""
         request = self._request(sequence)
-        num_tokens = len(request.sequence.token_ids) - (request.phase is Phase.COMPUTED)
+        num_tokens = len(request.sequence.token_ids) - (request.phase is SeqPhase.COMPUTED)
         request.max_kv_tokens = num_tokens + request.generation.max_tokens_left - 1
         request.sender = None
         self._context.mover.departures.withdraw(request.request_id, request.epoch)
@@ -195,7 +195,7 @@ class Copies:
     def decode(self, sequence: Sequence) -> None:
         """Let a request decode here, and say so to its gateway unless it decodes where that was expected."""
         request = self._request(sequence)
-        if request.phase is not Phase.EXPECTED:
+        if request.phase is not SeqPhase.EXPECTED:
             self._context.gateways.give_turn(request, self.instance_id)
         self._context.sequences.decode(request)
         self._context.wake()
@@ -231,7 +231,7 @@ class Copies:
         self._effects.clear()
         for effect in effects:
             match effect:
-                case Send(sequence=sequence, transfer=transfer):
+                case SendKv(sequence=sequence, transfer=transfer):
                     self._send(self._request(sequence), transfer)
                 case StopSending(sequence=sequence, transfer=transfer):
                     self._stop(self._request(sequence), transfer)
@@ -325,7 +325,7 @@ class Copies:
                 self._context.mover.departures.withdraw(*key)
                 if request.trace is not None:
                     request.trace.receiver_lost()
-                if request.phase is Phase.COMPUTED:
+                if request.phase is SeqPhase.COMPUTED:
                     self._context.gateways.give_turn(request, self.instance_id)
 
 
@@ -344,7 +344,7 @@ def _has_range(request: LocalRequest, transfer: TransferPlan) -> bool:
     blocks = transfer.sources[0].part.blocks
     if len(transfer.destinations) != 1 or blocks.size > len(request.sequence.block_table):
         return False
-    if request.phase is Phase.HOLDING:
+    if request.phase is SeqPhase.HOLDING:
         return True
     num_elsewhere_blocks = request.sequence.num_elsewhere_tokens // request.block_size
     has_kv = blocks.size * request.block_size <= request.num_own_tokens - 1

@@ -18,14 +18,14 @@ from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import PdmeshError
 from pdmesh.instance.copy_state import range_at
 from pdmesh.instance.effects import CopyLanded
-from pdmesh.instance.sequence_phases import Phase
+from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.kv.parts import LostTokens
 from pdmesh.plans import ChunkPlan
 from pdmesh.wire.messages import unpack_token_ids
 from pdmesh.worker.batch import BatchChunk
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.intake import Intake
-from pdmesh.worker.leaving_kv import Copies
+from pdmesh.worker.leaving_kv import LeavingCopies
 from pdmesh.worker.sequences import LocalRequest
 
 log = structlog.get_logger()
@@ -37,7 +37,7 @@ CHUNK_TOKENS = 128
 class LostRanges:
     """Those whose tokens have come, oldest first, and those whose tokens are to come."""
 
-    def __init__(self, context: InstanceContext, *, copies: Copies) -> None:
+    def __init__(self, context: InstanceContext, *, copies: LeavingCopies) -> None:
         self._context = context
         self._copies = copies
         self._due: deque[LocalRequest] = deque()
@@ -51,7 +51,7 @@ class LostRanges:
             (home_address,) = self._context.addresses.of([command.home_id or transfer.destination_ids[0]])
             members = self._context.addresses.holders(command.members)
             part = range_at(transfer, command.instance_id)
-            request = intake.take_unknown(command, command.num_blocks, (), 0, Phase.EXPECTED, part=part)
+            request = intake.take_unknown(command, command.num_blocks, (), 0, SeqPhase.EXPECTED, part=part)
         except PdmeshError as error:
             intake.refuse(command, error, transfer.transfer_id)
             return

@@ -18,7 +18,7 @@ import structlog
 
 from pdmesh.core.events import InstanceEvent, TransferOffered
 from pdmesh.core.instances.own_steps import HOLD_LIMIT_S, OwnSteps
-from pdmesh.instance.sequence_phases import CopyState, Phase
+from pdmesh.instance.sequence_phases import CopyState, SeqPhase
 from pdmesh.kv.frames import OutOfFrames
 from pdmesh.kv.gate import Wakeup
 from pdmesh.model import InstanceId
@@ -36,7 +36,7 @@ log = structlog.get_logger()
 MAX_QUEUED_PLANS = 1024
 
 #: Phases of what does not stay long, or not for ever, and needs no step of a prompt for that.
-_GIVING_BACK = (Phase.COMPUTED, Phase.DECODING, Phase.PAUSED)
+_GIVING_BACK = (SeqPhase.COMPUTED, SeqPhase.DECODING, SeqPhase.PAUSED)
 
 
 class RangeChunks(Protocol):
@@ -256,7 +256,7 @@ class Plans:
     def _last_begun(self, request: LocalRequest) -> LocalRequest | None:
         """Return the prompt that came last, begun and in no step now, but for this one."""
         for other in reversed(list(self._sequences)):
-            if other.phase is Phase.PREFILLING and other.held.places and not other.in_step and other is not request:
+            if other.phase is SeqPhase.PREFILLING and other.held.places and not other.in_step and other is not request:
                 return other
         return None
 
@@ -310,7 +310,7 @@ class Plans:
         end = part.start + part.num_tokens
         num_tokens = len(request.sequence.token_ids)
         if (
-            request.phase is not Phase.PREFILLING
+            request.phase is not SeqPhase.PREFILLING
             or (request.in_step and not self._follows_at_once(request))
             or not part.start < end <= num_tokens
             or part.is_last != (end == num_tokens)

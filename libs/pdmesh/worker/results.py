@@ -9,7 +9,7 @@ import structlog
 from pdmesh.core.events import DecodeStepsDone
 from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.engine.base import SliceResult
-from pdmesh.instance.sequence_phases import Phase
+from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.model import FinishReason
 from pdmesh.worker.batch import Batch, BatchChunk, BatchDecode
@@ -91,7 +91,7 @@ class Results:
             self._context.report(DecodeStepsDone(self._context.instance_id, own_steps))
         decoding = [decode.request for decode in batch.decodes]
         self._growth.tell([*(chunk.request for chunk in batch.chunks if chunk.request.state.is_decoding), *decoding])
-        return any(request.phase is Phase.PAUSED for request in decoding)
+        return any(request.phase is SeqPhase.PAUSED for request in decoding)
 
     def fail(self, batch: Batch, error: Exception) -> None:
         """End the batch's requests with an error, because the engine broke."""

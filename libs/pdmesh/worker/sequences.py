@@ -15,7 +15,7 @@ import anyio
 
 from pdmesh.engine.base import EngineSequence
 from pdmesh.instance.sequence import Sequence as SequenceState
-from pdmesh.instance.sequence_phases import CopyState, Phase
+from pdmesh.instance.sequence_phases import CopyState, SeqPhase
 from pdmesh.kv.blocks import BlockGuard, BlockPool
 from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.mover import KvMover
@@ -40,16 +40,16 @@ from pdmesh.worker.windows import HeldBlocks, Windows
 
 #: How requests are counted by phase, in metrics.
 _STAGES = {
-    Phase.PREFILLING: "prefilling",
-    Phase.COMPUTED: "sending",
-    Phase.EXPECTED: "receiving",
-    Phase.HOLDING: "holding",
-    Phase.DECODING: "decoding",
-    Phase.PAUSED: "leaving",
+    SeqPhase.PREFILLING: "prefilling",
+    SeqPhase.COMPUTED: "sending",
+    SeqPhase.EXPECTED: "receiving",
+    SeqPhase.HOLDING: "holding",
+    SeqPhase.DECODING: "decoding",
+    SeqPhase.PAUSED: "leaving",
 }
 
 #: Phases in which all tokens but the last one have their KV here.
-_WITH_DRAWN = (Phase.COMPUTED, Phase.DECODING, Phase.PAUSED)
+_WITH_DRAWN = (SeqPhase.COMPUTED, SeqPhase.DECODING, SeqPhase.PAUSED)
 
 
 class Drawn(NamedTuple):
@@ -119,7 +119,7 @@ class LocalRequest:
         return self.generation.epoch
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> SeqPhase:
         return self.state.phase
 
     @property
@@ -221,7 +221,7 @@ class LocalRequest:
     @property
     def decodes_nowhere(self) -> bool:
         """Whether it is to decode, and cannot have begun to, here or where its KV goes."""
-        if self.phase is Phase.COMPUTED:
+        if self.phase is SeqPhase.COMPUTED:
             return self.sender is not None and not self.sender.may_have_landed
         return self.state.decodes_nowhere
 
@@ -307,9 +307,9 @@ class Sequences:
         """
         counts = dict.fromkeys(("queued", *_STAGES.values(), "out_of_credit"), 0)
         for request in self:
-            if request.phase is Phase.PREFILLING and request.num_chunks == 0:
+            if request.phase is SeqPhase.PREFILLING and request.num_chunks == 0:
                 counts["queued"] += 1
-            elif request.phase is Phase.DECODING and not request.has_room:
+            elif request.phase is SeqPhase.DECODING and not request.has_room:
                 counts["out_of_credit"] += 1
             else:
                 counts["holding" if request.state.is_range else _STAGES[request.phase]] += 1
@@ -320,7 +320,7 @@ class Sequences:
 
     def decode(self, request: LocalRequest) -> None:
         """Let a request draw tokens from the next step on."""
-        if request.trace is not None and request.phase is not Phase.PAUSED:
+        if request.trace is not None and request.phase is not SeqPhase.PAUSED:
             request.trace.decode_began()
         request.state.decode()
         self._decoding[request.request_id, request.epoch] = request

@@ -15,7 +15,7 @@ from pdmesh.core.events import DecodeReserved, MembersSet, PartLost, TransferFai
 from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.instance.copy_state import Copy, Then, range_at
 from pdmesh.instance.effects import CopySent
-from pdmesh.instance.sequence_phases import Phase
+from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.kv.blocks import OutOfBlocks
 from pdmesh.kv.spread import PartHolder, SpreadKv
 from pdmesh.model import InstanceId, PartMember, TransferId, TransferPurpose
@@ -23,7 +23,7 @@ from pdmesh.wire.messages import Prompt, pack_token_ids
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.growth import RoomGrowth
 from pdmesh.worker.intake import Intake, check_prompt
-from pdmesh.worker.leaving_kv import Copies
+from pdmesh.worker.leaving_kv import LeavingCopies
 from pdmesh.worker.lost_ranges import LostRanges
 from pdmesh.worker.sequences import LocalRequest
 
@@ -39,7 +39,7 @@ class SpreadContexts:
         *,
         intake: Intake,
         growth: RoomGrowth,
-        copies: Copies,
+        copies: LeavingCopies,
         lost_ranges: LostRanges,
     ) -> None:
         self._context = context
@@ -77,7 +77,7 @@ class SpreadContexts:
             source_addresses = self._context.addresses.of(transfer.source_ids)
             (home_address,) = self._context.addresses.of([command.home_id or transfer.destination_ids[0]])
             part = range_at(transfer, command.instance_id)
-            request = self._intake.take_unknown(command, command.num_blocks, (), 0, Phase.EXPECTED, part=part)
+            request = self._intake.take_unknown(command, command.num_blocks, (), 0, SeqPhase.EXPECTED, part=part)
         except PdmeshError as error:
             self._intake.refuse(command, error, transfer.transfer_id)
             return

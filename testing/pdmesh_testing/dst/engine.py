@@ -16,7 +16,7 @@ import anyio
 
 from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult, StepFlight
 from pdmesh.kv.gate import Wakeup
-from pdmesh.kv.offload.copies import Copy, CopyThread
+from pdmesh.kv.offload.copies import CopyThread, TierCopy
 from pdmesh.threads import CallThreads
 from pdmesh.worker.threads import EngineThread
 from pdmesh_testing.dst.process import running_process
@@ -166,7 +166,7 @@ class SimulatedCopyThread(CopyThread):
         self._rng = rng
         self._copy_s = copy_s
         self._tasks = anyio.create_task_group()
-        self._line: deque[tuple[Copy, Callable[[], object]]] = deque()
+        self._line: deque[tuple[TierCopy, Callable[[], object]]] = deque()
         self._more = anyio.Event()
 
     async def __aenter__(self) -> Self:
@@ -180,7 +180,7 @@ class SimulatedCopyThread(CopyThread):
         self._tasks.cancel_scope.cancel()
         await self._tasks.__aexit__(kind, error, trace)
 
-    def make(self, copy: Copy, on_ended: Callable[[], object]) -> None:
+    def make(self, copy: TierCopy, on_ended: Callable[[], object]) -> None:
         self._line.append((copy, on_ended))
         self._more.set()
 

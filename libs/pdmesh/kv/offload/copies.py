@@ -15,7 +15,7 @@ from pdmesh.threads import CallThread
 _END_S = 5.0
 
 
-class Copy:
+class TierCopy:
     """One copy. Whoever writes what it reads, or writes, waits for it first."""
 
     def __init__(self, run: Callable[[], object], after: Sequence[BlockGuard], wakeup: Wakeup) -> None:
@@ -83,11 +83,11 @@ class CopyThread(CallThread):
         self._is_closing = True
         await super().__aexit__(kind, error, trace)
 
-    def make(self, copy: Copy, on_ended: Callable[[], object]) -> None:
+    def make(self, copy: TierCopy, on_ended: Callable[[], object]) -> None:
         """Make a copy in its turn; ``on_ended`` is called on the event loop after it."""
         self.put(partial(self._make, copy, on_ended))
 
-    def _make(self, copy: Copy, on_ended: Callable[[], object]) -> None:
+    def _make(self, copy: TierCopy, on_ended: Callable[[], object]) -> None:
         if self._is_closing:
             copy.end()
             return
@@ -115,7 +115,7 @@ class KvLoad(Gate):
         """
         super().__init__(wakeup, progress, no_progress_s=no_progress_s, source="the offload tier")
         self._on_stuck = on_stuck
-        self.copy = Copy(partial(bring, self), after, wakeup)
+        self.copy = TierCopy(partial(bring, self), after, wakeup)
         self._num_layers = 0  # that are here
 
     def _is_here(self, layer: int, num_blocks: int) -> bool:

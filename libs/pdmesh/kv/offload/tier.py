@@ -28,7 +28,7 @@ import structlog
 
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.gate import Progress, Wakeup
-from pdmesh.kv.offload.copies import Copy, CopyThread, KvLoad
+from pdmesh.kv.offload.copies import CopyThread, KvLoad, TierCopy
 from pdmesh.kv.offload.disk import DiskSlots
 from pdmesh.kv.store import KvStore
 from pdmesh.model import PrefixHash, PrefixHashes, blocks_of_granule
@@ -67,7 +67,7 @@ class _Entry:
         self.host: int | None = host
         self.disk: int | None = None
         self.is_on_disk = False  # all of it
-        self.stored: Copy | None = None  # brings it into host memory
+        self.stored: TierCopy | None = None  # brings it into host memory
         self.num_copies = 0  # that read or write it now
         self.is_gone = False  # from the tier; its places are free once no copy uses them
 
@@ -209,7 +209,7 @@ class OffloadTier:
         entry = self._entries[granule] = _Entry(granule, self._free_host.pop())
         layers = self._layers(entry)
         entry.num_copies += 1
-        entry.stored = copy = Copy(
+        entry.stored = copy = TierCopy(
             partial(self._gather, block_ids, layers), self._pool.guards_of(block_ids), self._wakeup
         )
         self._pool.guard(block_ids, copy)
@@ -312,7 +312,7 @@ class OffloadTier:
         for layer, out in enumerate(layers):
             self._store.gather(layer, block_ids, out)
 
-    def _offloaded(self, entry: _Entry, block_ids: Sequence[int], copy: Copy) -> None:
+    def _offloaded(self, entry: _Entry, block_ids: Sequence[int], copy: TierCopy) -> None:
         self._pool.unguard(block_ids, copy)
         entry.stored = None
         entry.num_copies -= 1
@@ -331,10 +331,10 @@ class OffloadTier:
             entry.disk = slot = self._free_disk.pop()
             entry.num_copies += 1
             number, layers = self._disk.number_write(slot), self._layers(entry)
-            copy = Copy(partial(self._disk.write, slot, number, entry.granule, layers), (), self._wakeup)
+            copy = TierCopy(partial(self._disk.write, slot, number, entry.granule, layers), (), self._wakeup)
             self._writes.make(copy, partial(self._passed_on, entry, copy))
 
-    def _passed_on(self, entry: _Entry, copy: Copy) -> None:
+    def _passed_on(self, entry: _Entry, copy: TierCopy) -> None:
         entry.num_copies -= 1
         entry.is_on_disk = copy.error is None
         self._settle(entry)
