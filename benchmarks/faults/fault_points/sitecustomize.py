@@ -79,7 +79,7 @@ def _worker_moves(module: ModuleType) -> None:
 
 
 def _worker_copies(module: ModuleType) -> None:
-    sent = module.Copies.sent
+    sent = module.LeavingCopies.sent
 
     @functools.wraps(sent)
     def hearing(self: Any, request: Any, outcome: Any) -> None:
@@ -90,7 +90,7 @@ def _worker_copies(module: ModuleType) -> None:
         if is_move:
             at("source: told that it landed")
 
-    module.Copies.sent = hearing
+    module.LeavingCopies.sent = hearing
 
 
 def _worker_arrivals(module: ModuleType) -> None:
