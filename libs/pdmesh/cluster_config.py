@@ -14,7 +14,7 @@ from pdmesh.settings import one_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandbyConfig:
-    """Several schedulers, of which one leads and the others stand by."""
+    """Several schedulers: one leads, the others stand by."""
 
     store: Annotated[
         str,

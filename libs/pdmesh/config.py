@@ -387,8 +387,8 @@ class TransferConfig:
     max_payload_bytes: Annotated[int, Meta(ge=4096, le=1 << 30), "largest piece of KV in one message"] = 1024 * 1024
     no_progress_s: Annotated[
         Duration,
-        "longest time that one piece of KV may take between instances of one host. Between hosts it is a fifth of "
-        "that, within a prefill group three times, and for all KV of a request twelve times",
+        "longest time that one piece of KV may take between instances of one host. A fifth of this time holds between "
+        "hosts, three times as much within a prefill group, and twelve times as much for all KV of a request",
     ] = 10.0
     peer_reads: Annotated[
         bool,

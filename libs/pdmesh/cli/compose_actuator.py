@@ -143,7 +143,8 @@ class ComposeActuator:
         unnamed = Counter(each.service for each in loading)
         for role in Role:
             members = [each for each in desired.start if each.role is role and each.instance_id not in there]
-            members = members[unnamed[role] :]  # they may be in containers that have not registered yet
+            # A container that has not registered yet may hold any of these instances.
+            members = members[unnamed[role] :]
             if members:
                 self._starting.update(each.instance_id for each in members)
                 tasks.start_soon(self._make, role, members)

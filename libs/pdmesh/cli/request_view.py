@@ -25,7 +25,7 @@ def show_request(config: MeshConfig, state: StateFolder, request_id: str, output
     Raises PdmeshError if the request is not remembered, or no mesh can be asked.
     """
     _, address, security = scheduler_of(config, state)
-    question = GetRequest(request_id=request_id.rstrip("…"))  # as a narrow terminal shows it
+    question = GetRequest(request_id=request_id.rstrip("…"))  # a narrow terminal cuts an id like this
     answer = anyio.run(ask_scheduler, address, security, question)
     if not isinstance(answer, RequestRecord | RequestList):
         raise ProtocolError("the scheduler sent an unexpected answer")

@@ -107,8 +107,8 @@ class RollingRequested:
     """
 
     operation_id: OperationId
-    timeout_s: OperationTime  # for requests to leave an instance
-    start_timeout_s: OperationTime  # for one that is started beside the last of a kind
+    timeout_s: OperationTime  # limit for requests to leave an instance
+    start_timeout_s: OperationTime  # limit for an instance that is started beside the last of a kind
     force: bool = False  # though nobody does meanwhile what the last of a kind does
     again: bool = False
     began_at: float = 0.0  # Unix time, seconds

@@ -1,8 +1,8 @@
-"""Who decodes on an instance: in which step each resident ends, needs more room, or has none left.
+"""Residents, the requests that decode on an instance: in which step each ends, needs more room, or has none left.
 
-Residents draw a token each in every step that they take part in. A resident whose tokens fill its blocks stands still
-until it is granted more (`pdmesh.core.copies.on_demand`); it says so, as a worker does, and before, when it has room
-for little more. Who was freed takes part in no step that begins afterwards. Steps are counted, not timed.
+A resident draws a token in every step that it takes part in. A resident whose tokens fill its blocks pauses until it
+gets more (`pdmesh.core.copies.on_demand`). It is reported then, and earlier, when it has room for few more tokens. A
+freed resident takes part in no step that begins afterwards. Steps are counted, not timed.
 """
 
 from __future__ import annotations

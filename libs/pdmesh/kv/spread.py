@@ -61,7 +61,7 @@ class PartHolder(NamedTuple):
     """An instance that holds a range."""
 
     address: bytes
-    capability: int  # that questions about the range name
+    capability: int  # each question about the range names it
 
 
 class SpreadKv:

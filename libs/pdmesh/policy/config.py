@@ -26,7 +26,8 @@ class PolicyConfig:
     chunk_tokens: Annotated[Count, "prompt tokens in a step, with static packing"] = 512
     #: Of an instance; from `scheduler.profile`, or measured.
     latency: LinearLatencyModel = PROFILES["a100-llama3-8b"]
-    num_stages: int = 1  # of the instances that ``latency`` is of
+    #: Pipeline stages of the instances whose times ``latency`` gives.
+    num_stages: int = 1
     #: Of device classes of instances; those without one are as fast as ``latency`` says.
     latency_of_device_class: Mapping[str, LinearLatencyModel] = field(default_factory=dict[str, LinearLatencyModel])
     #: Between instances; without them all are as fast as ``link_bytes_per_s``.
@@ -66,7 +67,8 @@ class PolicyConfig:
         "move running decodes with their KV away from an instance that is short of memory or too slow for their "
         "targets (`pdmesh`)",
     ] = True
-    batching: str = ""  # of `scheduler.batching`; empty: the bundle's own
+    #: The value of `scheduler.batching`; empty: the bundle's own mode.
+    batching: str = ""
 
     # Constants, which studies and tests vary.
     #: ...plus this many times the predicted time of its prompt alone

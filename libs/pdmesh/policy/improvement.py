@@ -1,8 +1,8 @@
-"""By how much a larger group must bring a first token forward: a table made by simulation, and what is looked up in it.
+"""The improvement rate: how much earlier a larger group must give the first token. A table made by simulation.
 
-While few requests come, instances that a large group takes are missed by nobody. Under load they are: then a group may
-only be as large as is worth it to those that come next. So the best *improvement rate* depends on how many come
-(Tetris, §5.1). It is found before by simulation, and looked up for the arrivals that are seen.
+While few requests arrive, no request misses the instances that a large group takes. Under load, later requests do. So
+the best *improvement rate* depends on the arrivals (Tetris, §5.1). A simulation finds it in advance, and the planner
+looks it up for the arrivals that it sees.
 
 Tetris finds a table for one mesh and the lengths that are usual there, by requests a second
 (`pdmesh_lab.studies.first_tokens`). For a pipelined prefill the load stands for both: the seconds of work that come in
@@ -71,6 +71,6 @@ class ImprovementInForce:
 #: Of pipelined groups, by load: a compromise between prompts of 4 to 95K tokens on 8 instances and mixed ones on 4. At
 #: loads of 0.2 to 0.65 and at 0.95 within 1 % of the mean TTFT of the best of six rates for either, at 0.8 equal to it
 #: for the long prompts and within 4 % for the mixed ones (`benchmarks/policies/group_rates.py`, 2026-11-23, 3 seeds of
-#: 250 requests). Helpers give way to what comes, so the load has to be high before it is better not to ask them. So a
+#: 250 requests). Helpers give way to new requests, so the load has to be high before it is better not to ask them. A
 #: price of their time (`pdmesh_lab.studies.price`) is too high here: it made mixed prompts 18 to 63 % later.
 RATES_BY_LOAD = ImprovementTable(((0.2, 0.02), (0.65, 0.05), (0.8, 0.2), (0.95, 0.3)))

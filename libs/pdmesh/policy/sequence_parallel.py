@@ -1,9 +1,9 @@
 """How many instances compute each chunk of a long prompt together, and when: sequence-parallel planning.
 
-A plan is a sequence of chunks. Each chunk's group holds those of the chunks before it, begins when all its instances
-are free and the chunk before it is done, and takes what Eq. 1 of Tetris (`pdmesh.policy.latency`) says for its size.
-Instances are taken in the order in which they become free; those that already hold a part of the prompt come first.
-They are taken as equal, and as equally far from each other (one host, or one switch).
+A plan is a sequence of chunks. Each chunk's group contains the groups of earlier chunks. It begins when all its
+instances are free and the chunk before it is done, and takes the time that Eq. 1 of Tetris (`pdmesh.policy.latency`)
+gives for its size. Instances that already hold a part of the prompt come first, then the others in the order in which
+they become free. The planner assumes equal instances that are equally far from each other (one host, or one switch).
 
 `ElasticPlanner` finds the best of all chains of sizes by a dynamic program: of two ways to have a group free at the
 same time, the one with more tokens done is never worse, so one number for each size is enough. Tetris's own search and
@@ -99,10 +99,10 @@ class ElasticPlanner:
         price: float = 0.0,
         within_s: float = math.inf,
     ) -> tuple[PlannedChunk, ...]:
-        """Plan like every planner, with the size of the least cost among those that are worth their instances.
+        """Return the plan of the least cost among the group sizes that reach the improvement rate.
 
-        That is its end, and ``price`` (`pdmesh_lab.studies.price`) for each second that it keeps an instance from
-        others: from when that is free. If any ends ``within_s``, it is one of those.
+        The cost of a plan is the time at which it ends, plus ``price`` (`pdmesh_lab.studies.price`) for each second
+        that it keeps a free instance from other requests. Plans that end ``within_s`` are preferred.
         """
         line = line_of(held, pool)
         num_instances, num_least = len(line), len(held) or 1

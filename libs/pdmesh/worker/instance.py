@@ -5,10 +5,10 @@ loop (`pdmesh.worker.steps`) touches the engine. Everything runs on the event lo
 decide: it *refuses* whatever it cannot take (`RequestDropped`), and the scheduler starts the request again elsewhere.
 
 * `intake`: requests are taken or refused. `groups`: prompts that several instances compute.
-* `plans`, `results`: what the engine computes next, and what came of it. `growth`: room for what is generated.
+* `plans`, `results`: the steps of the engine and their results. `growth`: room for generated tokens.
 * `leaving_kv`, `arrivals`: KV that leaves, and KV that comes. `moves`: running decodes that move, at their source.
-* `spread`, `lost_ranges`: contexts of which others hold ranges, on both sides.
-* `sequences`: the table of what is held. `endings`: how requests end. `context`: what these share.
+* `spread`, `lost_ranges`: contexts with ranges on other instances, on both sides.
+* `sequences`: the table of held requests. `endings`: how requests end. `context`: state that these modules share.
 """
 
 from __future__ import annotations

@@ -170,9 +170,9 @@ class Intake:
         incoming: TransferPlan | None = None,
         members: tuple[PartMember, ...] = (),
     ) -> LocalRequest:
-        """Take the blocks of a request, the first of which are shared ones. Raises PdmeshError if that cannot be.
+        """Take the blocks of a request; cached blocks that it shares come first. Raises PdmeshError if it is refused.
 
-        The KV of its first ``num_coming_tokens`` is there, or is to come from another instance.
+        The KV of its first ``num_coming_tokens`` is there, or comes from another instance.
 
         Of the granules that are reused the last ``num_loaded_granules`` are to come from the offload tier. Other
         instances, the ``members``, hold the first ``num_elsewhere_tokens``: then nothing is kept. A prompt with

@@ -35,7 +35,7 @@ log = structlog.get_logger()
 #: Plans waiting for the engine. A scheduler keeps a few in flight; what goes beyond this is answered as dropped.
 MAX_QUEUED_PLANS = 1024
 
-#: Phases of what does not stay long, or not for ever, and needs no step of a prompt for that.
+#: Phases whose blocks become free without a further step of a prompt.
 _GIVING_BACK = (SeqPhase.COMPUTED, SeqPhase.DECODING, SeqPhase.PAUSED)
 
 

@@ -1,7 +1,7 @@
-"""Contexts that are spread over several instances, on both sides: where they decode, and where others hold ranges.
+"""Contexts that are spread over several instances, on both sides: the home, where they decode, and the members.
 
-Where one decodes, its members change between two steps, and what it held itself of the first ranges is given back then.
-A range that others are to hold is copied before, while the request decodes on (`pdmesh.core.copies.context_ranges`).
+The home changes its members between two steps, and frees its own blocks of the first ranges then. A range for another
+instance is copied before that, while the request decodes (`pdmesh.core.copies.context_ranges`).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class GenerationJob:
     share: int = 1  # of that key
     cache_salt: str = ""  # only prompts with the same one share KV
     traceparent: str | None = None
-    max_wait_s: float = 3600.0  # for the next token; then the job ends
+    max_wait_s: float = 3600.0  # the job ends if no token comes for this time
     dialect: Dialect
     label: str = ""  # what its client calls it
     received_at: float = field(default_factory=time.time)  # Unix time, seconds

@@ -59,7 +59,8 @@ class MeshCheck:
             for instance_id, profile in profiles.items()
         }
         await self._ask(kv_peers, gateways)
-        checked = tuple(self._checked(profile, asked_at) for profile in profiles.values())  # before another check
+        # Read the answers before the next await: another check replaces them.
+        checked = tuple(self._checked(profile, asked_at) for profile in profiles.values())
         return MeshChecked(
             version=version(),
             certificate_expires_at=await anyio.to_thread.run_sync(expires_at, self.security.tls_cert),

@@ -34,7 +34,7 @@ class Prompts:
     def __init__(self, core: SchedulerCore) -> None:
         self._core = core
         self._whole: dict[RequestKey, Generation] = {}  # that instances may still have to compute
-        self._moving: dict[RequestKey, Prompt] = {}  # until their KV has landed
+        self._moving: dict[RequestKey, Prompt] = {}  # kept until the KV has landed
         self._with_prompt: set[InstanceId] = set()  # they want prompts of what they decode: to guess, or if KV is lost
 
     @property

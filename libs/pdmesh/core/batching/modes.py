@@ -118,7 +118,8 @@ class Modes:
         assert batching.share_computed is not None
         num_slots = min(batching.num_slots, instance.max_num_seqs)
         few_prompts = batching.share_computed < _LEAST_SHARE
-        rounds = 1.0 if few_prompts else 1 / batching.share_computed  # a search takes up to so many times longer
+        # A search for a threshold takes up to ``rounds`` times longer.
+        rounds = 1.0 if few_prompts else 1 / batching.share_computed
         held, limit = self._lengths.moments, bundle.packing.step_limit(instance.view)
         load = Load(
             num_slots=num_slots,

@@ -1,10 +1,10 @@
 """Contexts that are spread over several instances change their holders while they decode.
 
-Where a context decodes, a range that is full is handed on to a further instance; and what an instance that stops holds
-of others' contexts goes to instances that stay. The range is copied while the request decodes on. Once it has landed,
-the instance where it decodes is told of its members; when it says that it asks these from now on, the one that held the
-range before has it no longer. Until it is told, all goes on as it was if the copy comes to nothing. A range that is
-lost goes the same way, but that it is computed again (`pdmesh.core.copies.lost_parts`).
+The home is the instance where a context decodes. It hands a full range on to another instance, and an instance that
+stops hands the ranges that it holds to instances that stay. The range is copied while the request decodes. Once it has
+landed, the home gets the new list of members. When the home reports that it asks these members, the previous holder
+frees the range. If the copy fails before that, nothing changes. A lost range takes the same way, except that it is
+computed again (`pdmesh.core.copies.lost_parts`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ranges of contexts whose holder was lost while their requests decode: each is computed again, and nothing else is.
 
-The request stands still where it decodes. An instance with room for the range gets the range's tokens from there, asks
-those that hold the ranges before it, as a decode would, and computes the range's KV. Then it is the range's next
-holder (`pdmesh.core.copies.context_ranges`), and the request decodes on, in the same epoch. One that finds no room in
+The request is paused where it decodes. An instance with room for the range gets the range's tokens from there, asks
+the holders of earlier ranges, as a decode would, and computes the range's KV. Then it is the range's next holder
+(`pdmesh.core.copies.context_ranges`), and the request continues in the same epoch. A request that finds no room in
 time, or whose context loses ranges again and again, starts again from its transcript.
 """
 

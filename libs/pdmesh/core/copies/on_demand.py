@@ -1,11 +1,11 @@
 """Requests that decode are granted KV as they grow; where there is none left, some move away or are retracted.
 
-An instance says which of its requests have room for few tokens more, long before they have none. They are granted more
-at once, the oldest first; what cannot be granted waits for the next release. A request that cannot go on at all takes
-precedence over younger ones: of these, those are retracted that cost the least work to bring back for each block that
-they free. So the oldest on an instance always goes on, and no two ever retract each other in turns. Where there is
-another instance that has room, what would take longer to compute again than to move is moved instead, and already
-when somebody asks in vain, long before that cannot go on (`pdmesh.core.copies.rebalancing`).
+An instance reports which of its requests have room for few more tokens, long before they have none. These get more
+blocks at once, the oldest first; a grant that finds no blocks waits for the next release. A request that cannot
+continue at all takes precedence over younger ones. Of the younger ones, the core retracts the requests that
+cost the least work to bring back for each block that they free. So the oldest request on an instance always continues,
+and no two retract each other in turns. If another instance has room, a request that takes longer to compute again than
+to move is moved instead. Moves begin with the first grant that finds no blocks (`pdmesh.core.copies.rebalancing`).
 """
 
 from __future__ import annotations

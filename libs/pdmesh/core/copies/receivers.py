@@ -1,6 +1,6 @@
 """A request loses the instance that was to receive its KV, and gets another, or decodes where it is computed.
 
-What is computed of it stays where that was done. Who receives it next is chosen in `pdmesh.core.copies.handover`.
+Its computed KV stays where it is. `pdmesh.core.copies.handover` chooses the next receiver.
 """
 
 from __future__ import annotations

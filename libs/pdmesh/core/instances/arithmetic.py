@@ -1,7 +1,7 @@
-"""Arithmetic classes in a mesh: which instances may join, and what is said where there are several.
+"""Arithmetic classes in a mesh: which instances may join, and the warning where there are several classes.
 
-Two instances of one class compute the same bits from the same tokens, so a request that goes from one to the other goes
-on with the tokens that it would have had. The core prefers to keep a request in its class (`pdmesh.core.steps.placing`,
+Two instances of one class compute the same bits from the same tokens. So a request that moves from one to the other
+draws the same tokens. The core prefers to keep a request in its class (`pdmesh.core.steps.placing`,
 `pdmesh.core.copies.decode_moves`); nothing here decides where requests go.
 """
 

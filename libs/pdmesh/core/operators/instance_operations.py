@@ -1,8 +1,8 @@
-"""Operators' operations: an instance is drained, used again, or given another role, and nobody's stream breaks.
+"""Operators' operations: an instance is drained, used again, or given another role, and no stream breaks.
 
-An operation is refused before it changes anything, or runs until nothing is left on the instance that has to leave it.
-What decodes there moves to other instances with its KV, where there is room (`pdmesh.core.copies.decode_moves`). What
-is still there at its time limit starts again elsewhere, under the next epoch and with the same tokens.
+An operation is refused before it changes anything, or runs until every request that has to leave the instance has left.
+Decodes move to other instances with their KV, if there is room (`pdmesh.core.copies.decode_moves`). A request that is
+still there at the time limit starts again elsewhere, under the next epoch and with the same tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operators' operations as they are remembered, whoever carries them out.
+"""The records of operators' operations of all kinds.
 
 Operations on instances are `pdmesh.core.operators.instance_operations`, on one request
 `pdmesh.core.operators.request_moves`, on pools `pdmesh.core.operators.pools`, on processes that are no instances

@@ -102,16 +102,16 @@ class StartResize(Message, frozen=True, kw_only=True):
     operation_id: OperationId
     pools: PoolCounts
     kept: tuple[Role, ...] = ()  # of these as many as there are, whatever ``pools`` says
-    timeout_s: OperationTime  # for requests to leave an instance
-    start_timeout_s: OperationTime  # for an instance to register
+    timeout_s: OperationTime  # limit for requests to leave an instance
+    start_timeout_s: OperationTime  # limit for an instance to register
 
 
 class StartRolling(Message, frozen=True, kw_only=True):
     """Restart every process, one after the other: answered as `StartOperation` is."""
 
     operation_id: OperationId
-    timeout_s: OperationTime  # for requests to leave an instance
-    start_timeout_s: OperationTime  # for an instance that is started beside the last one
+    timeout_s: OperationTime  # limit for requests to leave an instance
+    start_timeout_s: OperationTime  # limit for an instance that is started beside the last one
     force: bool = False  # though nobody does meanwhile what the last of a kind does
 
 

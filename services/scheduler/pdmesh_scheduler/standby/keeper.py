@@ -32,7 +32,7 @@ def clock() -> float:
 class LeaseRequest(NamedTuple):
     """Another scheduler's request for the lease."""
 
-    address: str  # at which that scheduler serves
+    address: str  # the scheduler that asks serves there
     gateway_id: str  # reaches that scheduler, and not the leader
 
 

@@ -1,6 +1,6 @@
 """The choice of one leader among several schedulers: pure, and without a clock that two of them share.
 
-A *lease record* in a store says who leads. Whoever writes it has read what was there (compare and swap), and each
+A *lease record* in a store names the leader. A scheduler reads the record before it writes (compare and swap), and each
 write of a leader raises its ``beat``. A leader may lead for a *hold* after it **sent** its last successful write.
 Another one may take the lease when it has **seen** the same beat for ``lease_s``. It saw each beat after that was sent,
 and a hold is shorter than a lease. So the leader has stopped before the other begins, as long as their clocks do not
