@@ -117,12 +117,12 @@ class RunningMesh:
                 raise TimeoutError(f"{state.num_waiting} wait, {state.num_running} run, blocks not free: {held}")
 
     def wait_until_replaced(self, name: str, pid: int, limit_s: float = 60.0) -> None:
-        """Ask until the service is there again, as another process than ``pid``. Raises TimeoutError."""
+        """Read the supervisor's record until the service is another process than ``pid``. Raises TimeoutError."""
         deadline_s = time.monotonic() + limit_s
         while self.pids().get(name, pid) == pid:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"{name} was not started again")
-            self.status()
+            time.sleep(0.05)
 
     def request_record(self, request_id: str) -> RequestRecord:
         return msgspec.json.decode(self.pdmesh("requests", "show", request_id, "-o", "json"), type=RequestRecord)

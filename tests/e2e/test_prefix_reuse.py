@@ -6,12 +6,13 @@ import json
 import os
 import random
 import signal
-import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import httpx
 import pytest
 
@@ -191,15 +192,6 @@ async def test_a_killed_decode_instance_costs_what_it_had_drawn(tmp_path: Path) 
             assert max(starts) >= 2944
 
 
-def wait_until_replaced(mesh: RunningMesh, pid: int) -> None:
-    """Nobody can be asked while there is no scheduler: its supervisor writes down who is there."""
-    for _ in range(600):
-        if mesh.pids().get("scheduler", pid) != pid:
-            return
-        time.sleep(0.1)
-    raise TimeoutError("the scheduler was not started again")
-
-
 @pytest.mark.slow
 async def test_a_scheduler_that_is_started_again_knows_what_is_kept(tmp_path: Path) -> None:
     """Instances tell it as they register; what they keep is found at once, and nothing is refused."""
@@ -210,6 +202,6 @@ async def test_a_scheduler_that_is_started_again_knows_what_is_kept(tmp_path: Pa
                 assert await cached(client, mesh, prompt) == 0
             pid = mesh.pids()["scheduler"]
             os.kill(pid, signal.SIGKILL)
-            wait_until_replaced(mesh, pid)
+            await anyio.to_thread.run_sync(mesh.wait_until_replaced, "scheduler", pid)
             assert [await cached(client, mesh, prompt) for prompt in prompts] == [384] * len(prompts)
         assert_never_stale(mesh)
