@@ -440,8 +440,12 @@ async def test_a_receiver_may_change_while_the_prompt_is_computed(num_before: in
 
 
 @pytest.mark.parametrize("num_before", [1, 3])
-async def test_what_nobody_takes_decodes_where_it_is(num_before: int) -> None:
-    async with memory_three(MemoryFabric(), prefill_role=Role.MIXED) as (prefill, decode, _):
+@pytest.mark.parametrize("is_granted", [False, True])
+async def test_what_nobody_takes_decodes_where_it_is(num_before: int, is_granted: bool) -> None:
+    """Also if a grant crossed the report that its transfer had failed."""
+    gate = anyio.Event()
+    fabric = MemoryFabric(MemoryFaults(gate=gate))
+    async with memory_three(fabric, prefill_role=Role.MIXED) as (prefill, decode, _):
         prompt = list(range(30))
         generation = make_generation("r", prompt, GREEDY)
         decode.expect(generation, prefill)
@@ -451,12 +455,16 @@ async def test_what_nobody_takes_decodes_where_it_is(num_before: int) -> None:
             prefill.run([chunk])
         await prefill.reported(TransferOffered, "r")
         await anyio.wait_all_tasks_blocked()
-        prefill.withdraw("r")
+        if is_granted:
+            prefill.grant(generation, decode)
+        else:
+            prefill.withdraw("r")
         prefill.keep(generation)
         for chunk in chunks[num_before:]:
             prefill.run([chunk])
         await prefill.reported(KvReleased, "r")
         assert output_of("r", prefill) == reference_output(prompt, GREEDY)
+        gate.set()
         free(decode, generation)
         for instance in (prefill, decode):
             await instance.reported(KvReleased, "r")
