@@ -309,8 +309,8 @@ async def test_a_request_may_take_longer_than_the_wait_for_a_token(model: Path, 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(go_on)
             answer = await client.post("/v1/completions", json=body)
-    assert answer.status_code == 200
-    assert "".join(re.findall(r'"text":"([^"]*)"', answer.text)) == "hello, "
+            assert answer.status_code == 200
+            assert "".join(re.findall(r'"text":"([^"]*)"', answer.text)) == "hello, "
 
 
 @pytest.mark.parametrize("path", GENERATING)
