@@ -4,7 +4,7 @@
 #             file alone, ARGS="-n 0" for one process)
 # make test-all  that, then both type checkers, what is slow, all examples and seeds; without a time limit
 # make ci     as test-all, with the slow tests that the newest commits touch and the day's share of the others (testing/pdmesh_testing/rotation.py)
-# make lint   ruff, both type checkers, and which module may import which
+# make lint   ruff, both type checkers, which module may import which, and the docs as a site without warnings
 # make dst    simulate the services under faults drawn from SEEDS seeds (docs/testing/simulation.md)
 # make results  run the benchmarks (ARGS="speed.formats policies.convoy" for some, ARGS="speed.formats -- --rounds 3" with options) and write docs/results/printed.md
 # make fuzz   damage 5,000 event logs, checkpoints and configuration files, and say as much to the data plane
@@ -39,7 +39,7 @@ TEST_STAMP := $(VENV)/.test-$(STATE)
 # says to write no bytecode. Tests never ask a hub.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
-LINTS := ruff mypy pyright imports
+LINTS := ruff mypy pyright imports site
 
 .PHONY: up down test test-all ci lint $(LINTS) dst results fuzz resolve docs wheels fmt clean
 
@@ -73,6 +73,10 @@ pyright: $(TEST_STAMP)
 
 imports: $(TEST_STAMP)
 	$(BIN)/lint-imports
+
+# Into dist/site.
+site: $(TEST_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --config-file deploy/site/mkdocs.yml
 
 dst: $(TEST_STAMP)
 	$(TEST_ENV) $(BIN)/python -m benchmarks.simulation.dst --seeds $(SEEDS) $(ARGS)

@@ -182,7 +182,7 @@ def stages(
         )
         if chosen
     ]
-    slow[:1] = [replace(first, linters=["mypy", "pyright"]) for first in slow[:1]]
+    slow[:1] = [replace(first, linters=["mypy", "pyright", "site"]) for first in slow[:1]]
     for part in slow:  # one by one: instances on a busy machine lose their leases, and streams start again
         yield [part]
     yield [Part("device", [*arguments, f"tests/{ALONE}"])]
