@@ -32,7 +32,8 @@ from pdmesh.engine.files import load_model_config, load_model_info, resolve_mode
 from pdmesh.errors import ConfigError
 from pdmesh.worker.engines import build_engine
 from pdmesh_gateway.model_tokenizer import ModelTokenizer
-from pdmesh_lab.cli.replay import ReplayOptions, run_replay
+from pdmesh_lab.cli.options import ReplayOptions
+from pdmesh_lab.cli.replay import run_replay
 from pdmesh_testing.checkpoints import TINY, write_checkpoint
 from pdmesh_testing.gguf_files import write_gguf
 from pdmesh_testing.mutants import damaged_bytes, damaged_sequence, damaged_tree
@@ -120,7 +121,7 @@ def test_damaged_event_logs(tmp_path: Path) -> None:
     payloads = records_of(data)
     # Without the digests of what was answered, a replay goes on over what makes no sense.
     unchecked = [payload for payload in payloads if len(msgpack.unpackb(payload)) != 1]
-    options = ReplayOptions(log=mutant, bundle=None, profile=None, long_tokens=None, perfetto=None)
+    options = ReplayOptions(log=mutant)
     asked = options
 
     def make(rng: random.Random) -> str:

@@ -18,14 +18,14 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import Event
 from pdmesh.core.operator_events import OperationRequested
 from pdmesh.decisions import Decision, RecentDecisions, decode_decision
-from pdmesh.errors import ConfigError, InstanceUnavailable
+from pdmesh.errors import ConfigError
 from pdmesh.eventlog import EventLogWriter, Header
 from pdmesh.metrics import Slo
 from pdmesh.model import InstanceId, OperationKind, PoolCounts, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.wire.messages import InstanceStatus
-from pdmesh_lab.cli.advise import AdviceOptions, advise, command_of, read_log
-from pdmesh_lab.cli.auto import next_flip, run_auto
+from pdmesh_lab.cli.advise import advise, apply_advice, command_of, next_flip, read_log
+from pdmesh_lab.cli.options import AdviceOptions
 from pdmesh_lab.sim.advice import Foretold, Proposal, ranked, recent, splits, tpot_limit_s
 from pdmesh_lab.sim.mesh import MeshShape
 from pdmesh_lab.sim.recorded import recorded_run
@@ -35,7 +35,7 @@ from pdmesh_lab.sim.workload import Arrival
 from pdmesh_testing.recorded import RecordedCore
 from pdmesh_testing.sim import TINY_LAYOUT, UNEVEN_MODEL
 
-OPTIONS = AdviceOptions(log=None, last_s=300.0, slo=Slo(ttft_s=2.0), min_gain=0.03)
+OPTIONS = AdviceOptions(slo_ttft_s=2.0)
 
 
 def recorded(
@@ -157,7 +157,7 @@ def test_nothing_is_proposed_where_nothing_is_better(tmp_path: Path) -> None:
     ("options", "reason"),
     [
         (replace(OPTIONS, last_s=2.0), "9 requests finished in the last 2 s"),
-        (replace(OPTIONS, slo=Slo()), "the requests have no targets"),
+        (replace(OPTIONS, slo_ttft_s=None), "the requests have no targets"),
     ],
 )
 def test_a_log_that_does_not_tell_enough_is_said(tmp_path: Path, options: AdviceOptions, reason: str) -> None:
@@ -206,15 +206,14 @@ def row(name: str, *, num_decoding: int = 0, draining: bool = False) -> Instance
 def test_the_advice_is_followed_by_one_instance_at_a_time() -> None:
     there = [row("prefill-0"), row("decode-0", num_decoding=3), row("decode-1", num_decoding=1), row("decode-2")]
     wanted = PoolCounts(prefill=3, decode=1)
-    assert next_flip(there, wanted, 1) == ("decode-2", Role.PREFILL)
+    assert next_flip(there, wanted) == ("decode-2", Role.PREFILL)
     there[3] = row("decode-2", draining=True)
-    assert next_flip(there, wanted, 1) == ("decode-1", Role.PREFILL), "one that is drained is left alone"
-    assert next_flip(there, wanted, 3) is None, "within its bounds"
-    assert next_flip(there, PoolCounts(prefill=1, decode=3), 1) is None, "it is there"
+    assert next_flip(there, wanted) == ("decode-1", Role.PREFILL), "one that is drained is left alone"
+    assert next_flip(there, PoolCounts(prefill=1, decode=3)) is None, "it is there"
 
 
-def test_auto_asks_for_a_change_that_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the scheduler takes back what makes things worse (tests/e2e/test_auto.py)."""
+def test_advice_that_is_applied_asks_for_a_change_that_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the scheduler takes back what makes things worse (tests/e2e/test_advice.py)."""
     there = SimpleNamespace(instances=[row("prefill-0"), row("decode-0"), row("decode-1")])
     now = foretold(PoolCounts(prefill=1, decode=2), 0.5, 0.02)
     best = foretold(PoolCounts(prefill=2, decode=1), 0.9, 0.02)
@@ -224,48 +223,24 @@ def test_auto_asks_for_a_change_that_is_judged(monkeypatch: pytest.MonkeyPatch) 
         requests.append(requested)
         return 1
 
-    monkeypatch.setattr("pdmesh_lab.cli.auto.current_state", lambda *_: there)
-    monkeypatch.setattr("pdmesh_lab.cli.auto.recording_of", lambda *_: None)
-    monkeypatch.setattr("pdmesh_lab.cli.auto.advise", lambda *_, **__: SimpleNamespace(best=best, now=now))
-    monkeypatch.setattr("pdmesh_lab.cli.auto.start", start)
-    assert run_auto(cast(Asked, None), OPTIONS, every_s=0.0, least=1, timeout_s=1.0, once=True) == 1, "taken back"
+    monkeypatch.setattr("pdmesh_lab.cli.advise.current_state", lambda *_: there)
+    monkeypatch.setattr("pdmesh_lab.cli.advise.recording_of", lambda *_: None)
+    monkeypatch.setattr("pdmesh_lab.cli.advise.advise", lambda *_, **__: SimpleNamespace(best=best, now=now))
+    monkeypatch.setattr("pdmesh_lab.cli.advise.start", start)
+    assert apply_advice(cast(Asked, None), OPTIONS, timeout_s=1.0) == 1, "taken back"
     (requested,) = requests
     assert (requested.kind, requested.instance_id) == (OperationKind.ROLE, "decode-0")
     assert (requested.role, requested.timeout_s, requested.judged) == (Role.PREFILL, 1.0, True)
 
 
-def test_auto_says_where_the_pools_are_as_advised_already(
+def test_it_says_where_the_pools_are_as_advised_already(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its log is of the minutes before."""
     there = SimpleNamespace(instances=[row("prefill-0"), row("prefill-1"), row("decode-0")])
     better = foretold(PoolCounts(prefill=2, decode=1), 1.0, 0.02)
-    monkeypatch.setattr("pdmesh_lab.cli.auto.current_state", lambda *_: there)
-    monkeypatch.setattr("pdmesh_lab.cli.auto.recording_of", lambda *_: None)
-    monkeypatch.setattr("pdmesh_lab.cli.auto.advise", lambda *_, **__: SimpleNamespace(best=better, now=better))
-    assert run_auto(cast(Asked, None), OPTIONS, every_s=0.0, least=1, timeout_s=1.0, once=True) == 0
+    monkeypatch.setattr("pdmesh_lab.cli.advise.current_state", lambda *_: there)
+    monkeypatch.setattr("pdmesh_lab.cli.advise.recording_of", lambda *_: None)
+    monkeypatch.setattr("pdmesh_lab.cli.advise.advise", lambda *_, **__: SimpleNamespace(best=better, now=better))
+    assert apply_advice(cast(Asked, None), OPTIONS, timeout_s=1.0) == 0
     assert "2 prefill + 1 decode, the better pools, are already running" in capsys.readouterr().out
-
-
-def test_auto_outlives_a_scheduler_that_is_away_for_a_while(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    away = InstanceUnavailable("the scheduler does not answer")
-
-    def run(*outcomes: BaseException | None, once: bool = False) -> None:
-        left = iter(outcomes)
-
-        def look(*_arguments: object) -> int:
-            if (outcome := next(left)) is not None:
-                raise outcome
-            return 0
-
-        monkeypatch.setattr("pdmesh_lab.cli.auto._look", look)
-        run_auto(cast(Asked, None), OPTIONS, every_s=0.0, least=1, timeout_s=1.0, once=once)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(None, away, away, None, KeyboardInterrupt())
-    assert capsys.readouterr().err.count("does not answer") == 2
-    for once in (True, False):
-        with pytest.raises(InstanceUnavailable):
-            run(away, once=once)

@@ -122,7 +122,7 @@ def test_a_question_to_a_mesh_loads_no_library_that_takes_long(machine: Machine)
     assert done.stdout == "1 []\n", done.stderr
 
 
-@pytest.mark.parametrize("typed", ["simulate", "plan", "replay", "pool advise", "pool auto"])
+@pytest.mark.parametrize("typed", ["simulate", "plan", "replay", "pool advise"])
 def test_without_the_laboratory_its_commands_say_what_to_install(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, typed: str
 ) -> None:

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from pdmesh.policy.batching import Mode
-from pdmesh.policy.config import PolicyConfig
-from pdmesh.policy.latency import PROFILES
 from pdmesh.profiles import save_profile
 from pdmesh_testing.command import pdmesh_here
 from pdmesh_testing.profiles import COEFFICIENTS, SUBJECT, profile_file
@@ -74,29 +71,6 @@ def test_a_trace_and_its_timeline(tmp_path: Path) -> None:
     steps = [event for event in json.loads(timeline.read_text())["traceEvents"] if event["ph"] == "X"]
     assert {step["cat"] for step in steps} == {"prefill", "decode"}
     assert steps[0]["args"]["chunks"] == ["r0000000 0+374"]
-
-
-@pytest.mark.slow
-def test_pictures(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    run, modes = tmp_path / "run.png", tmp_path / "modes.png"
-    done = pdmesh_here("simulate", "--limit", "20", "--plot", run, "--plot-modes", modes)
-    assert done.returncode == 0, done.stderr
-    assert run.read_bytes().startswith(b"\x89PNG")
-    assert modes.read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_picture_of_modes_says_what_the_policy_chooses() -> None:
-    pytest.importorskip("matplotlib")
-    from pdmesh_lab.cli.modes_plot import choice_of
-
-    few, many = (choice_of(PROFILES["a100-llama3-8b"], PolicyConfig(), number, 1530, 195) for number in (3, 48))
-    assert (few.mode, few.reason) == (Mode.MIXED, "few requests")
-    assert many.mode is Mode.EXCLUSIVE
-    assert many.gain == pytest.approx(0.8, abs=0.15)  # simulated with log-normal lengths: 0.81
-    analytic = choice_of(PROFILES["h100-llama3-8b"], PolicyConfig(), 48, 1530, 195)
-    assert analytic.gain is not None
-    assert analytic.gain < 0  # its mixed steps have no constant beyond that of decodes
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,6 @@ from pdmesh.cli.doctor import (
     check_start,
     check_transports,
 )
-from pdmesh.cli.history_view import events_table, note_lines
 from pdmesh.cli.http import Target
 from pdmesh.cli.process_id import process_id
 from pdmesh.cli.request_view import requests_table
@@ -43,9 +42,11 @@ from pdmesh.cli.run import _serves
 from pdmesh.cli.state_folder import MeshRecord, ServiceRecord, StateFolder, running_meshes, scheduler_of
 from pdmesh.cli.status import (
     compute_lines,
+    events_table,
     group_line,
     host_lines,
     instances_table,
+    note_lines,
     processes_table,
     speed_line,
 )

@@ -8,25 +8,28 @@ from dataclasses import dataclass
 from itertools import chain
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import msgspec
 import typer
 
-from pdmesh.cli.options import Asked, Output
+from pdmesh.cli.operation_requests import current_state, start
+from pdmesh.cli.options import Asked, Output, new_operation_id
 from pdmesh.cli.progress import progress_bar
 from pdmesh.cli.state_folder import scheduler_of
 from pdmesh.cli.tables import Column, Table
 from pdmesh.core.events import InstanceJoined
+from pdmesh.core.operator_events import OperationRequested
 from pdmesh.decisions import Decision, MeshMembers, decode_decision
 from pdmesh.errors import ConfigError, ProtocolError
 from pdmesh.eventlog import EventLogReader, Header, core_of
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import NO_SLO, Slo
-from pdmesh.model import Role
+from pdmesh.model import InstanceId, OperationKind, PoolCounts, Role
 from pdmesh.wire.admin import ask_scheduler
-from pdmesh.wire.messages import GetDecisions, LatestDecisions
+from pdmesh.wire.messages import GetDecisions, InstanceStatus, LatestDecisions
+from pdmesh_lab.cli.options import AdviceOptions
 from pdmesh_lab.cli.replay import Replay
 from pdmesh_lab.sim.advice import Foretold, Proposal, outlook, ranked, recent, recent_runs, splits, tpot_limit_s
 from pdmesh_lab.sim.recorded import RecordedRun, recorded_run
@@ -42,16 +45,6 @@ BUNDLES = ("fcfs", "pdmesh")
 
 #: Of all proposals, those that are printed.
 NUM_SHOWN = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdviceOptions:
-    """The command's options, as given."""
-
-    log: Path | None  # default: the decisions in the scheduler's memory
-    last_s: float
-    slo: Slo
-    min_gain: float  # of the share of requests in time, 0 to 1, for which to change anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +156,14 @@ def advise(recording: Recording, options: AdviceOptions, output: Output, *, same
             f"{len(arrivals)} requests finished in the last {options.last_s:g} s of {recording.source}: at least "
             f"{MIN_REQUESTS} are needed for advice"
         )
-    if options.slo == NO_SLO and all(each.slo_ttft_s is None and each.slo_tpot_s is None for each in arrivals):
+    if _slo(options) == NO_SLO and all(each.slo_ttft_s is None and each.slo_tpot_s is None for each in arrivals):
         raise ConfigError("the requests have no targets: set --slo-ttft or --slo-tpot")
     bundles = dict.fromkeys((mesh.bundle, *(() if same_bundle else BUNDLES)))
     return _compared(recording.header, run, mesh, tuple(bundles), options, output)
+
+
+def _slo(options: AdviceOptions) -> Slo:
+    return Slo(ttft_s=options.slo_ttft_s, tpot_s=options.slo_tpot_s)
 
 
 def _compared(
@@ -176,7 +173,7 @@ def _compared(
         latency = fitted_model(run)
     except ValueError:
         raise ConfigError("there are no steps to fit a latency model to") from None
-    arrivals = recent(run.arrivals, options.last_s)
+    arrivals, slo = recent(run.arrivals, options.last_s), _slo(options)
     like = next(iter(mesh.profiles.values()))
     long_tokens = header.config.policy.long_prompt_tokens
     now = Proposal(mesh.pools, mesh.bundle)
@@ -186,19 +183,79 @@ def _compared(
         task = progress.add_task("simulating", total=len(proposals))
         for proposal in proposals:
             core = core_of(header, proposal.bundle)
-            outlooks[proposal] = outlook(proposal, core, arrivals, like, latency, options.slo, long_tokens)
+            outlooks[proposal] = outlook(proposal, core, arrivals, like, latency, slo, long_tokens)
             progress.advance(task)
-    limit_s = tpot_limit_s(outlooks[now], options.slo, arrivals, header.config.policy.slo_tpot_s)
+    limit_s = tpot_limit_s(outlooks[now], slo, arrivals, header.config.policy.slo_tpot_s)
     runs = recent_runs(run.result.requests, options.last_s)
     was = SimResult(runs, run.result.instances, 0, 0)
     return Advice(
-        recorded=Foretold(now, report(was, long_tokens=long_tokens, slo=options.slo)),
+        recorded=Foretold(now, report(was, long_tokens=long_tokens, slo=slo)),
         now=outlooks[now],
         outlooks=ranked(list(outlooks.values()), outlooks[now], limit_s),
         num_requests=len(arrivals),
-        min_gain=options.min_gain,
+        min_gain=options.min_gain_points / 100,
         tpot_limit_s=limit_s,
     )
+
+
+class Flip(NamedTuple):
+    """A change of one instance's role."""
+
+    instance_id: InstanceId
+    role: Role
+
+
+def next_flip(there: Sequence[InstanceStatus], wanted: PoolCounts) -> Flip | None:
+    """Return one step towards ``wanted``: the least used instance of a role that has too many, and its new role.
+
+    None if the pools are as wanted, or if each role that would have to give an instance has one alone.
+    """
+    counts = {role: sum(row.role is role for row in there) for role in Role}
+    missing = [role for role in Role if counts[role] < wanted.of(role)]
+    spare = [
+        row
+        for row in there
+        if counts[row.role] > wanted.of(row.role)
+        and (counts[row.role] > 1 or row.role is Role.MIXED)
+        and row.state == "up"
+    ]
+    if not missing or not spare:
+        return None
+    chosen = min(spare, key=lambda row: (row.num_prefilling + row.num_decoding, row.instance_id))
+    return Flip(chosen.instance_id, missing[0])
+
+
+def apply_advice(asked: Asked, options: AdviceOptions, *, timeout_s: float) -> int:
+    """Change one role as advised, unless the pools are good enough, and return the exit code.
+
+    The bundle stays, and no process is started or stopped. The scheduler undoes a change that makes things worse.
+    """
+    there = current_state(asked).instances
+    advice = advise(recording_of(asked, options), options, Output.JSON, same_bundle=True)
+    now = advice.now.proposal.pools
+    if (best := advice.best) is None:
+        typer.echo(f"pdmesh: no proposal is better by {options.min_gain_points:g} points than {now}")
+        return 0
+    wanted = best.proposal.pools
+    if all(wanted.of(role) == sum(row.role is role for row in there) for role in Role):
+        typer.echo(f"pdmesh: {wanted}, the better pools, are already running")
+        return 0
+    if (flip := next_flip(there, wanted)) is None:
+        typer.echo(f"pdmesh: {wanted} would be better, but no instance can change its role now")
+        return 0
+    typer.echo(
+        f"pdmesh: {wanted} would have had {best.attainment:.1%} of requests within targets, "
+        f"{now} {advice.now.attainment:.1%}: {flip.instance_id} becomes {flip.role}"
+    )
+    requested = OperationRequested(
+        operation_id=new_operation_id(),
+        kind=OperationKind.ROLE,
+        instance_id=flip.instance_id,
+        timeout_s=timeout_s,
+        role=flip.role,
+        judged=True,
+    )
+    return start(asked, requested)
 
 
 def command_of(now: Proposal, best: Proposal) -> list[str]:

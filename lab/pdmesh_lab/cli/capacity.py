@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 import typer
@@ -18,22 +18,13 @@ from pdmesh.garbage import rare_collections
 from pdmesh.metrics import Slo
 from pdmesh.policy.latency import StepShape
 from pdmesh.policy.latency_profile import Profile
+from pdmesh_lab.cli.options import PlanOptions
 from pdmesh_lab.cli.simulate import figures_table
-from pdmesh_lab.cli.study import BLOCK_SIZE, StudyOptions, described, make_study
+from pdmesh_lab.cli.study import BLOCK_SIZE, described, make_study, part_exchange_s
 from pdmesh_lab.sim.capacity import ContextRoom, PoolSizes, smallest_pools, unattainable
 from pdmesh_lab.sim.mesh import study_core
 from pdmesh_lab.sim.report import SimReport, report
 from pdmesh_lab.sim.simulator import Simulator
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions(StudyOptions):
-    """The command's options, as given."""
-
-    bundle: str
-    attainment: float  # share of the requests that must meet their targets
-    max_instances: int  # in each pool
-    spread: bool = False  # contexts whose decode would miss its target
 
 
 def run_plan(options: PlanOptions, output: Output) -> None:
@@ -106,7 +97,7 @@ def run_plan(options: PlanOptions, output: Output) -> None:
 
 def _exchange_s(options: PlanOptions, profile: Profile) -> float:
     """Return what a decode step takes longer where the context is spread."""
-    return options.part_exchange_s * profile.subject.num_layers
+    return part_exchange_s(options) * profile.subject.num_layers
 
 
 def _longest_alone(options: PlanOptions, profile: Profile) -> int:

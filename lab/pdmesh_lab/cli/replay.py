@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,22 +19,12 @@ from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.decisions import Decision
 from pdmesh.errors import ConfigError
 from pdmesh.eventlog import Entry, EventLogError, EventLogReader, commands_digest, core_of
+from pdmesh_lab.cli.options import ReplayOptions
 from pdmesh_lab.cli.simulate import figures_table
 from pdmesh_lab.cli.study import write_file
 from pdmesh_lab.cli.what_if import WhatIf, what_if
 from pdmesh_lab.sim.perfetto import chrome_trace
 from pdmesh_lab.sim.recorded import recorded_run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayOptions:
-    """The command's options, as given."""
-
-    log: Path
-    bundle: str | None
-    profile: str | None  # of the instances that are simulated; None: fitted to the log
-    long_tokens: int | None  # where long prompts begin in the figures; None: where they do for the recorded policy
-    perfetto: Path | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import msgspec
 import typer
@@ -16,9 +15,10 @@ from rich.table import Table
 
 from pdmesh import __version__
 from pdmesh.cli.options import Output
+from pdmesh.cli.plan import make_pools
 from pdmesh.cli.progress import advance, progress_bar
 from pdmesh.core.config import KvReservation
-from pdmesh.errors import ConfigError, PdmeshError
+from pdmesh.errors import ConfigError
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import Slo
 from pdmesh.model import InstanceProfile, PoolCounts, Role
@@ -26,8 +26,8 @@ from pdmesh.policy.batching import NOTHING_EXCLUSIVE
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LatencyModel
-from pdmesh.policy.prefill_groups import Schedule
-from pdmesh_lab.cli.study import StudyOptions, described, make_study, write_file
+from pdmesh_lab.cli.options import SimulateOptions
+from pdmesh_lab.cli.study import described, make_study, write_file
 from pdmesh_lab.sim.faults import Death, NoisyModel, random_deaths
 from pdmesh_lab.sim.mesh import study_core
 from pdmesh_lab.sim.perfetto import chrome_trace
@@ -39,41 +39,15 @@ from pdmesh_lab.sim.workload import Arrival, ClosedLoop
 Instances = Sequence[tuple[InstanceProfile, LatencyModel]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions(StudyOptions):
-    """The command's options, as given."""
-
-    prefill: int
-    decode: int
-    mixed: int
-    prefill_pp: int
-    decode_pp: int
-    group_size: int
-    reserved: int
-    max_group_members: int
-    sequence_parallel: Schedule
-    noise: float
-    deaths: int
-    away_s: float
-    bundles: Sequence[str]
-    batchings: Sequence[str]  # none: each bundle's own
-    threshold: float | None
-    clients: int | None
-    think_s: float
-    max_tokens: int | None
-    kv_reservation: KvReservation
-    plot: Path | None
-    plot_modes: Path | None
-    perfetto: Path | None
-
-
 def run_simulate(options: SimulateOptions, output: Output) -> None:
     """Simulate and print. Raises ConfigError for options that make no sense, TraceError for a trace."""
-    write_plot = None if options.plot is None else _plotter()
-    write_modes = None if options.plot_modes is None else _modes_plotter()
-    study = make_study(options, options.bundles)
-    mesh = study.mesh(prefill=options.prefill, decode=options.decode, mixed=options.mixed)
-    if options.threshold is not None and "eb" not in options.batchings:
+    bundles = tuple(dict.fromkeys(options.bundles or ("fcfs", "pdmesh")))
+    batchings = tuple(dict.fromkeys(options.batchings or ()))  # none: each bundle's own
+    pools = make_pools(options.prefill, options.decode, options.mixed)
+    study = make_study(options, bundles)
+    mesh = study.mesh(prefill=pools.prefill, decode=pools.decode, mixed=pools.mixed)
+    mesh = replace(mesh, num_offload_tokens=options.offload_tokens, load_bytes_per_s=options.load_gbytes_per_s * 1e9)
+    if options.threshold is not None and "eb" not in batchings:
         raise ConfigError("--threshold needs --batching eb")
     policy = replace(
         study.policy,
@@ -81,7 +55,7 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
         max_group_members=options.max_group_members,
         sequence_parallel=options.sequence_parallel,
         group_size=options.group_size,
-        reserved_instances=_reserved(options),
+        reserved_instances=_reserved(options, pools),
         link_bytes_per_s=study.config.port_bytes_per_s,
     )
     mesh = replace(
@@ -94,10 +68,9 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
         raise ConfigError(
             "--prefill-pp: instances of several stages compute no prompts together; set --group-size to 1"
         )
-    if options.group_size > options.prefill + options.mixed:
-        raise ConfigError(
-            f"--group-size {options.group_size}: {options.prefill + options.mixed} instances compute prompts"
-        )
+    num_computing = pools.prefill + pools.mixed
+    if options.group_size > num_computing:
+        raise ConfigError(f"--group-size {options.group_size}: {num_computing} instances compute prompts")
     if options.group_size > 1 or options.reserved:
         policy = replace(policy, long_prompt_tokens=study.long_tokens)
     instances = mesh.instances(policy.latency)
@@ -105,11 +78,14 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
     config = replace(study.config, deaths=_deaths(options, instances, arrivals))
     cores = {
         f"{bundle} {batching}".strip(): study_core(
-            bundle, replace(policy, batching=batching), options.seed, kv_reservation=options.kv_reservation
+            bundle,
+            replace(policy, batching=batching),
+            options.seed,
+            kv_reservation=KvReservation(options.kv_reservation),
         )
-        for bundle, batching in product(options.bundles, options.batchings or ("",))
+        for bundle, batching in product(bundles, batchings or ("",))
     }
-    if "eb" in options.batchings and not any(_has_modes(profile, options.bundles, policy) for profile, _ in instances):
+    if "eb" in batchings and not any(_has_modes(profile, bundles, policy) for profile, _ in instances):
         raise ConfigError(f"--batching eb: {NOTHING_EXCLUSIVE}")
     results: dict[str, SimResult] = {}
     with rare_collections(), progress_bar(output) as progress:
@@ -128,14 +104,10 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
     reports = {name: report(result, long_tokens=study.long_tokens, slo=slo) for name, result in results.items()}
     if options.perfetto is not None:
         write_file(options.perfetto, json.dumps(chrome_trace(results)).encode())
-    if write_plot is not None and options.plot is not None:
-        write_file(options.plot, write_plot(results, study.long_tokens))
-    if write_modes is not None and options.plot_modes is not None:
-        write_file(options.plot_modes, write_modes(arrivals, policy))
     if output is Output.JSON:
         record = {
             "pdmesh": __version__,
-            "options": msgspec.to_builtins(replace(options, plot=None, plot_modes=None, perfetto=None)),
+            "options": msgspec.to_builtins(replace(options, perfetto=None)),
             "profile": msgspec.to_builtins(study.profile),
             "policy": msgspec.to_builtins(policy),
             "mesh": msgspec.to_builtins(mesh),
@@ -144,24 +116,23 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
         typer.echo(json.dumps(record, indent=2))
     else:
         console = Console()
-        pools = PoolCounts(prefill=options.prefill, decode=options.decode, mixed=options.mixed)
         console.print(f"{described(study.profile)}: {pools}", highlight=False)
         console.print(figures_table(reports))
 
 
-def _reserved(options: SimulateOptions) -> int:
+def _reserved(options: SimulateOptions, pools: PoolCounts) -> int:
     """How many instances join up to the last one that is reserved: those that only decode come before mixed ones.
 
     Raises ConfigError if these were all that compute prompts, or fewer than a group has.
     """
-    num_computing = options.prefill + options.mixed
+    num_computing = pools.prefill + pools.mixed
     if 0 < options.reserved < options.group_size:
         raise ConfigError(f"--reserved {options.reserved}: that is less than --group-size {options.group_size}")
     if options.reserved and options.reserved >= num_computing:
         raise ConfigError(
             f"--reserved {options.reserved} of {num_computing} that compute prompts leaves none for short ones"
         )
-    return options.reserved + (options.decode if options.reserved > options.prefill else 0)
+    return options.reserved + (pools.decode if options.reserved > pools.prefill else 0)
 
 
 def _has_modes(profile: InstanceProfile, bundles: Sequence[str], policy: PolicyConfig) -> bool:
@@ -260,19 +231,3 @@ def _one(value: float | None, scale: float = 1.0) -> str:
         return "-"
     value *= scale
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def _plotter() -> Callable[[Mapping[str, SimResult], int], bytes]:
-    try:
-        from pdmesh_lab.cli.plots import draw
-    except ImportError as error:
-        raise PdmeshError("--plot needs matplotlib: pip install 'pdmesh-lab[plot]'") from error
-    return draw
-
-
-def _modes_plotter() -> Callable[[Sequence[Arrival], PolicyConfig], bytes]:
-    try:
-        from pdmesh_lab.cli.modes_plot import draw_modes
-    except ImportError as error:
-        raise PdmeshError("--plot-modes needs matplotlib: pip install 'pdmesh-lab[plot]'") from error
-    return draw_modes

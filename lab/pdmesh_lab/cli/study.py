@@ -15,6 +15,7 @@ from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency_profile import Profile
 from pdmesh.profiles import load_profile
+from pdmesh_lab.cli.options import StudyOptions
 from pdmesh_lab.sim.links import HostLink
 from pdmesh_lab.sim.mesh import MeshShape, host_name
 from pdmesh_lab.sim.simulator import PART_EXCHANGE_S, SimConfig
@@ -25,39 +26,6 @@ SYNTHETIC = "synthetic"
 
 #: Tokens of KV in a block of simulated instances.
 BLOCK_SIZE = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StudyOptions:
-    """A command's options, as given."""
-
-    trace: str
-    limit: int | None
-    rate_scale: float
-    rate: float
-    long_share: float
-    long_percentile: float | None
-    long_range: str
-    profile: str
-    chunk_tokens: int | None
-    kv_tokens: int
-    max_kv_tokens: int = 0
-    part_exchange_us: float | None = None  # the measured time by default
-    offload_tokens: int = 0
-    load_gbytes_per_s: float = 10.0
-    transfer_backends: int
-    port_gbytes_per_s: float
-    num_hosts: int
-    host_gbytes_per_s: float | None
-    control_delay_ms: float
-    slo_ttft_s: float | None
-    slo_tpot_s: float | None
-    seed: int
-
-    @property
-    def part_exchange_s(self) -> float:
-        """Time of a layer's exchange where a context is spread."""
-        return PART_EXCHANGE_S if self.part_exchange_us is None else self.part_exchange_us / 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +76,7 @@ def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
             port_bytes_per_s=options.port_gbytes_per_s * 1e9,
             host_link_bytes_per_s=_host_links(options),
             control_delay_s=options.control_delay_ms / 1e3,
-            part_exchange_s=options.part_exchange_s,
+            part_exchange_s=part_exchange_s(options),
         ),
         instances=MeshShape(
             num_prefill=0,
@@ -123,12 +91,15 @@ def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
             ),
             num_kv_tokens=options.kv_tokens,
             max_kv_tokens=options.max_kv_tokens,
-            num_offload_tokens=options.offload_tokens,
-            load_bytes_per_s=options.load_gbytes_per_s * 1e9,
             num_transfer_backends=options.transfer_backends,
             num_hosts=options.num_hosts,
         ),
     )
+
+
+def part_exchange_s(options: StudyOptions) -> float:
+    """Return the time of a layer's exchange where a context is spread."""
+    return PART_EXCHANGE_S if options.part_exchange_us is None else options.part_exchange_us / 1e6
 
 
 def _host_links(options: StudyOptions) -> dict[HostLink, float]:

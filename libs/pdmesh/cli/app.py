@@ -241,25 +241,6 @@ def logs(
     print_logs(state_folder(os.environ, name), process or (), lines, follow=follow, output=output)
 
 
-@app.command(example="pdmesh top --once")
-def top(
-    name: Name = DEFAULT_NAME,
-    url: Url = None,
-    api_key: ClientKey = None,
-    once: Annotated[bool, Option("--once", help="Print the current state and exit.")] = False,
-    output: OutputFormat = Output.TABLE,
-    config: ConfigFile = None,
-    settings: Settings = None,
-) -> None:
-    """Watch instances, their steps and requests, as on the gateway's page. Ctrl-C exits.
-
-    Without a terminal, print the current state once, like --once.
-    """
-    from pdmesh.cli.top import run_top
-
-    run_top(_target(config, settings, name, url, api_key), once=once, output=output)
-
-
 @requests_app.command("show", example="pdmesh requests show chatcmpl-cd69")
 @asks_scheduler
 def requests_show(

@@ -40,7 +40,7 @@ OTHER_WORDS = {"pull": "up", "start": "up", "kill": "down", "rm": "down", "bench
 ENTRY_POINTS = "pdmesh.commands"
 
 #: Commands of other distributions, with the extra that installs them.
-EXTRAS = dict.fromkeys(("simulate", "plan", "replay", "advise", "auto"), "lab")
+EXTRAS = dict.fromkeys(("simulate", "plan", "replay", "advise"), "lab")
 
 _WANTED = {int: "a whole number", float: "a number", parse_seconds: "a duration such as 30s or 5m"}
 _METAVARS = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH", parse_seconds: "DURATION"}
@@ -198,13 +198,14 @@ def with_first(
     command: Callable[..., None], make: Callable[..., Any], more: Sequence[inspect.Parameter]
 ) -> Callable[..., None]:
     """Return ``command`` without its first parameter, which ``make`` makes of ``more``."""
+    first, *rest = parameters_of(command)
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        first = make(**{param.name: given.pop(param.name) for param in more})
-        command(first, **given)
+        made = make(**{param.name: given.pop(param.name) for param in more})
+        command(**{first.name: made}, **given)
 
-    taken = [*parameters_of(command)[1:], *more]
+    taken = [*rest, *more]
     by_name = [param.replace(kind=inspect.Parameter.KEYWORD_ONLY) for param in taken]
     run.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]
     return run

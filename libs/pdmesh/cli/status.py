@@ -10,7 +10,6 @@ import anyio
 import msgspec
 import typer
 
-from pdmesh.cli.history_view import events_table, note_lines
 from pdmesh.cli.options import Output
 from pdmesh.cli.state_folder import MeshRecord, StateFolder, scheduler_of
 from pdmesh.cli.tables import Column, Table, duration
@@ -256,3 +255,30 @@ def kv_lines(instances: Sequence[messages.InstanceStatus]) -> Iterator[str]:
         parts += [f"{num_offloaded} tokens offloaded"] if num_offloaded else []
         if parts:
             yield f"kv  {row.instance_id}: {', '.join(parts)}"
+
+
+def note_line(name: str, note: messages.InstanceNote, at: float) -> str:
+    """Return a sentence about an instance; ``at`` is the Unix time of the status that the note came with."""
+    what_next = f"; {note.next}" if note.next else ""
+    return f"{name} {note.cause} {duration(max(at - note.at, 0.0))} ago{what_next}"
+
+
+def note_lines(answer: messages.MeshStatus) -> list[str]:
+    """Return a sentence for each instance that does not serve, or that was restarted lately."""
+    rows: list[messages.InstanceStatus | messages.GoneInstance] = [*answer.instances, *answer.gone]
+    lines: list[str] = []
+    for row in messages.in_order(rows):
+        if row.note is not None:
+            lines.append(note_line(row.instance_id, row.note, answer.at))
+        if isinstance(row, messages.InstanceStatus) and row.draining:
+            verdict = "yes" if row.safe_to_delete else "no"
+            lines.append(f"{row.instance_id} is safe to delete: {verdict}, {row.safe_to_delete_why}")
+    return lines
+
+
+def events_table(events: Sequence[messages.MeshEvent], at: float, limit: int) -> Table:
+    """Return the latest events, the newest first."""
+    table = Table([Column("when", right=True), *map(Column, ("event", "name", "detail"))])
+    for event in reversed(events[-limit:]):
+        table.add(f"{duration(max(at - event.at, 0.0))} ago", event.what, event.name, event.detail)
+    return table

@@ -1,4 +1,4 @@
-"""What happened to the mesh: losses, joins, drains and policies, for ``pdmesh status``, ``pdmesh top`` and the page.
+"""What happened to the mesh: losses, joins, drains and policies, for ``pdmesh status`` and the page.
 
 Everything comes from events that the core has handled, with the times of these events. The history is bounded. Each
 scheduler begins a new one.

@@ -1,4 +1,4 @@
-"""`pdmesh pool auto` on a mesh that runs: roles change where that helps, and what makes things worse is taken back."""
+"""`pdmesh pool advise --apply` on a running mesh changes roles where that helps; what makes things worse is undone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ANSWERS = [TimedRequest(index / 5.5, 8, 50) for index in range(300)]
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningMesh]:
-    with timed_mesh(tmp_path_factory.mktemp("auto"), COSTS, prefill=1, decode=2, max_num_seqs=4) as mesh:
+    with timed_mesh(tmp_path_factory.mktemp("advice"), COSTS, prefill=1, decode=2, max_num_seqs=4) as mesh:
         yield mesh
 
 
@@ -57,23 +57,23 @@ async def under_load(
     return said
 
 
-async def test_auto_changes_a_role_where_that_helps_and_within_bounds(mesh: RunningMesh, tmp_path: Path) -> None:
+async def test_advice_changes_a_role_where_that_helps_and_within_bounds(mesh: RunningMesh, tmp_path: Path) -> None:
     await send(mesh, PROMPTS)
     log = tmp_path / "events.log"
     shutil.copy(Path(mesh.environ["PDMESH_SCHEDULER_EVENT_LOG"]), log)
-    auto = ("pool", "auto", "--once", "--slo-ttft", "1", "--last", "60", "--log", str(log))
-    code, said = await under_load(mesh, PROMPTS, 0.0, *auto)
+    apply = ("pool", "advise", "--apply", "--slo-ttft", "1", "--last", "60", "--log", str(log))
+    code, said = await under_load(mesh, PROMPTS, 0.0, *apply)
     assert (code, "becomes" in said, "done after" in said) == (0, True, True), said
     changed = await anyio.to_thread.run_sync(pools, mesh)
     # Which of the two it is depends on what the steps were measured to take.
     assert changed in ({"prefill": 1, "mixed": 1, "decode": 1}, {"prefill": 2, "decode": 1}), said
-    await under_load(mesh, PROMPTS, 0.0, *auto)
+    await under_load(mesh, PROMPTS, 0.0, *apply)
     within = await anyio.to_thread.run_sync(pools, mesh)
     assert within.keys() >= {"prefill", "decode"}, within
 
 
 async def test_a_change_of_roles_that_makes_requests_wait_is_taken_back(mesh: RunningMesh) -> None:
-    """As `pool auto` asks for it, and an operator."""
+    """As `pool advise --apply` asks for it, and an operator."""
     rows = (await anyio.to_thread.run_sync(mesh.status)).instances
     for row in rows:
         began_as = row.instance_id.partition("-")[0]
