@@ -28,7 +28,7 @@ from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.model import Epoch, InstanceId, PrefixHash, RequestId, Role
 from pdmesh.plans import ChunkDone, ChunkPlan, StepPlan
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.policy.improvement import ImprovementInForce, ImprovementTable
+from pdmesh.policy.improvement import MinimumGain
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh_testing.core import GATEWAY, CoreBench, a_request, of, regrouped, stopped
 from pdmesh_testing.modelled import modelled_profile
@@ -221,24 +221,24 @@ def test_a_prompt_that_gains_too_little_is_computed_alone() -> None:
 def test_how_much_helpers_must_gain_follows_the_load_of_the_last_half_minute() -> None:
     bench = bench_of(num_prefill=3, num_blocks=4096)
     prefill_groups = bench.core._packer.prefill_groups
-    prefill_groups._improvement = ImprovementInForce(ImprovementTable(((0.0, 0.0), (5.0, 0.9))))
+    prefill_groups._minimum_gain = MinimumGain(((0.0, 0.0), (5.0, 0.9)))
     assert asked(bench.arrive("first", 2000))
-    assert prefill_groups._improvement.rate == 0.0
+    assert prefill_groups._minimum_gain.rate == 0.0
     for number in range(10):
         bench.now_s += 2.9
         bench.arrive(f"r{number}", 200)
     bench.now_s += 5.0
     bench.arrive("one more", 200)
-    assert prefill_groups._improvement.rate == 0.9, "4,000 s of work in 34 for three"
+    assert prefill_groups._minimum_gain.rate == 0.9, "4,000 s of work in 34 for three"
     bench.now_s += 3000.0
     bench.arrive("another", 10)
-    assert prefill_groups._improvement.rate == 0.0
+    assert prefill_groups._minimum_gain.rate == 0.0
 
 
 @pytest.mark.parametrize(("rate", "num_asked"), [(None, 0), (0.0, 1)])
 def test_the_loads_rate_is_for_where_none_is_set(rate: float | None, num_asked: int) -> None:
     bench = bench_of(policy=replace(POLICY, group_improvement=rate))
-    bench.core._packer.prefill_groups._improvement = ImprovementInForce(ImprovementTable(((0.0, 0.9),)))
+    bench.core._packer.prefill_groups._minimum_gain = MinimumGain(((0.0, 0.9),))
     assert len(asked(bench.arrive("long", 1024))) == num_asked
 
 

@@ -10,15 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.model import InstanceId
-from pdmesh.policy.latency import TETRIS_A100_LLAMA_3_8B, sequence_parallel
+from pdmesh.policy.latency import TETRIS_A100_LLAMA_3_8B, LinearLatencyModel
 from pdmesh.policy.sequence_parallel import ElasticPlanner, FreeAt, PlannedChunk, SequenceParallelPlanner
-from pdmesh_lab.studies.planners import ChunkwisePlanner, FixedPlanner
+from pdmesh_lab.studies.planners import ChunkwisePlanner
 
 LATENCY = TETRIS_A100_LLAMA_3_8B
 
 
 def pool(*frees_s: float) -> list[FreeAt]:
     return [(free_s, InstanceId(f"p{index:03}")) for index, free_s in enumerate(frees_s)]
+
+
+def of_size(size: int) -> ElasticPlanner:
+    """Plan for groups of one size alone."""
+    return ElasticPlanner({size: LATENCY[size]})
 
 
 def after(queues: list[FreeAt], plan: tuple[PlannedChunk, ...]) -> list[FreeAt]:
@@ -38,8 +43,8 @@ def test_a_long_and_a_shorter_prompt_on_16_busy_instances(
     first_size: int, second_size: int, first_s: float, second_s: float
 ) -> None:
     queues = pool(*[1.0] * 16)
-    first = FixedPlanner(LATENCY, first_size).plan(32768, 0, (), queues)
-    second = FixedPlanner(LATENCY, second_size).plan(16384, 0, (), after(queues, first))
+    first = of_size(first_size).plan(32768, 0, (), queues)
+    second = of_size(second_size).plan(16384, 0, (), after(queues, first))
     assert first[-1].end_s == pytest.approx(first_s, abs=0.07 * (first_s - 1))
     assert second[-1].end_s == pytest.approx(second_s, abs=0.07 * (second_s - 1))  # as well as the table is fitted
 
@@ -75,7 +80,6 @@ def test_plans_of_every_planner_keep_the_laws_and_ours_is_never_later(
         "reference": ChunkwisePlanner(LATENCY, rate),
         "ours": ElasticPlanner(LATENCY, rate),
         "one chunk": ChunkwisePlanner(LATENCY, rate, single_chunk=True),
-        "fixed": FixedPlanner(LATENCY, 8),
     }
     for name, planner in planners.items():
         plan = planner.plan(num_tokens, num_done, held, queues)
@@ -116,40 +120,6 @@ def test_a_size_that_gains_too_little_is_left_to_others() -> None:
     assert len(ElasticPlanner(LATENCY, 0.0).plan(128, 0, (), queues)[-1].members) <= 2
 
 
-@given(frees_s=queues_s, num_tokens=st.integers(1, 200_000), price=st.floats(0, 50), within_s=st.floats(0, 30))
-def test_at_a_price_nothing_of_less_cost_is_left_out_and_whoever_can_be_in_time_is(
-    frees_s: list[float], num_tokens: int, price: float, within_s: float
-) -> None:
-    queues = pool(*frees_s)
-
-    def cost(plan: tuple[PlannedChunk, ...]) -> float:
-        free = {name: free_s for free_s, name in queues}
-        end_s = plan[-1].end_s
-        return end_s + price * sum(end_s - free[name] for name in plan[-1].members)
-
-    planner = ElasticPlanner(LATENCY)
-    plan = planner.plan(num_tokens, 0, (), queues, price=price, within_s=within_s)
-    check(plan, num_tokens, queues, ())
-    earliest = planner.plan(num_tokens, 0, (), queues)
-    assert (plan[-1].end_s <= within_s) == (earliest[-1].end_s <= within_s) or not price
-    # Every size alone is a plan, too.
-    others = [FixedPlanner(LATENCY, size).plan(num_tokens, 0, (), queues) for size in (1, 2, 4, 8, 16)]
-    in_time = [each for each in (earliest, *others) if each[-1].end_s <= within_s] or [earliest, *others]
-    if price:
-        assert cost(plan) <= min(map(cost, in_time)) * (1 + 1e-9) + 1e-9
-
-
-def test_the_dearer_an_instance_the_smaller_the_group_down_to_the_least_work() -> None:
-    queues = pool(*[0.0] * 16)
-    sizes = [
-        len(ElasticPlanner(LATENCY).plan(32_768, 0, (), queues, price=price)[-1].members)
-        for price in (0.0, 0.05, 0.5, 20.0)
-    ]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] == 16
-    assert sizes[-1] == 1
-
-
 def test_idle_instances_begin_while_the_others_of_a_larger_group_are_busy() -> None:
     plan = ElasticPlanner(LATENCY).plan(100_000, 0, (), pool(0, 0, 0, 0, 3, 3, 3, 3))
     assert [len(chunk.members) for chunk in plan] == [4, 8]
@@ -165,7 +135,11 @@ def test_a_pool_without_a_size_that_is_known_is_named() -> None:
 
 
 def test_ours_is_never_later_than_the_reference_with_128_instances() -> None:
-    latency = {size: sequence_parallel(LATENCY[1], size, hop_s=0.002) for size in (1, 2, 4, 8, 16, 32, 64, 128)}
+    a_s, b_s, c_s, d_s, *_ = LATENCY[1].coefficients
+    latency = {
+        size: LinearLatencyModel(a_s=a_s + 0.002 * size, b_s=b_s / size, c_s=c_s / size, d_s=d_s / size)
+        for size in (1, 2, 4, 8, 16, 32, 64, 128)
+    }
     rng = random.Random(7)
     for _ in range(200):
         queues = pool(*(rng.choice((rng.uniform(0, 5), rng.expovariate(2.0), 0.0)) for _ in range(128)))

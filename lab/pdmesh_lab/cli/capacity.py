@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from dataclasses import replace
 
 import msgspec
@@ -105,8 +106,6 @@ def _longest_alone(options: PlanOptions, profile: Profile) -> int:
 
     Raises ConfigError if there is none.
     """
-    from pdmesh_lab.studies.kv_parallel import limit_tokens  # what studies have is needed by few commands
-
     if options.slo_tpot_s is None:
         raise ConfigError("--spread needs --slo-tpot: it spreads contexts whose decode would miss that target")
     if options.max_kv_tokens:
@@ -116,7 +115,8 @@ def _longest_alone(options: PlanOptions, profile: Profile) -> int:
     def step_s(num_tokens: int) -> float:
         return model.step_s(StepShape((), 1, num_tokens)) + exchange_s
 
-    most = limit_tokens(step_s, options.slo_tpot_s, options.kv_tokens)
+    tpot_s = options.slo_tpot_s
+    most = bisect_left(range(1, options.kv_tokens + 1), True, key=lambda num_tokens: step_s(num_tokens) > tpot_s)
     if most < BLOCK_SIZE:
         raise ConfigError(f"--slo-tpot is {options.slo_tpot_s:g} s: a decode step takes longer whatever the context")
     return most // BLOCK_SIZE * BLOCK_SIZE

@@ -1,4 +1,4 @@
-"""Planners that `ElasticPlanner` is compared with: groups of a fixed size, and Tetris's own search."""
+"""The planner that `ElasticPlanner` is compared with: Tetris's own search."""
 
 from __future__ import annotations
 
@@ -9,24 +9,6 @@ from dataclasses import dataclass
 from pdmesh.model import InstanceId
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.policy.sequence_parallel import FreeAt, GroupLatency, PlannedChunk, line_of, no_size, tokens_within
-
-
-@dataclass(frozen=True, slots=True)
-class FixedPlanner:
-    """Always ``size`` instances (1: never together), or all where there are fewer of a size that is known."""
-
-    latency: GroupLatency
-    size: int = 1
-
-    def plan(
-        self, num_tokens: int, num_done_tokens: int, held: Collection[InstanceId], pool: Sequence[FreeAt]
-    ) -> tuple[PlannedChunk, ...]:
-        line = line_of(held, pool)
-        sizes = _sizes(self.latency, len(held), len(line))
-        size = max((size for size in sizes if size <= self.size), default=sizes[0])
-        start_s = _free_s(line, size)
-        end_s = start_s + _chunk_s(self.latency[size], num_done_tokens, num_tokens - num_done_tokens)
-        return (PlannedChunk(num_tokens - num_done_tokens, _names(line, size), start_s, end_s),)
 
 
 @dataclass(frozen=True, slots=True)

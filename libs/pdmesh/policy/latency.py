@@ -7,7 +7,7 @@ profile is such a model for one model on one instance: ``PROFILES`` has built-in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, Self
 
@@ -224,27 +224,6 @@ def tensor_parallel(device: Device, degree: int) -> Device:
         flops_utilisation=device.flops_utilisation * (0.85 if degree > 1 else 1.0),
         bytes_utilisation=device.bytes_utilisation,
         launch_s=device.launch_s,
-    )
-
-
-#: What a step of a group costs for each member, in the middle of the 15 to 24 ms that Tetris's fits show.
-HOP_S = 0.02
-
-
-def sequence_parallel(model: LinearLatencyModel, size: int, hop_s: float = HOP_S) -> LinearLatencyModel:
-    """``size`` equal instances that compute a prompt together, its tokens and its KV spread over them evenly.
-
-    All that grows with tokens is divided by ``size``. Communication is taken as hidden behind it, but for ``hop_s`` for
-    each member and step. Tetris's measurements (below) show both: from size 1 to 8 the terms shrink 8.3 and 7.7 times,
-    and from size 4 to 16 the constant is 15 to 24 ms a member (32 layers, so about 0.6 ms a layer and member).
-    """
-    return replace(
-        model,
-        a_s=model.a_s + hop_s * size,
-        mixed_a_s=model.mixed_a_s + hop_s * size,
-        b_s=model.b_s / size,
-        c_s=model.c_s / size,
-        d_s=model.d_s / size,
     )
 
 

@@ -75,7 +75,7 @@ class ElasticPlanner:
 
     A size is worth them if the chain that ends on it is earlier than every smaller one's by ``improvement_rate``, or if
     the paper's rule says so of single chunks (Tetris, Algorithm 2): otherwise instances go to requests that gain more
-    from them. So the first token never comes later than Tetris's own search has it, where instances have no price.
+    from them. So the first token never comes later than Tetris's own search has it, with the same rate.
     ``min_chunk_tokens`` keeps chunks worth their step.
     """
 
@@ -90,20 +90,9 @@ class ElasticPlanner:
         object.__setattr__(self, "_sizes", rows)
 
     def plan(
-        self,
-        num_tokens: int,
-        num_done_tokens: int,
-        held: Collection[InstanceId],
-        pool: Sequence[FreeAt],
-        *,
-        price: float = 0.0,
-        within_s: float = math.inf,
+        self, num_tokens: int, num_done_tokens: int, held: Collection[InstanceId], pool: Sequence[FreeAt]
     ) -> tuple[PlannedChunk, ...]:
-        """Return the plan of the least cost among the group sizes that reach the improvement rate.
-
-        The cost of a plan is the time at which it ends, plus ``price`` (`pdmesh_lab.studies.price`) for each second
-        that it keeps a free instance from other requests. Plans that end ``within_s`` are preferred.
-        """
+        """Return the plan that ends first among the group sizes that reach the improvement rate."""
         line = line_of(held, pool)
         num_instances, num_least = len(line), len(held) or 1
         held_s = line[num_least - 1][0]
@@ -163,16 +152,6 @@ class ElasticPlanner:
         if not sizes:
             raise no_size(self.latency, num_least, num_instances)
         j = min(range(min(max(chain, single) + 1, len(sizes))), key=ends_s.__getitem__)
-        if price:
-            limit_s = within_s if ends_s[j] <= within_s else math.inf
-            least, taken, frees = math.inf, 0, 0.0
-            for i in range(j + 1):  # a larger one ends later, too
-                size, end_s = sizes[i].size, ends_s[i]
-                frees += sum([free_s for free_s, _ in line[taken:size]])
-                taken = size
-                cost = end_s + price * (size * end_s - frees)
-                if cost < least and end_s <= limit_s:
-                    least, j = cost, i
         names = [name for _, name in line[: sizes[j].size]]
         chunks: list[PlannedChunk] = []
         until = num_tokens

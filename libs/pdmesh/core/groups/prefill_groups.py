@@ -44,7 +44,7 @@ from pdmesh.model import InstanceId, RequestKey
 from pdmesh.plans import ChunkPlan, PrefillGroup, StepPlan
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundle import Bundle
-from pdmesh.policy.improvement import RATES_BY_LOAD, ImprovementInForce
+from pdmesh.policy.improvement import MinimumGain
 from pdmesh.policy.prefill_groups import GroupPolicy, Schedule
 from pdmesh.policy.views import PartialStep
 
@@ -59,14 +59,14 @@ class GroupPlanner:
         self.recovery = GroupRecovery(mesh)
         self._open: dict[RequestKey, RequestState] = {}  # that may be helped
         self._helping: dict[InstanceId, dict[RequestKey, float]] = {}  # and from when on each has the KV before
-        self._improvement = ImprovementInForce(RATES_BY_LOAD)
+        self._minimum_gain = MinimumGain()
         self._considered: dict[RequestKey, tuple[int, int]] = {}  # tokens planned and instances idle, when last looked
         self._parallel = ParallelPrefill(mesh)
         self._formation = Formation(mesh)
 
     def arrived(self, state: RequestState, now_s: float) -> None:
         """A request joined the line: what it takes to compute its prompt counts for how large groups may be."""
-        self._improvement.arrived(now_s, state.work_us * 1e-6, self._num_prefill)
+        self._minimum_gain.arrived(now_s, state.work_us * 1e-6, self._num_prefill)
 
     def _num_prefill(self) -> float:
         return max(1, sum(instance.takes_prompts for instance in self._mesh.instances.values()))
@@ -308,7 +308,7 @@ class GroupPlanner:
             [(in_flight_s(instance, group_policy), instance.instance_id) for instance in line],
             leader.profile.kv_layout.token_bytes,
             group_policy.most_members(leader.profile.kv_layout.num_layers),
-            self._improvement.rate,
+            self._minimum_gain.rate,
         )
         for helper_id in helper_ids:
             self._admit(state, leader, mesh.instances[helper_id])
