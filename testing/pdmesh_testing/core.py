@@ -26,7 +26,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.operator_events import ActuatorReported, FailedStart, OperationRequested
-from pdmesh.core.operators.operation_records import OperationView
+from pdmesh.core.operators.operation_records import OperationRecord
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import (
     NO_TRANSFER,
@@ -189,7 +189,7 @@ class CoreBench:
         self.released(step.instance_id, request_id)
         return place.instance_id
 
-    def operation(self, name: str) -> OperationView:
+    def operation(self, name: str) -> OperationRecord:
         """An operator's, by its id."""
         return next(view for view in self.core.operations if view.operation_id == name)
 

@@ -20,7 +20,7 @@ from pdmesh.core.operators.judging import (
     has_enough_data,
     why_worse,
 )
-from pdmesh.core.operators.operation_records import OperationView
+from pdmesh.core.operators.operation_records import OperationRecord
 from pdmesh.core.requests.request import RequestState
 from pdmesh.model import (
     InstanceId,
@@ -64,7 +64,7 @@ def hurried(name: str, *, epoch: int = 0, arrival_s: float = 0.0) -> Request:
     return replace(a_request(name, epoch=epoch, arrival_s=arrival_s), slo_ttft_s=0.5)
 
 
-def state(bench: CoreBench, name: str) -> OperationView:
+def state(bench: CoreBench, name: str) -> OperationRecord:
     return next(view for view in bench.core.operations if view.operation_id == name)
 
 

@@ -22,7 +22,7 @@ from pdmesh.core.events import (
     TransferFailed,
 )
 from pdmesh.core.operator_events import OperationCancelled, OperationRequested
-from pdmesh.core.operators.operation_records import OperationView
+from pdmesh.core.operators.operation_records import OperationRecord
 from pdmesh.model import (
     Epoch,
     InstanceId,
@@ -74,7 +74,7 @@ class Move:
         )
 
     @property
-    def operation(self) -> OperationView:
+    def operation(self) -> OperationRecord:
         return self.bench.core.operations[-1]
 
     def is_(self, state: OperationState) -> bool:

@@ -78,7 +78,7 @@ from pdmesh.core.operators.all_operations import AllOperations
 from pdmesh.core.operators.bundle_choice import BundleChoice
 from pdmesh.core.operators.desired import DesiredState
 from pdmesh.core.operators.judging import Judge
-from pdmesh.core.operators.operation_records import OperationView
+from pdmesh.core.operators.operation_records import OperationRecord
 from pdmesh.core.recovery.membership import Membership
 from pdmesh.core.recovery.reconcile import Reconciler
 from pdmesh.core.recovery.unheard import on_token_link
@@ -225,9 +225,9 @@ class SchedulerCore:
         return self._mesh.queue.counters.views
 
     @property
-    def operations(self) -> list[OperationView]:
+    def operations(self) -> list[OperationRecord]:
         """Operators' operations that run, and the last that are over, in the order in which they came."""
-        return self._operations.records.views
+        return self._operations.records.all
 
     @property
     def num_operation_changes(self) -> int:

@@ -27,7 +27,7 @@ from pdmesh.core.operator_events import (
     BundleChangeRequested,
     EndedProcess,
 )
-from pdmesh.core.operators.operation_records import OperationView
+from pdmesh.core.operators.operation_records import OperationRecord
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, InstanceProfile, OperationId, OperationKind, OperationState
 from pdmesh.policy.views import InstanceView
@@ -245,21 +245,21 @@ class MeshHistory:
 
     def _note_operations(self, now_s: float) -> None:
         before, self._operations = self._operations, {}
-        for view in self._core.operations:
-            self._operations[view.operation_id] = view.state
-            is_part = "/" in view.operation_id
-            if not is_part and before.get(view.operation_id) is not view.state:
-                is_new = view.state is OperationState.RUNNING
-                detail = f"operation {view.operation_id} {'began' if is_new else view.state}"
-                self._add(now_s, view.kind, view.instance_id, detail + (f": {view.detail}" if view.detail else ""))
+        for each in self._core.operations:
+            self._operations[each.operation_id] = each.state
+            is_part = "/" in each.operation_id
+            if not is_part and before.get(each.operation_id) is not each.state:
+                is_new = each.state is OperationState.RUNNING
+                detail = f"operation {each.operation_id} {'began' if is_new else each.state}"
+                self._add(now_s, each.kind, each.instance_id, detail + (f": {each.detail}" if each.detail else ""))
 
-    def _operation_on(self, instance_id: InstanceId) -> OperationView | None:
+    def _operation_on(self, instance_id: InstanceId) -> OperationRecord | None:
         """Return the operation that made an instance leave, or drains it; None if no operation did."""
         kinds = (OperationKind.DRAIN, OperationKind.RESTART)
         states = (OperationState.RUNNING, OperationState.DONE)
-        for view in reversed(self._core.operations):
-            if view.instance_id == instance_id and view.state in states:
-                return view if view.kind in kinds else None
+        for each in reversed(self._core.operations):
+            if each.instance_id == instance_id and each.state in states:
+                return each if each.kind in kinds else None
         return None
 
     # --- the present state ---

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import anyio
 
-from pdmesh.core.operators.operation_records import OperationView
+from pdmesh.core.operators.operation_records import OperationRecord
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import OperationId, OperationState, PoolCounts, Role
+from pdmesh.model import OperationId, PoolCounts, Role
 from pdmesh.wire.messages import OperationStatus
 from pdmesh_scheduler.observing import Handled
 
@@ -22,7 +22,7 @@ class OperationStatuses:
         self._core = core
         self._wall_time = wall_time
         self._resize_command = resize_command or ""
-        self._views: dict[OperationId, OperationView] = {}
+        self._records: dict[OperationId, OperationRecord] = {}
         self._seen = (0, core.bundle, core.batching)
         self._changed = anyio.Event()
 
@@ -31,7 +31,7 @@ class OperationStatuses:
         seen = self._core.num_operation_changes, handled.bundle, self._core.batching
         if seen != self._seen:
             self._seen = seen
-            self._views = {view.operation_id: view for view in self._core.operations}
+            self._records = {each.operation_id: each for each in self._core.operations}
             self._changed.set()
             self._changed = anyio.Event()
 
@@ -41,31 +41,39 @@ class OperationStatuses:
 
     def all(self) -> tuple[OperationStatus, ...]:
         """Return all operations that are remembered, the newest first."""
-        return tuple(self._status(view) for view in reversed(self._views.values()))
+        return tuple(self._status(each) for each in reversed(self._records.values()))
 
     def of(self, operation_id: OperationId) -> OperationStatus | None:
         """Return an operation; None if it is not remembered."""
-        view = self._views.get(operation_id)
-        return None if view is None else self._status(view)
+        record = self._records.get(operation_id)
+        return None if record is None else self._status(record)
 
     async def wait(self, operation_id: OperationId, num_left: int, wait_s: float) -> OperationStatus | None:
         """Return an operation once it is over or has another number left than ``num_left``, or after ``wait_s``."""
         with anyio.move_on_after(wait_s):
-            while (view := self._views.get(operation_id)) is not None:
-                if view.state is not OperationState.RUNNING or view.num_left != num_left:
+            while (record := self._records.get(operation_id)) is not None:
+                if not record.is_running or record.num_left != num_left:
                     break
                 await self._changed.wait()
         return self.of(operation_id)
 
-    def _status(self, view: OperationView) -> OperationStatus:
-        fields = view._asdict()
-        began_s, ended_s = fields.pop("began_s"), fields.pop("ended_s")
-        ended_at = None if ended_s is None else self._wall_time(ended_s)
+    def _status(self, record: OperationRecord) -> OperationStatus:
+        pools, ended_s = record.pools, record.ended_s
         return OperationStatus(
-            **fields,
-            began_at=self._wall_time(began_s),
-            ended_at=ended_at,
-            resize_command=self._resize_command_for(view.pools) if view.needs_actuator and view.pools else "",
+            operation_id=record.operation_id,
+            kind=record.kind,
+            instance_id=record.instance_id,
+            role=record.role,
+            state=record.state,
+            detail=record.detail,
+            num_left=record.num_left,
+            began_at=self._wall_time(record.began_s),
+            ended_at=None if ended_s is None else self._wall_time(ended_s),
+            timeout_s=record.timeout_s,
+            pools=pools,
+            needs_actuator=record.needs_actuator,
+            resize_command=self._resize_command_for(pools) if record.needs_actuator and pools else "",
+            request_id=record.request_id,
         )
 
     def _resize_command_for(self, pools: PoolCounts) -> str:

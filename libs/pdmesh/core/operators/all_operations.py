@@ -46,8 +46,8 @@ class AllOperations:
         """Handle what operators and actuators say."""
         handlers.on_timed(OperationRequested, self._requested)
         handlers.on_timed(OperationCancelled, self._cancelled)
-        handlers.on_timed(ResizeRequested, self._pools.request)
-        handlers.on_timed(RollingRequested, self._rolling.request)
+        handlers.on_timed(ResizeRequested, self._requested)
+        handlers.on_timed(RollingRequested, self._requested)
         handlers.on_timed(ActuatorReported, self._reported)
         handlers.on(ActuatorLost, self.actuators.lost)
 
@@ -97,9 +97,14 @@ class AllOperations:
 
     # --- events ---
 
-    def _requested(self, event: OperationRequested, now_s: float) -> None:
-        is_of_service = event.kind is OperationKind.RESTART and self._replacements.takes(event.instance_id)
-        if event.of_service or is_of_service:
+    def _requested(self, event: OperationRequested | ResizeRequested | RollingRequested, now_s: float) -> None:
+        if event.operation_id in self.records:
+            return  # asked again
+        if isinstance(event, ResizeRequested):
+            self._pools.request(event, now_s)
+        elif isinstance(event, RollingRequested):
+            self._rolling.request(event, now_s)
+        elif event.of_service or (event.kind is OperationKind.RESTART and self._replacements.takes(event.instance_id)):
             self._replacements.request(event, now_s)
         elif event.kind is OperationKind.MOVE:
             self._request_moves.request(event, now_s)

@@ -162,8 +162,6 @@ class Operations:
 
     def request(self, requested: OperationRequested, now_s: float) -> None:
         """Begin an operation on an instance, or refuse it before anything has changed."""
-        if requested.operation_id in self._records:
-            return  # asked again
         operation = _Operation.of(requested, now_s)
         self._records.add(operation)
         refusal = None if requested.again else self._refusal(requested, now_s)

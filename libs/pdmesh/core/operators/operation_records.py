@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, RequestId, Role
 
@@ -23,27 +22,9 @@ NO_INSTANCE = InstanceId("")
 TAKEN_BACK = "an operator took it back"
 
 
-class OperationView(NamedTuple):
-    """An operation as others may see it."""
-
-    operation_id: OperationId
-    kind: OperationKind
-    instance_id: InstanceId  # or `NO_INSTANCE`
-    role: Role | None
-    state: OperationState
-    detail: str
-    num_left: int  # requests that have to leave the instance; instances, or processes, of the whole mesh
-    began_s: float
-    ended_s: float | None
-    timeout_s: float
-    pools: PoolCounts | None = None  # of a resize
-    needs_actuator: bool = False  # refused since nobody starts and stops processes
-    request_id: RequestId | None = None  # of a move
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class OperationRecord:
-    """What is remembered of any operation; each kind adds what it needs."""
+    """What is remembered of any operation; each kind adds what it needs. Only the core may change a record."""
 
     operation_id: OperationId
     kind: OperationKind
@@ -51,37 +32,18 @@ class OperationRecord:
     began_s: float
     instance_id: InstanceId = NO_INSTANCE
     role: Role | None = None
-    pools: PoolCounts | None = None
-    request_id: RequestId | None = None
+    pools: PoolCounts | None = None  # of a resize
+    request_id: RequestId | None = None  # of a move
     state: OperationState = OperationState.RUNNING
     detail: str = ""
-    num_left: int = 0
+    num_left: int = 0  # requests that have to leave the instance; instances, or processes, of the whole mesh
     ended_s: float | None = None
-    needs_actuator: bool = False
+    needs_actuator: bool = False  # refused, because no actuator starts and stops processes
 
     @property
     def is_running(self) -> bool:
         """Whether it is not over."""
         return self.state is OperationState.RUNNING
-
-    @property
-    def view(self) -> OperationView:
-        """What others see of it now."""
-        return OperationView(
-            operation_id=self.operation_id,
-            kind=self.kind,
-            instance_id=self.instance_id,
-            role=self.role,
-            state=self.state,
-            detail=self.detail,
-            num_left=self.num_left,
-            began_s=self.began_s,
-            ended_s=self.ended_s,
-            timeout_s=self.timeout_s,
-            pools=self.pools,
-            needs_actuator=self.needs_actuator,
-            request_id=self.request_id,
-        )
 
 
 class OperationRecords:
@@ -127,9 +89,9 @@ class OperationRecords:
             del self._records[self._ended.popleft()]
 
     @property
-    def views(self) -> list[OperationView]:
-        """What others see of them, in the order in which they began."""
-        return sorted((record.view for record in self._records.values()), key=lambda view: view.began_s)
+    def all(self) -> list[OperationRecord]:
+        """All remembered operations, in the order in which they began."""
+        return sorted(self._records.values(), key=lambda record: record.began_s)
 
     @property
     def num_running(self) -> int:

@@ -140,8 +140,6 @@ class Pools:
 
     def request(self, requested: ResizeRequested, now_s: float) -> None:
         """Begin a resize, or refuse it before anything has changed; or go on with what another scheduler began."""
-        if requested.operation_id in self._records:
-            return  # asked again
         resize = _Resize(
             operation_id=requested.operation_id,
             kind=OperationKind.RESIZE,

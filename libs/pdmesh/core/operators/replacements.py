@@ -59,8 +59,6 @@ class Replacements:
 
     def request(self, requested: OperationRequested, now_s: float) -> None:
         """Let an actuator replace the process that is named, or that is there."""
-        if requested.operation_id in self._records:
-            return  # asked again
         pids = self._pids(requested.instance_id)
         if not requested.again:
             pid = requested.pid or (pids[0] if pids else 0)

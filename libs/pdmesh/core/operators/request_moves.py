@@ -46,8 +46,6 @@ class RequestMoves:
 
     def request(self, requested: OperationRequested, now_s: float) -> None:
         """Begin to move a request, or refuse it before anything has changed."""
-        if requested.operation_id in self._records:
-            return  # asked again
         record = OperationRecord(
             operation_id=requested.operation_id,
             kind=requested.kind,

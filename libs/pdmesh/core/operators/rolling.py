@@ -92,8 +92,6 @@ class RollingRestarts:
 
     def request(self, requested: RollingRequested, now_s: float) -> None:
         """Begin one, or refuse it before anything has changed; or go on with what another scheduler began."""
-        if requested.operation_id in self._records:
-            return  # asked again
         if not requested.again:
             requested = replace(requested, left=self._processes())
         rolling = _Rolling(
