@@ -26,7 +26,7 @@ from pdmesh.config_sources import load_config
 from pdmesh.errors import ConfigError, ServiceSuperseded, leaves
 from pdmesh.failures import sentences
 from pdmesh.telemetry.log_lines import configure_logging
-from pdmesh.telemetry.tracing import NoTracing, Tracing, configure_tracing
+from pdmesh.telemetry.tracing import Tracing, configure_tracing
 
 log = structlog.get_logger()
 
@@ -51,7 +51,7 @@ class ServiceContext:
     stopping: anyio.Event = field(default_factory=anyio.Event)
     #: Set at the second one, or after `drain_s`: end what still runs, say so to those who wait for it, and return.
     ending: anyio.Event = field(default_factory=anyio.Event)
-    tracing: Tracing = field(default_factory=NoTracing)
+    tracing: Tracing = field(default_factory=Tracing)
 
     def announce(self, **facts: Any) -> None:
         """Say, once, that the service can be reached; ``facts`` are addresses and the like.

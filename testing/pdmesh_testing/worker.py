@@ -50,7 +50,7 @@ from pdmesh.model import (
 )
 from pdmesh.plans import ChunkPlan, Evictions, KvShard, StepPlan, TransferPlan
 from pdmesh.prefixes import PrefixHasher
-from pdmesh.telemetry.tracing import NoTracing, Tracing
+from pdmesh.telemetry.tracing import Tracing
 from pdmesh.transport.kv_transport import KvTransport
 from pdmesh.wire.messages import (
     Generation,
@@ -377,7 +377,7 @@ async def running_instance(
             report=running.report,
             tokens=running,
             metrics=WorkerMetrics(),
-            tracing=tracing or NoTracing(),
+            tracing=tracing or Tracing(),
             stop=running.told_to_stop.set,
             drafter=drafter,
             tier=offloads,

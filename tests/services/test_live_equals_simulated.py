@@ -52,7 +52,7 @@ from pdmesh.model import (
 from pdmesh.plans import TransferPlan
 from pdmesh.policy.bundles import BUNDLE_NAMES
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.telemetry.tracing import NoTracing
+from pdmesh.telemetry.tracing import Tracing
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
     CommandMessage,
@@ -375,7 +375,7 @@ def serve(
             observers=(
                 SchedulerMetrics(CollectorRegistry(), core, TenantUsage(core)),
                 records,
-                SchedulerSpans(NoTracing(), lambda at_s: at_s),
+                SchedulerSpans(Tracing(), lambda at_s: at_s),
             ),
             event_log=log,
         )

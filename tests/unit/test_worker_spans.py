@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pdmesh.config import TransferConfig
 from pdmesh.core.events import KvReleased, TransferFailed
 from pdmesh.model import Role, SamplingParams
-from pdmesh.telemetry.tracing import OtelTracing, exporting
+from pdmesh.telemetry.tracing import Tracing, exporting
 from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
 from pdmesh.wire.messages import Generation
 from pdmesh_testing.fake_engine import FakeEngine
@@ -30,7 +30,7 @@ PARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 class Pair:
     prefill: RunningInstance
     decode: RunningInstance
-    tracing: OtelTracing
+    tracing: Tracing
     exporter: InMemorySpanExporter
 
     def spans(self) -> dict[str, ReadableSpan]:

@@ -10,30 +10,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pdmesh.config import TelemetryConfig
 from pdmesh.errors import ConfigError
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span as OtelSpan
+    from opentelemetry.trace import SpanKind, Tracer
 
 AttributeValue = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, AttributeValue]
 
 #: For what is left to be exported when a process stops.
 FLUSH_LIMIT_S = 3.0
-
-
-class Kind(Enum):
-    """A span's kind, in OpenTelemetry's words."""
-
-    SERVER = auto()  # the answer to a client's request
-    INTERNAL = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,34 +37,52 @@ class SpanEvent:
     attributes: Attributes = field(default_factory=dict[str, AttributeValue])
 
 
-class Span(Protocol):
-    """A span in progress."""
+class Span:
+    """A span in progress. A request that is not traced has one that only passes on its trace context."""
 
-    @property
-    def traceparent(self) -> str | None:
-        """The W3C header to hand on to child spans."""
-        ...
+    def __init__(self, traceparent: str | None, span: OtelSpan | None = None) -> None:
+        """``traceparent`` is the W3C header to hand on to child spans."""
+        self.traceparent = traceparent
+        self._span = span
 
     def event(self, name: str) -> None:
         """Note that something happened now."""
-        ...
+        if self._span is not None:
+            self._span.add_event(name)
 
     def end(self, attributes: Attributes, *, error: str | None = None) -> None:
         """End the span, once. ``error`` names the failure in one word."""
-        ...
+        if self._span is not None:
+            _end(self._span, attributes, error, None)
 
 
-class Tracing(Protocol):
-    """What a service traces with. Spans carry sizes and ids, never a prompt's text. No method blocks or raises."""
+class Tracing:
+    """What a service traces with. Spans carry sizes and ids, never a prompt's text. No method blocks or raises.
+
+    Without a ``provider`` tracing is off; a client's trace context is still passed on. OpenTelemetry's global provider
+    is left alone.
+    """
+
+    def __init__(self, provider: TracerProvider | None = None) -> None:
+        self._provider = provider
+        self._tracer = None if provider is None else provider.get_tracer("pdmesh")
 
     @property
     def on(self) -> bool:
         """Whether spans are recorded at all; if not, there is no need to gather their attributes."""
-        ...
+        return self._tracer is not None
 
     def start(self, name: str, traceparent: str | None, started_at: float, attributes: Attributes) -> Span:
         """Begin the span of a client's request: a child of ``traceparent`` if given, else the root of a trace."""
-        ...
+        if self._tracer is None:
+            return Span(traceparent)
+        from opentelemetry.trace import SpanKind
+
+        span = _begin(self._tracer, name, traceparent, started_at, attributes, SpanKind.SERVER)
+        context = span.get_span_context()
+        if not context.is_valid:  # OpenTelemetry's own settings turn it off
+            return Span(None, span)
+        return Span(f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}", span)
 
     def record(
         self,
@@ -86,123 +96,40 @@ class Tracing(Protocol):
         error: str | None = None,
     ) -> None:
         """Record a span that is over, as a child of ``traceparent``. Times are Unix times in seconds."""
-        ...
-
-    def close(self) -> None:
-        """Export what is left. Blocking, for `FLUSH_LIMIT_S` at most."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class NoSpan:
-    """A span of a request that is not traced; it passes on the trace context that came in."""
-
-    traceparent: str | None
-
-    def event(self, name: str) -> None:
-        return
-
-    def end(self, attributes: Attributes, *, error: str | None = None) -> None:
-        return
-
-
-class NoTracing:
-    """Tracing that is off. A client's trace context is still passed on."""
-
-    on = False
-
-    def start(self, name: str, traceparent: str | None, started_at: float, attributes: Attributes) -> Span:
-        return NoSpan(traceparent)
-
-    def record(
-        self,
-        name: str,
-        traceparent: str,
-        started_at: float,
-        ended_at: float,
-        attributes: Attributes,
-        *,
-        events: Sequence[SpanEvent] = (),
-        error: str | None = None,
-    ) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
-class _OpenSpan:
-    def __init__(self, span: OtelSpan) -> None:
-        self._span = span
-        context = span.get_span_context()
-        self.traceparent: str | None = None
-        if context.is_valid:  # not so if OpenTelemetry's own settings turn it off
-            self.traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
-
-    def event(self, name: str) -> None:
-        self._span.add_event(name)
-
-    def end(self, attributes: Attributes, *, error: str | None = None) -> None:
-        _end(self._span, attributes, error, None)
-
-
-class OtelTracing:
-    """Tracing through a tracer provider of its own; OpenTelemetry's global one is left alone."""
-
-    on = True
-
-    def __init__(self, provider: TracerProvider) -> None:
-        from opentelemetry.context import Context
+        if self._tracer is None:
+            return
         from opentelemetry.trace import SpanKind
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider = provider
-        self._tracer = provider.get_tracer("pdmesh")
-        self._propagator = TraceContextTextMapPropagator()
-        self._no_parent = Context()
-        self._kinds = {Kind.SERVER: SpanKind.SERVER, Kind.INTERNAL: SpanKind.INTERNAL}
-
-    def start(self, name: str, traceparent: str | None, started_at: float, attributes: Attributes) -> Span:
-        return _OpenSpan(self._begin(name, traceparent, started_at, attributes, Kind.SERVER))
-
-    def record(
-        self,
-        name: str,
-        traceparent: str,
-        started_at: float,
-        ended_at: float,
-        attributes: Attributes,
-        *,
-        events: Sequence[SpanEvent] = (),
-        error: str | None = None,
-    ) -> None:
-        span = self._begin(name, traceparent, started_at, attributes, Kind.INTERNAL)
+        span = _begin(self._tracer, name, traceparent, started_at, attributes, SpanKind.INTERNAL)
         for event in events:
             span.add_event(event.name, event.attributes, timestamp=_ns(event.at))
         _end(span, {}, error, max(started_at, ended_at))
 
     def close(self) -> None:
+        """Export what is left. Blocking, for `FLUSH_LIMIT_S` at most."""
+        if self._provider is None:
+            return
         # An exporter that cannot reach its collector takes its own time to give up; we do not wait for it.
         closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
         closing.start()
         closing.join(FLUSH_LIMIT_S)
 
-    def _begin(
-        self, name: str, traceparent: str | None, started_at: float, attributes: Attributes, kind: Kind
-    ) -> OtelSpan:
-        return self._tracer.start_span(
-            name,
-            context=self._parent(traceparent),
-            kind=self._kinds[kind],
-            attributes=attributes,
-            start_time=_ns(started_at),
-        )
 
-    def _parent(self, traceparent: str | None) -> Context:
-        """The context of a remote parent. A malformed one counts as none, as W3C Trace Context asks."""
-        if traceparent is None:
-            return self._no_parent
-        return self._propagator.extract({"traceparent": traceparent}, context=self._no_parent)
+def _begin(
+    tracer: Tracer,
+    name: str,
+    traceparent: str | None,
+    started_at: float,
+    attributes: Attributes,
+    kind: SpanKind,
+) -> OtelSpan:
+    """Begin a span. A malformed ``traceparent`` counts as none, as W3C Trace Context asks."""
+    from opentelemetry.context import Context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier = {} if traceparent is None else {"traceparent": traceparent}
+    parent = TraceContextTextMapPropagator().extract(carrier, context=Context())
+    return tracer.start_span(name, context=parent, kind=kind, attributes=attributes, start_time=_ns(started_at))
 
 
 def _end(span: OtelSpan, attributes: Attributes, error: str | None, ended_at: float | None) -> None:
@@ -222,7 +149,7 @@ def _ns(seconds: float) -> int:
 def configure_tracing(service: str, config: TelemetryConfig) -> Tracing:
     """Return a process's tracing; off unless an OTLP endpoint is configured. Raises ConfigError."""
     if config.otlp_endpoint is None:
-        return NoTracing()
+        return Tracing()
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
     # Without a scheme the exporter would ask for TLS.
@@ -236,7 +163,7 @@ def configure_tracing(service: str, config: TelemetryConfig) -> Tracing:
     return exporting(service, exporter)
 
 
-def exporting(service: str, exporter: SpanExporter) -> OtelTracing:
+def exporting(service: str, exporter: SpanExporter) -> Tracing:
     """Return tracing that passes its spans to ``exporter`` in batches, on a thread of its own."""
     from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -246,4 +173,4 @@ def exporting(service: str, exporter: SpanExporter) -> OtelTracing:
     resource = Resource.create({SERVICE_NAME: f"pdmesh-{service}"}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    return OtelTracing(provider)
+    return Tracing(provider)

@@ -15,7 +15,7 @@ import structlog
 from pdmesh.core.commands import SHARED_BLAME, ForgetRequest, GatewayCommand, Reject, Restart
 from pdmesh.errors import RequestRejected
 from pdmesh.model import Epoch, GatewayId, RejectReason, RequestId, is_request_of, request_id_of
-from pdmesh.telemetry.tracing import NoSpan, Span, Tracing
+from pdmesh.telemetry.tracing import Span, Tracing
 from pdmesh.wire.messages import OtherChoice, Submit, pack_token_ids
 from pdmesh_gateway.call_stops import CallStops
 from pdmesh_gateway.choices import Choice
@@ -199,7 +199,7 @@ class Generator:
 
     def _span(self, job: GenerationJob) -> Span:
         if not self._tracing.on:
-            return NoSpan(job.traceparent)
+            return Span(job.traceparent)
         attributes = request_attributes(
             request_id=job.request_id,
             label=job.label,

@@ -18,7 +18,7 @@ from pdmesh.model import GRANULE_TOKENS, GatewayId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.service import ServiceContext
-from pdmesh.telemetry.tracing import NoTracing
+from pdmesh.telemetry.tracing import Tracing
 from pdmesh.wire.rejected_peers import Strangers
 from pdmesh_gateway.gateway_metrics import GatewayMetrics
 from pdmesh_gateway.gateway_session import GatewaySession
@@ -127,7 +127,7 @@ async def serve_gateway(config: MeshConfig, context: ServiceContext) -> None:
             transcripts=transcripts,
             link=link,
             metrics=metrics,
-            tracing=NoTracing(),
+            tracing=Tracing(),
             model="simulated",
             no_instance_grace_s=config.gateway.no_instance_grace_s,
         )
