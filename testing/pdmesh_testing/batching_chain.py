@@ -10,7 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pdmesh.policy.batching_theory import LengthMoments, StepCosts
+from pdmesh.policy.batching_theory import LengthMoments, StepCosts, Threshold
+
+
+def geometric_threshold(costs: StepCosts, mean_output_tokens: float) -> Threshold:
+    """Return the best threshold for outputs that end with equal chance at any token: (3) of the EB+ paper.
+
+    The exponent is the root of e^x - 1 - x = switch / (step * mean output), by Newton's method from above.
+    """
+    if mean_output_tokens <= 1:
+        return Threshold(1.0, 1.0)
+    rho = costs.switch_s / (costs.decode_step_s * mean_output_tokens)
+    exponent = min(math.sqrt(2 * rho), math.log(1 + rho + math.sqrt(2 * rho)))
+    for _ in range(20):
+        exponent -= (math.expm1(exponent) - exponent - rho) / math.expm1(exponent)
+    return Threshold(-math.expm1(-exponent), exponent / -math.log1p(-1 / mean_output_tokens))
 
 
 def exact_throughputs(num_slots: int, costs: StepCosts, lengths: LengthMoments) -> Sequence[float]:

@@ -19,7 +19,8 @@ from pdmesh.policy.batching import (
     SwitchingBatching,
     phase_end_s,
 )
-from pdmesh.policy.batching_theory import LengthMoments, StepCosts, StepLimit, geometric_threshold
+from pdmesh.policy.batching_theory import LengthMoments, StepCosts, StepLimit
+from pdmesh_testing.batching_chain import geometric_threshold
 
 LENGTHS = LengthMoments(mean_prompt_tokens=128, mean_output_tokens=127, var_prompt_tokens=16_000)
 NAMED = StepCosts(

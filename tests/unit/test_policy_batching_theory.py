@@ -20,17 +20,13 @@ from pdmesh.policy.batching_theory import (
     StepCosts,
     StepLimit,
     Threshold,
-    crossover_s,
     exclusive_throughput,
-    geometric_threshold,
     max_safe_slots,
     mixed_state,
-    mixed_throughput,
-    phase_exponent,
     renewal_threshold,
     tried_threshold,
 )
-from pdmesh_testing.batching_chain import exact_throughputs
+from pdmesh_testing.batching_chain import exact_throughputs, geometric_threshold
 from pdmesh_testing.examples import slow_beyond
 
 FREE_TOKENS = StepCosts(switch_s=1.0, decode_step_s=1.0, mixed_step_s=1.0, prompt_token_s=0.0, decode_token_s=0.0)
@@ -39,19 +35,6 @@ FREE_TOKENS = StepCosts(switch_s=1.0, decode_step_s=1.0, mixed_step_s=1.0, promp
 def costs(switch_s: float, **others: float) -> StepCosts:
     values = {"decode_step_s": 1.0, "mixed_step_s": 1.0, "prompt_token_s": 0.0, "decode_token_s": 0.0, **others}
     return StepCosts(switch_s=switch_s, **values)
-
-
-@given(st.floats(min_value=1e-14, max_value=1e6))
-def test_the_exponent_solves_its_equation(rho: float) -> None:
-    exponent = phase_exponent(rho)
-    series = sum(exponent**n / math.factorial(n) for n in range(2, 30)) if exponent < 1 else 0.0
-    assert (series or math.expm1(exponent) - exponent) == pytest.approx(rho, rel=1e-12)
-
-
-def test_a_negative_ratio_of_costs_is_refused() -> None:
-    assert phase_exponent(0.0) == 0.0
-    with pytest.raises(ValueError, match="cannot be negative"):
-        phase_exponent(-1.0)
 
 
 @given(
@@ -132,17 +115,6 @@ def test_the_best_threshold_of_a_chain_does_not_depend_on_what_tokens_cost() -> 
         rates = exact_throughputs(64, of, LengthMoments(mean_prompt_tokens=prompt, mean_output_tokens=64))
         best.add(rates.index(max(rates)))
     assert len(best) == 1
-
-
-def test_the_crossover_falls_as_one_over_the_slots() -> None:
-    """N times the right side of (7), with the exact chain for exclusive batching: 1/N + O(1/N^2), section 7."""
-    lengths = LengthMoments(mean_prompt_tokens=256, mean_output_tokens=64)
-    of = costs(1.0)
-    threshold = geometric_threshold(of, 64)
-    for num_slots in (64, 128, 256):
-        rates = exact_throughputs(num_slots, of, lengths)
-        exact_s = (1 / max(rates) - of.mixed_step_s * (1 + 64) / num_slots) / lengths.num_tokens
-        assert crossover_s(num_slots, threshold, of, lengths) == pytest.approx(exact_s, rel=8 / num_slots)
 
 
 @given(
@@ -236,7 +208,7 @@ def test_mixed_throughput_is_what_a_simulation_of_its_steps_gives(
     )
     lengths = LengthMoments(mean_prompt_tokens=prompt, mean_output_tokens=mean_output)
     simulated = simulated_mixed(num_slots, of, prompt, mean_output, 20_000)
-    assert mixed_throughput(num_slots, of, lengths) == pytest.approx(simulated, rel=0.03)
+    assert mixed_state(num_slots, of, lengths).throughput == pytest.approx(simulated, rel=0.03)
 
 
 def simulated_limited(num_slots: int, of: StepCosts, prompt: int, mean_output: int, limit: StepLimit) -> float:
@@ -306,7 +278,7 @@ def test_mixed_throughput_under_a_limit_is_what_a_simulation_of_its_steps_gives(
     )
     lengths = LengthMoments(mean_prompt_tokens=prompt, mean_output_tokens=mean_output)
     simulated = simulated_limited(num_slots, of, prompt, mean_output, limit)
-    assert mixed_throughput(num_slots, of, lengths, limit) == pytest.approx(simulated, rel=0.03)
+    assert mixed_state(num_slots, of, lengths, limit).throughput == pytest.approx(simulated, rel=0.03)
 
 
 @given(
@@ -347,25 +319,15 @@ def test_which_mode_is_faster_is_what_the_chain_and_a_simulation_of_mixed_steps_
         measured = exact_throughputs(num_slots, of, lengths)[k - 1] / simulated_mixed(
             num_slots, of, prompt, output, 200 * output
         )
-        predicted = exclusive_throughput(num_slots, threshold, of, lengths) / mixed_throughput(num_slots, of, lengths)
+        predicted = (
+            exclusive_throughput(num_slots, threshold, of, lengths) / mixed_state(num_slots, of, lengths).throughput
+        )
         if abs(measured - 1) > 0.02:
             judged += 1
             agreed += (measured > 1) is (predicted > 1)
             assert predicted == pytest.approx(measured, rel=0.05)
     assert judged >= 8
     assert agreed == judged
-
-
-def test_exclusive_batching_wins_where_interference_costs_more_than_the_crossover() -> None:
-    lengths = LengthMoments(mean_prompt_tokens=128, mean_output_tokens=128)
-    of = costs(6e-3, decode_step_s=4e-3, mixed_step_s=6e-3, prompt_token_s=1.5e-4, decode_token_s=2e-4)
-    threshold = geometric_threshold(of, 128)
-    bound = crossover_s(64, threshold, of, lengths)
-    # (7) charges every mixed step its constant, so compare where all of them carry chunks.
-    for extra_s, exclusive_wins in ((-1e-6, False), (1e-6, True)):
-        slow_s = (bound + extra_s) * lengths.num_tokens
-        mixed_s = of.mixed_step_s * (1 + 128) / 64 + of.prompt_token_s * 128 + of.decode_token_s * 128 + slow_s
-        assert (exclusive_throughput(64, threshold, of, lengths) > 1 / mixed_s) is exclusive_wins
 
 
 def peaks_above(capacity: float, num_slots: int, k: int, lengths: LengthMoments, num_phases: int) -> float:
@@ -417,11 +379,11 @@ def test_where_mixed_steps_interfere_exclusive_batching_is_ahead_and_where_they_
         interference_s=1e-4,
     )
     gain = exclusive_throughput(64, geometric_threshold(bound_by_bandwidth, 128), bound_by_bandwidth, lengths)
-    assert gain / mixed_throughput(64, bound_by_bandwidth, lengths) == pytest.approx(1.08, abs=0.02)
+    assert gain / mixed_state(64, bound_by_bandwidth, lengths).throughput == pytest.approx(1.08, abs=0.02)
     for num_slots in (8, 64, 256):
         free = costs(6e-3, decode_step_s=4e-3, mixed_step_s=4e-3, prompt_token_s=1.5e-4, decode_token_s=2e-4)
         exclusive = exclusive_throughput(num_slots, geometric_threshold(free, 128), free, lengths)
-        assert exclusive < mixed_throughput(num_slots, free, lengths)
+        assert exclusive < mixed_state(num_slots, free, lengths).throughput
 
 
 def seconds_a_request(num_slots: int, num_idle: int, of: StepCosts, outputs: Sequence[int]) -> float:
@@ -480,5 +442,5 @@ def test_requests_that_begin_together_leave_more_steps_without_a_chunk() -> None
     alone, together = (mixed_state(32, of, lengths, together=number) for number in (1.0, 4.0))
     assert together.throughput > alone.throughput
     assert mixed_state(32, of, lengths, together=1e9).throughput == pytest.approx(
-        mixed_throughput(32, costs(1.0, prompt_token_s=0.01), lengths), rel=1e-3
+        mixed_state(32, costs(1.0, prompt_token_s=0.01), lengths).throughput, rel=1e-3
     )

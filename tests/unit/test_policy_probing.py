@@ -10,9 +10,10 @@ from itertools import pairwise
 import pytest
 
 from pdmesh.policy.batching import Load, Mode, SwitchingBatching
-from pdmesh.policy.batching_theory import LengthMoments, StepCosts, geometric_threshold
+from pdmesh.policy.batching_theory import LengthMoments, StepCosts
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.probing import PROBE_CYCLES, PROBE_EVERY, Meter, Probing, Tally, Together
+from pdmesh_testing.batching_chain import geometric_threshold
 
 MODEL = LinearLatencyModel(a_s=0.006, b_s=0.00015, c_s=1e-8, d_s=5e-9, decode_a_s=0.004, decode_s=0.0002)
 LENGTHS = LengthMoments(mean_prompt_tokens=128, mean_output_tokens=128)

@@ -1,4 +1,4 @@
-"""Exclusive and mixed batching in saturation: throughput, the best threshold, the crossover, and a safe batch size.
+"""Exclusive and mixed batching in saturation: throughput, the best threshold, and a safe batch size.
 
 An instance has N slots, each busy or idle, and some request always waits. Under *exclusive* batching decode
 phases end when k of them are idle; a prefill phase then fills all of these while the others stand still. Under *mixed*
@@ -89,51 +89,6 @@ class Threshold(NamedTuple):
     idle_share: float
     num_steps: float
     excess: float = 1.0  # so many times as many are idle then, in the mean: several may end at once
-
-
-def phase_exponent(rho: float) -> float:
-    """The root Lambda >= 0 of e^Lambda - 1 - Lambda = rho, for rho >= 0.
-
-    Newton's method from a bound above the root: the left side is convex and grows, so it descends without overshooting.
-    Raises ValueError for a negative rho.
-    """
-    if rho < 0:
-        raise ValueError(f"rho is {rho}; it is a ratio of costs and cannot be negative")
-    if rho == 0:
-        return 0.0
-    small = math.sqrt(2 * rho)
-    exponent = min(small, math.log(1 + rho + small))
-    for _ in range(20):
-        step = (_exponential_rest(exponent) - rho) / math.expm1(exponent)
-        exponent -= step
-        if abs(step) <= 1e-15 * exponent:
-            break
-    return exponent
-
-
-def _exponential_rest(x: float) -> float:
-    """e^x - 1 - x without the cancellation of small x."""
-    if x > 0.3:
-        return math.expm1(x) - x
-    term = total = x * x / 2
-    order = 3
-    while abs(term) > 1e-18 * total:
-        term *= x / order
-        total += term
-        order += 1
-    return total
-
-
-def geometric_threshold(costs: StepCosts, mean_output_tokens: float) -> Threshold:
-    """The best threshold where every decode is as likely to end at any token: (3), with p = 1 / mean output.
-
-    In an exact chain of 64 to 512 slots it loses at most 0.32 % of the best throughput. Decodes end at steps, so seats
-    empty at the rate -ln(1 - p) a step; but phases have whole steps, too, and the share of that rate loses more.
-    """
-    if mean_output_tokens <= 1:
-        return Threshold(1.0, 1.0)
-    exponent = phase_exponent(costs.switch_s / (costs.decode_step_s * mean_output_tokens))
-    return Threshold(-math.expm1(-exponent), exponent / -math.log1p(-1 / mean_output_tokens))
 
 
 def renewal_threshold(costs: StepCosts, output_tokens: Sequence[int]) -> Threshold:
@@ -229,16 +184,11 @@ class _PhaseCost:
 def exclusive_throughput(num_slots: float, threshold: Threshold, costs: StepCosts, lengths: LengthMoments) -> float:
     """Requests a second under exclusive batching: N θ over the time of a cycle.
 
-    At the threshold of `geometric_threshold` this is (4); there an exact chain of 64 slots or more is 0.8 % away.
+    At the best threshold for geometric outputs this is (4); there an exact chain of 64 slots or more is 0.8 % away.
     """
     work_s = costs.prompt_token_s * lengths.mean_prompt_tokens + costs.decode_token_s * lengths.mean_output_tokens
     cycle_s = costs.switch_s + costs.decode_step_s * threshold.num_steps
     return 1 / (work_s + cycle_s / (num_slots * threshold.idle_share * threshold.excess))
-
-
-def mixed_throughput(num_slots: float, costs: StepCosts, lengths: LengthMoments, limit: StepLimit = NO_LIMIT) -> float:
-    """Requests a second under mixed batching: of `mixed_state`."""
-    return mixed_state(num_slots, costs, lengths, limit).throughput
 
 
 def mixed_state(
@@ -315,17 +265,6 @@ def _decodes_that_leave_room(most: float, costs: StepCosts, lengths: LengthMomen
         else:
             most = middle
     return low
-
-
-def crossover_s(num_slots: float, threshold: Threshold, costs: StepCosts, lengths: LengthMoments) -> float:
-    """Return the seconds a token by which mixed steps may be slower before exclusive batching wins: (7).
-
-    ``num_slots`` are requests, not tokens. It is very sensitive to ``mixed_step_s``, which has to be measured.
-    """
-    cycle_s = costs.switch_s + costs.decode_step_s * threshold.num_steps
-    exclusive_s = cycle_s / (threshold.idle_share * num_slots)
-    mixed_s = costs.mixed_step_s * (1 + lengths.mean_output_tokens) / num_slots
-    return (exclusive_s - mixed_s) / lengths.num_tokens
 
 
 def max_safe_slots(
