@@ -200,7 +200,7 @@ async def test_a_scheduler_that_is_replaced_by_the_operation_is_waited_for(monke
             raise found
         return found
 
-    monkeypatch.setattr("pdmesh.cli.operation_requests.ask_scheduler", answer)
+    monkeypatch.setattr("pdmesh.wire.admin.ask_scheduler", answer)
     monkeypatch.setattr("pdmesh.cli.operation_requests.AWAY_PAUSE_S", 0.0)
     run = partial(CliRunner().invoke, app, ["restart", "--rolling", "--scheduler", "127.0.0.1:1"])
     result = await anyio.to_thread.run_sync(run)

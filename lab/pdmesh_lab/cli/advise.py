@@ -17,7 +17,6 @@ import typer
 from pdmesh.cli.operation_requests import current_state, start
 from pdmesh.cli.options import Asked, Output, new_operation_id
 from pdmesh.cli.progress import progress_bar
-from pdmesh.cli.state_folder import scheduler_of
 from pdmesh.cli.tables import Column, Table
 from pdmesh.core.events import InstanceJoined
 from pdmesh.core.operator_events import OperationRequested
@@ -27,7 +26,6 @@ from pdmesh.eventlog import EventLogReader, Header, core_of
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import InstanceId, OperationKind, PoolCounts, Role
-from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import GetDecisions, InstanceStatus, LatestDecisions
 from pdmesh_lab.cli.options import AdviceOptions
 from pdmesh_lab.cli.replay import Replay
@@ -115,13 +113,10 @@ def read_log(path: Path) -> Recording:
 
 
 async def _latest(asked: Asked) -> list[LatestDecisions]:
-    _, address, security = scheduler_of(asked.config, asked.state)
     pages: list[LatestDecisions] = []
     start: int | None = 0
     while start is not None:
-        answer = await ask_scheduler(address, security, GetDecisions(start=start))
-        if not isinstance(answer, LatestDecisions):
-            raise ProtocolError("the scheduler sent an unexpected answer")
+        answer = await asked.ask(GetDecisions(start=start), LatestDecisions)
         pages.append(answer)
         if answer.next_start is not None and answer.next_start <= start:
             raise ProtocolError("the scheduler sent a page twice")

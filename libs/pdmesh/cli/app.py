@@ -214,7 +214,7 @@ def status(asked: Asked) -> None:
     """
     from pdmesh.cli.status import show_status
 
-    show_status(asked.config, asked.state, asked.output)
+    show_status(asked)
 
 
 @app.command("models, ls", example="pdmesh models")
@@ -250,7 +250,7 @@ def requests_show(
     """Print a request's timeline: waiting, each chunk with its instance, the KV transfer, the tokens."""
     from pdmesh.cli.request_view import show_request
 
-    show_request(asked.config, asked.state, request_id, asked.output)
+    show_request(asked, request_id)
 
 
 @requests_app.command("list, ls", example="pdmesh requests list -n 50")
@@ -262,7 +262,7 @@ def requests_list(
     """List the latest requests, newest first."""
     from pdmesh.cli.request_view import list_requests
 
-    list_requests(asked.config, asked.state, limit, asked.output)
+    list_requests(asked, limit)
 
 
 @policy_app.command("list, ls", example="pdmesh policy list")
@@ -271,7 +271,7 @@ def policy_list(asked: Asked) -> None:
     """List the policy bundles and batching modes; a star marks what a running mesh uses."""
     from pdmesh.cli.policy import list_policies
 
-    list_policies(asked.config, asked.state, asked.output)
+    list_policies(asked)
 
 
 @policy_app.command("get", example="pdmesh policy get")
@@ -280,7 +280,7 @@ def policy_get(asked: Asked) -> None:
     """Print the policy bundle in use."""
     from pdmesh.cli.policy import get_policy
 
-    get_policy(asked.config, asked.state)
+    get_policy(asked)
 
 
 @policy_app.command("set", example="pdmesh policy set fcfs")
@@ -299,7 +299,7 @@ def policy_set(
     """
     from pdmesh.cli.policy import set_policy
 
-    set_policy(asked.config, asked.state, policy, threshold)
+    set_policy(asked, policy, threshold)
 
 
 @app.command(example='pdmesh chat -m "Why separate prefill and decode?"')
@@ -351,7 +351,7 @@ def doctor(
         from pdmesh.cli.mesh_doctor import run_mesh_doctor
 
         tree = given.config(scheduler_address=scheduler)
-        raise Exit(run_mesh_doctor(tree, state_folder(os.environ, name), output))
+        raise Exit(run_mesh_doctor(Asked(tree, state_folder(os.environ, name), output)))
     from pdmesh.cli.doctor import run_doctor
 
     raise Exit(run_doctor(given.config(), output, os.environ))

@@ -5,17 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-import anyio
 import msgspec
 import typer
 
-from pdmesh.cli.options import Output
-from pdmesh.cli.state_folder import StateFolder, scheduler_of
+from pdmesh.cli.options import Asked, Output
 from pdmesh.cli.tables import terminal_width, wrapped
-from pdmesh.config import MeshConfig
-from pdmesh.errors import ProtocolError
 from pdmesh.wire import messages
-from pdmesh.wire.admin import ask_scheduler
 
 #: Clocks may differ by so much: logs and traces of two hosts are read side by side.
 MAX_OFFSET_S = 1.0
@@ -39,14 +34,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     advice: str
 
 
-def run_mesh_doctor(config: MeshConfig, state: StateFolder, output: Output) -> int:
+def run_mesh_doctor(asked: Asked) -> int:
     """Print what is wrong in a mesh; return 1 if anything is. Raises PdmeshError if it cannot be asked."""
-    _, address, security = scheduler_of(config, state)
-    answer = anyio.run(ask_scheduler, address, security, messages.CheckMesh())
-    if not isinstance(answer, messages.MeshChecked):
-        raise ProtocolError(f"the scheduler at {address} answered another question")
+    answer = asked.answer(messages.CheckMesh(), messages.MeshChecked)
     found = list(findings(answer, time.time()))
-    if output is Output.JSON:
+    if asked.output is Output.JSON:
         typer.echo(msgspec.json.encode({"checked": answer, "findings": found}).decode())
     else:
         print_findings(answer, found)

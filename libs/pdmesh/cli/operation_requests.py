@@ -5,22 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 import anyio
 import msgspec
 import typer
 
 from pdmesh.cli.options import Asked, Output, new_operation_id
-from pdmesh.cli.state_folder import scheduler_of
 from pdmesh.cli.tables import Column, Table, duration
 from pdmesh.core.operator_events import OperationRequested
-from pdmesh.errors import InstanceUnavailable, ProtocolError
+from pdmesh.errors import InstanceUnavailable
 from pdmesh.model import OperationId, OperationKind, OperationState, PoolCounts, Role
-from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import (
     MAX_WAIT_S,
     AdminRequest,
-    AdminResponse,
     CancelOperation,
     GetStatus,
     ListOperations,
@@ -32,6 +30,8 @@ from pdmesh.wire.messages import (
     StartRolling,
     WaitOperation,
 )
+
+T = TypeVar("T")
 
 #: Nothing was changed: nobody starts and stops processes for the scheduler. What to run was said.
 EXIT_NO_ACTUATOR = 3
@@ -94,9 +94,7 @@ def restart_all(asked: Asked, *, timeout_s: float, start_timeout_s: float, force
 
 def list_operations(asked: Asked) -> None:
     """Print the operations that the scheduler remembers. Raises PdmeshError if no mesh can be asked."""
-    answer = anyio.run(_ask_patiently, asked, ListOperations(), FIRST_LIMIT_S)
-    if not isinstance(answer, OperationList):
-        raise ProtocolError("the scheduler sent an unexpected answer")
+    answer = anyio.run(_ask, asked, ListOperations(), OperationList, FIRST_LIMIT_S)
     if asked.output is Output.JSON:
         _print_json(answer)
         return
@@ -111,7 +109,7 @@ def list_operations(asked: Asked) -> None:
 def show_operation(asked: Asked, operation_id: str) -> None:
     """Print one operation. Raises PdmeshError if it is not remembered, or no mesh can be asked."""
     question = WaitOperation(operation_id=OperationId(operation_id), num_left=0, wait_s=0.0)
-    _print(anyio.run(_ask, asked, question, FIRST_LIMIT_S), asked.output)
+    _print(anyio.run(_ask, asked, question, OperationStatus, FIRST_LIMIT_S), asked.output)
 
 
 def cancel_operation(asked: Asked, operation_id: str) -> int:
@@ -120,21 +118,18 @@ def cancel_operation(asked: Asked, operation_id: str) -> int:
     The part of a rolling restart or of a move that has begun ends before the operation is over.
     """
     question = CancelOperation(operation_id=OperationId(operation_id))
-    answer = anyio.run(_ask, asked, question, FIRST_LIMIT_S)
+    answer = anyio.run(_ask, asked, question, OperationStatus, FIRST_LIMIT_S)
     _print(answer, asked.output)
     return 0 if answer.state in (OperationState.CANCELLED, OperationState.RUNNING) else 1
 
 
 def current_state(asked: Asked) -> MeshStatus:
     """Return the mesh's state. Raises PdmeshError if no mesh can be asked."""
-    answer = anyio.run(_ask_patiently, asked, GetStatus(), FIRST_LIMIT_S)
-    if not isinstance(answer, MeshStatus):
-        raise ProtocolError("the scheduler sent an unexpected answer")
-    return answer
+    return anyio.run(_ask, asked, GetStatus(), MeshStatus, FIRST_LIMIT_S)
 
 
 async def _run(asked: Asked, question: StartOperation | StartResize | StartRolling, wait: bool) -> int:
-    status = await _ask(asked, question, FIRST_LIMIT_S)
+    status = await _ask(asked, question, OperationStatus, FIRST_LIMIT_S)
     if wait and status.state == OperationState.RUNNING:
         from pdmesh.cli.progress import progress_line  # loads rich
 
@@ -143,7 +138,7 @@ async def _run(asked: Asked, question: StartOperation | StartResize | StartRolli
                 say(_line(status))
                 again = WaitOperation(operation_id=status.operation_id, num_left=status.num_left, wait_s=MAX_WAIT_S)
                 is_expected = status.kind is OperationKind.ROLLING or status.instance_id == "scheduler"
-                status = await _ask(asked, again, AWAY_LIMIT_S, is_replaced=is_expected)
+                status = await _ask(asked, again, OperationStatus, AWAY_LIMIT_S, is_expected)
     _print(status, asked.output)
     if status.state == OperationState.REFUSED and status.needs_actuator:
         if status.pools is not None and asked.output is not Output.JSON:
@@ -156,26 +151,16 @@ async def _run(asked: Asked, question: StartOperation | StartResize | StartRolli
     return 0 if status.state in (OperationState.DONE, OperationState.RUNNING) else 1
 
 
-async def _ask(asked: Asked, question: AdminRequest, limit_s: float, *, is_replaced: bool = False) -> OperationStatus:
-    answer = await _ask_patiently(asked, question, limit_s, is_replaced=is_replaced)
-    if not isinstance(answer, OperationStatus):
-        raise ProtocolError("the scheduler sent an unexpected answer")
-    return answer
-
-
-async def _ask_patiently(
-    asked: Asked, question: AdminRequest, limit_s: float, *, is_replaced: bool = False
-) -> AdminResponse:
+async def _ask(asked: Asked, question: AdminRequest, kind: type[T], limit_s: float, is_replaced: bool = False) -> T:
     """Ask a scheduler that is away again for ``limit_s``. A change has an id of its own: it is done once all the same.
 
     ``is_replaced``: the operation itself replaces the scheduler, so its absence is expected. Raises PdmeshError as
-    `ask_scheduler` does.
+    `Asked.ask` does.
     """
     until_s, has_said = anyio.current_time() + limit_s, False
     while True:
-        _, address, security = scheduler_of(asked.config, asked.state)
         try:
-            return await ask_scheduler(address, security, question)
+            return await asked.ask(question, kind)
         except InstanceUnavailable:
             if anyio.current_time() + AWAY_PAUSE_S > until_s:
                 raise

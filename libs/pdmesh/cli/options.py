@@ -9,17 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Concatenate, ParamSpec, TypeVar
 
 from typer import Option
 
 from pdmesh.cli.command_group import parameters_of, with_first
-from pdmesh.cli.state_folder import DEFAULT_NAME, StateFolder, state_folder
-from pdmesh.errors import ConfigError
+from pdmesh.cli.state_folder import DEFAULT_NAME, StateFolder, scheduler_of, state_folder
+from pdmesh.errors import ConfigError, ProtocolError
 
 if TYPE_CHECKING:  # ``--help`` needs no configuration
     from pdmesh.config import MeshConfig
     from pdmesh.model import OperationId
+    from pdmesh.wire.messages import AdminRequest
 
 
 class Output(StrEnum):
@@ -127,6 +128,9 @@ class Given:
         return load_config(self.file, os.environ, told, {setting: flag for setting, (flag, _) in self.flags.items()})
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """The mesh that a command asks, and the format of its output."""
@@ -134,6 +138,22 @@ class Asked:
     config: MeshConfig
     state: StateFolder
     output: Output
+
+    async def ask(self, question: AdminRequest, *kinds: type[T]) -> T:
+        """Return the scheduler's answer, which is one of ``kinds``. Raises PdmeshError if no mesh can be asked."""
+        from pdmesh.wire.admin import ask_scheduler
+
+        _, address, security = scheduler_of(self.config, self.state)
+        answer = await ask_scheduler(address, security, question)
+        if not isinstance(answer, kinds):
+            raise ProtocolError(f"the scheduler at {address} sent an unexpected answer")
+        return answer
+
+    def answer(self, question: AdminRequest, *kinds: type[T]) -> T:
+        """Do what `ask` does, without an event loop."""
+        import anyio
+
+        return anyio.run(self.ask, question, *kinds)
 
 
 def new_operation_id() -> OperationId:

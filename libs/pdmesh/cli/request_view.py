@@ -5,31 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-import anyio
 import msgspec
 import typer
 
-from pdmesh.cli.options import Output
-from pdmesh.cli.state_folder import StateFolder, scheduler_of
+from pdmesh.cli.options import Asked, Output
+from pdmesh.cli.state_folder import scheduler_of
 from pdmesh.cli.tables import Column, Table, duration
-from pdmesh.config import MeshConfig
-from pdmesh.errors import ProtocolError
 from pdmesh.metrics import tpot_between_s
-from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import GetRequest, ListRequests, RequestList, RequestRecord
 
 
-def show_request(config: MeshConfig, state: StateFolder, request_id: str, output: Output) -> None:
+def show_request(asked: Asked, request_id: str) -> None:
     """Print a request's record, or the choices of a request that became several.
 
     Raises PdmeshError if the request is not remembered, or no mesh can be asked.
     """
-    _, address, security = scheduler_of(config, state)
     question = GetRequest(request_id=request_id.rstrip("…"))  # a narrow terminal cuts an id like this
-    answer = anyio.run(ask_scheduler, address, security, question)
-    if not isinstance(answer, RequestRecord | RequestList):
-        raise ProtocolError("the scheduler sent an unexpected answer")
-    if output is Output.JSON:
+    answer: RequestRecord | RequestList = asked.answer(question, RequestRecord, RequestList)
+    if asked.output is Output.JSON:
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     elif isinstance(answer, RequestRecord):
         print_request(answer)
@@ -37,18 +30,16 @@ def show_request(config: MeshConfig, state: StateFolder, request_id: str, output
         print_choices(request_id, answer)
 
 
-def list_requests(config: MeshConfig, state: StateFolder, limit: int, output: Output) -> None:
+def list_requests(asked: Asked, limit: int) -> None:
     """Print the requests that arrived last. Raises PdmeshError if no mesh can be asked."""
-    record, address, security = scheduler_of(config, state)
-    answer = anyio.run(ask_scheduler, address, security, ListRequests(limit=limit))
-    if not isinstance(answer, RequestList):
-        raise ProtocolError("the scheduler sent an unexpected answer")
-    if output is Output.JSON:
+    answer = asked.answer(ListRequests(limit=limit), RequestList)
+    if asked.output is Output.JSON:
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     elif answer.requests:
         requests_table(answer.requests).show()
         typer.echo("`pdmesh requests show` takes any unique beginning of an id, with or without chatcmpl-")
     else:
+        record, _, _ = scheduler_of(asked.config, asked.state)
         services = () if record is None else record.services
         since_s = next((each.process.age_s() for each in services if each.name == "scheduler"), None)
         typer.echo(f"no requests since the scheduler started{'' if since_s is None else f' {duration(since_s)} ago'}")

@@ -6,18 +6,14 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import anyio
 import msgspec
 import typer
 
-from pdmesh.cli.options import Output
-from pdmesh.cli.state_folder import MeshRecord, StateFolder, scheduler_of
+from pdmesh.cli.options import Asked, Output
+from pdmesh.cli.state_folder import MeshRecord, scheduler_of
 from pdmesh.cli.tables import Column, Table, duration
-from pdmesh.config import MeshConfig, SecurityConfig
-from pdmesh.errors import ProtocolError
 from pdmesh.model import GRANULE_TOKENS, short_weights
 from pdmesh.wire import messages
-from pdmesh.wire.admin import ask_scheduler
 
 #: How far back speeds are measured, and over how many requests at most.
 SPEED_S = 60.0
@@ -27,13 +23,12 @@ MAX_SPEED_REQUESTS = 200
 MAX_EVENTS = 8
 
 
-def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
+def show_status(asked: Asked) -> None:
     """Print the state of a mesh. Raises PdmeshError if none can be asked."""
-    record, address, security = scheduler_of(config, state)
-    answer, latest = anyio.run(_ask_status, address, security)
-    if not isinstance(answer, messages.MeshStatus) or not isinstance(latest, messages.RequestList):
-        raise ProtocolError("the scheduler sent an unexpected answer")
-    if output is Output.JSON:
+    record, _, _ = scheduler_of(asked.config, asked.state)
+    answer = asked.answer(messages.GetStatus(), messages.MeshStatus)
+    latest = asked.answer(messages.ListRequests(limit=MAX_SPEED_REQUESTS), messages.RequestList)
+    if asked.output is Output.JSON:
         local = None if record is None else _public(record)
         typer.echo(msgspec.json.format(msgspec.json.encode({"mesh": local, "state": answer})).decode())
         return
@@ -68,11 +63,6 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
     if answer.events:
         typer.echo()
         events_table(answer.events, answer.at, MAX_EVENTS).show()
-
-
-async def _ask_status(address: str, security: SecurityConfig) -> tuple[messages.AdminResponse, messages.AdminResponse]:
-    answer = await ask_scheduler(address, security, messages.GetStatus())
-    return answer, await ask_scheduler(address, security, messages.ListRequests(limit=MAX_SPEED_REQUESTS))
 
 
 def _lines(answer: messages.MeshStatus) -> Iterator[str]:
