@@ -37,11 +37,11 @@ import httpx
 from benchmarks.harness.report import Limits, heading
 from pdmesh.model import KvLayout
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.profiles import parse_latency
 from pdmesh_lab.sim.mesh import MeshShape, study_core
 from pdmesh_lab.sim.simulator import SimConfig, Simulator
 from pdmesh_lab.sim.workload import Arrival
 from pdmesh_testing.checkpoints import LLAMA_82M, TINY, write_checkpoint
+from pdmesh_testing.configured_fake import parse_latency
 from pdmesh_testing.exactness import complete, random_prompts
 from pdmesh_testing.mesh import RunningMesh, running_mesh
 

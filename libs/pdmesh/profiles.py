@@ -14,9 +14,6 @@ from pdmesh.policy.latency_profile import Profile, Subject, built_in_profile
 
 FORMAT = "pdmesh-profile-2"
 
-#: Before steps of chunks and decodes had terms of their own. Such a file is read: they cost what their parts do.
-_FORMAT_1, _TERMS_SINCE_1 = "pdmesh-profile-1", ("mixed_a_s", "interference_s")
-
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Share = Annotated[float, msgspec.Meta(ge=0)]
 _Coefficient = Annotated[float, msgspec.Meta(ge=0)]
@@ -52,7 +49,7 @@ def load_profile(name: str) -> Profile:
         return built_in_profile(name)
     try:
         content = msgspec.json.decode(path.read_bytes(), type=ProfileFile)
-        if content.format not in (FORMAT, _FORMAT_1):
+        if content.format != FORMAT:
             raise ConfigError(f"{name} is a profile of format {content.format!r}, this pdmesh reads {FORMAT!r}")
         latency = _model(content)
     except OSError as error:
@@ -62,35 +59,10 @@ def load_profile(name: str) -> Profile:
     return Profile(name=name, subject=content.subject, latency=latency)
 
 
-def parse_latency(text: str) -> LinearLatencyModel:
-    """A profile by its name, or terms as ``name=value,name=value``, in seconds; those that are not given are 0.
-
-    Raises ConfigError.
-    """
-    if "=" not in text:
-        return load_profile(text).latency
-    terms: dict[str, float] = {"a_s": 0.0, "b_s": 0.0, "c_s": 0.0, "d_s": 0.0}
-    for part in text.split(","):
-        name, _, value = (word.strip() for word in part.partition("="))
-        if name not in LinearLatencyModel.__slots__:
-            raise ConfigError(
-                f"{name!r} is not a term of a latency model: use {', '.join(LinearLatencyModel.__slots__)}"
-            )
-        try:
-            terms[name] = float(value)
-        except ValueError:
-            raise ConfigError(f"the term {name} of a latency model is {value!r}: give seconds") from None
-        if not (math.isfinite(terms[name]) and terms[name] >= 0):
-            raise ConfigError(f"the term {name} of a latency model is {value}: give seconds, 0 or more")
-    return LinearLatencyModel(**terms)
-
-
 def _model(content: ProfileFile) -> LinearLatencyModel:
     """Raises ValueError."""
     coefficients = content.coefficients
     wanted = list(LinearLatencyModel.__slots__)
-    if content.format == _FORMAT_1:
-        wanted = [name for name in wanted if name not in _TERMS_SINCE_1]
     if sorted(coefficients) != sorted(wanted):
         raise ValueError(f"coefficients are {', '.join(coefficients) or 'missing'}: must be {', '.join(wanted)}")
     for name, value in coefficients.items():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 from pdmesh.config import MeshConfig
 from pdmesh.engine.files import load_model_info, resolve_model
 from pdmesh.engine.identity import stand_in_identity
+from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout
-from pdmesh.profiles import parse_latency
+from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.profiles import load_profile
 from pdmesh.worker.engines import EngineFacts, num_blocks_of
 from pdmesh_testing.fake_engine import FakeEngine, timed_by
 
@@ -52,3 +55,26 @@ def _weights(model: str | None) -> str:
     if model is None or not Path(model).expanduser().is_dir():
         return stand_in_identity()
     return stand_in_identity(load_model_info(resolve_model(model)).fingerprint.hex())
+
+
+def parse_latency(text: str) -> LinearLatencyModel:
+    """A profile by its name, or terms as ``name=value,name=value``, in seconds; those that are not given are 0.
+
+    Raises ConfigError.
+    """
+    if "=" not in text:
+        return load_profile(text).latency
+    terms: dict[str, float] = {"a_s": 0.0, "b_s": 0.0, "c_s": 0.0, "d_s": 0.0}
+    for part in text.split(","):
+        name, _, value = (word.strip() for word in part.partition("="))
+        if name not in LinearLatencyModel.__slots__:
+            raise ConfigError(
+                f"{name!r} is not a term of a latency model: use {', '.join(LinearLatencyModel.__slots__)}"
+            )
+        try:
+            terms[name] = float(value)
+        except ValueError:
+            raise ConfigError(f"the term {name} of a latency model is {value!r}: give seconds") from None
+        if not (math.isfinite(terms[name]) and terms[name] >= 0):
+            raise ConfigError(f"the term {name} of a latency model is {value}: give seconds, 0 or more")
+    return LinearLatencyModel(**terms)

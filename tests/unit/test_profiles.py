@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from pdmesh.errors import ConfigError
-from pdmesh.policy.latency import PROFILES, LinearLatencyModel
+from pdmesh.policy.latency import PROFILES
 from pdmesh.policy.latency_profile import Subject
 from pdmesh.profiles import load_profile, save_profile
 from pdmesh_testing.profiles import COEFFICIENTS, SUBJECT, profile_file
 
 CONTENT = profile_file(SUBJECT)
-OLD_TERMS = [name for name in COEFFICIENTS if name not in ("mixed_a_s", "interference_s")]
 
 
 @pytest.fixture
@@ -30,13 +29,6 @@ def test_a_profile_is_read_as_it_was_written(file: Path) -> None:
     profile = load_profile(str(file))
     assert profile.subject == SUBJECT
     assert dict(zip(COEFFICIENTS, profile.latency.coefficients, strict=True)) == COEFFICIENTS
-
-
-def test_a_file_of_the_first_format_is_read(file: Path) -> None:
-    """Steps of chunks and decodes cost then what their parts do."""
-    old = {name: COEFFICIENTS[name] for name in OLD_TERMS}
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": "pdmesh-profile-1", "coefficients": old}))
-    assert load_profile(str(file)).latency == LinearLatencyModel(**old)
 
 
 def test_built_in_profiles_are_of_gpus() -> None:
@@ -92,8 +84,8 @@ def test_what_is_not_known_and_what_a_model_is_called_do_not_matter(file: Path) 
         ({"coefficients": {**COEFFICIENTS, "a_s": 0, "b_s": 0}}, "no time"),
         ({"coefficients": {"a_s": 0.1}}, "decode_context_s"),
         ({"coefficients": {}}, "missing"),
-        ({"coefficients": {name: COEFFICIENTS[name] for name in OLD_TERMS}}, "mixed_a_s"),
-        ({"coefficients": COEFFICIENTS, "format": "pdmesh-profile-1"}, "mixed_a_s"),
+        ({"coefficients": {**COEFFICIENTS, "mixed_s": 0.1}}, "mixed_a_s"),
+        ({"format": "pdmesh-profile-1"}, "pdmesh-profile-1"),
         ({"format": "other-9"}, "other-9"),
         ({"subject": 3}, "object"),
         ({"extra": 1}, "extra"),

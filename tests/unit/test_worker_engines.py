@@ -15,7 +15,6 @@ from pdmesh.config import HOST_KV_CACHE_BYTES, InstanceDegrees, MeshConfig, Pool
 from pdmesh.errors import ConfigError
 from pdmesh.model import GRANULE_TOKENS, KvLayout, num_blocks_for
 from pdmesh.policy.latency import PROFILES, ChunkShape, StepShape
-from pdmesh.profiles import parse_latency
 from pdmesh.worker.engines import (
     EngineFacts,
     build_engine,
@@ -28,6 +27,7 @@ from pdmesh.worker.engines import (
 from pdmesh.worker.measuring import step_s
 from pdmesh_testing import fake_engine as fake
 from pdmesh_testing.checkpoints import TINY, write_config
+from pdmesh_testing.configured_fake import parse_latency
 from pdmesh_testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
 
 LAYOUT = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
