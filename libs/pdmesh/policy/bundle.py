@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pdmesh.model import Request
 from pdmesh.policy.batching import Batching
 from pdmesh.policy.handover import RunAhead
-from pdmesh.policy.interruption import Interruption
+from pdmesh.policy.interruption import ShortInterruptsLong
 from pdmesh.policy.local_decode import LocalDecode
 from pdmesh.policy.local_prefill import LocalPrefill
 from pdmesh.policy.prefill_groups import GroupPolicy
@@ -29,7 +29,7 @@ class Bundle:
     decode_placement: DecodePlacement
     long_prompt_tokens: int  # from this length on a prompt is long
     batching: Batching
-    interruption: Interruption | None = None  # None: no prompt runs before steps in flight
+    interruption: ShortInterruptsLong | None = None  # None: no prompt runs before steps in flight
     local_prefill: LocalPrefill | None = (
         None  # whether a prompt is computed on an instance that only decodes; None: none
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 
@@ -16,14 +16,6 @@ class StepInFlight(NamedTuple):
     longest_tokens: int  # to compute, of the longest prompt of which it has a chunk; 0: it has none
     shape: StepShape
     num_stages: int = 1  # that it passes: the next step begins as it leaves the first
-
-
-class Interruption(Protocol):
-    """Decides which more urgent requests are worth an interruption of an instance's steps in flight."""
-
-    def max_tokens(self, in_flight: Sequence[StepInFlight]) -> int:
-        """Return how many tokens a prompt may have to compute that may interrupt these steps; 0 if none may."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +29,7 @@ class ShortInterruptsLong:
     long_prompt_tokens: int
 
     def max_tokens(self, in_flight: Sequence[StepInFlight]) -> int:
+        """Return how many tokens a prompt may have to compute that may interrupt these steps; 0 if none may."""
         if any(step.shape.num_decodes for step in in_flight):
             return 0
         if max([step.longest_tokens for step in in_flight], default=0) < self.long_prompt_tokens:

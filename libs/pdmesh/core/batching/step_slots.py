@@ -24,7 +24,7 @@ from pdmesh.core.waiting.queue import first_of
 from pdmesh.model import InstanceId
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundle import Bundle
-from pdmesh.policy.interruption import Interruption, StepInFlight
+from pdmesh.policy.interruption import ShortInterruptsLong, StepInFlight
 from pdmesh.policy.latency import ChunkShape, StepShape
 from pdmesh.policy.views import InstanceView
 
@@ -155,7 +155,7 @@ class StepSlots:
             if any(s.num_work_tokens <= max_tokens and s not in states for s in instance.prefills):
                 self._with_own[instance_id] = instance
 
-    def _look_inside(self, instance: InstanceState, interruption: Interruption) -> _Inside:
+    def _look_inside(self, instance: InstanceState, interruption: ShortInterruptsLong) -> _Inside:
         known = self._inside.get(instance.instance_id)
         if known is not None and known.instance is instance and known.num_flights == instance.num_flights:
             return known
