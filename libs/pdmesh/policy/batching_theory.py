@@ -1,7 +1,7 @@
 """Exclusive and mixed batching in saturation: throughput, the best threshold, and a safe batch size.
 
 An instance has N slots, each busy or idle, and some request always waits. Under *exclusive* batching decode
-phases end when k of them are idle; a prefill phase then fills all of these while the others stand still. Under *mixed*
+phases end when k of them are idle; a prefill phase then fills all of these while the others pause. Under *mixed*
 batching every step carries a chunk and all decodes. Formulas are those of the EB+ paper (§3), numbered as there and
 derived again; what of it did not survive a check against an exact chain of finite N is left out (its correction for
 hazards that grow, (5), and its memory bound, (6)) and replaced by what did.

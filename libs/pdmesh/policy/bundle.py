@@ -29,7 +29,7 @@ class Bundle:
     decode_placement: DecodePlacement
     long_prompt_tokens: int  # from this length on a prompt is long
     batching: Batching
-    interruption: ShortInterruptsLong | None = None  # None: no prompt runs before steps in flight
+    interruption: ShortInterruptsLong | None = None  # without it no prompt runs before steps in flight
     local_prefill: LocalPrefill | None = (
         None  # whether a prompt is computed on an instance that only decodes; None: none
     )

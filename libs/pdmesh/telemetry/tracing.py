@@ -106,7 +106,7 @@ class Tracing:
         _end(span, {}, error, max(started_at, ended_at))
 
     def close(self) -> None:
-        """Export what is left. Blocking, for `FLUSH_LIMIT_S` at most."""
+        """Export the remaining spans. Block for `FLUSH_LIMIT_S` at most."""
         if self._provider is None:
             return
         # An exporter that cannot reach its collector takes its own time to give up; we do not wait for it.

@@ -24,7 +24,7 @@ TAKEN_BACK = "an operator took it back"
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class OperationRecord:
-    """What is remembered of any operation; each kind adds what it needs. Only the core may change a record."""
+    """Record of an operation. Each kind of operation adds fields. Only the core may change a record."""
 
     operation_id: OperationId
     kind: OperationKind
@@ -32,8 +32,8 @@ class OperationRecord:
     began_s: float
     instance_id: InstanceId = NO_INSTANCE
     role: Role | None = None
-    pools: PoolCounts | None = None  # of a resize
-    request_id: RequestId | None = None  # of a move
+    pools: PoolCounts | None = None  # wanted sizes, if it is a resize
+    request_id: RequestId | None = None  # request to move, if it is a move
     state: OperationState = OperationState.RUNNING
     detail: str = ""
     num_left: int = 0  # requests that have to leave the instance; instances, or processes, of the whole mesh
