@@ -213,7 +213,7 @@ def test_the_advice_is_followed_by_one_instance_at_a_time() -> None:
 
 
 def test_advice_that_is_applied_asks_for_a_change_that_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the scheduler takes back what makes things worse (tests/e2e/test_advice.py)."""
+    """So that the scheduler takes back what makes things worse (tests/e2e/test_applied_advice.py)."""
     there = SimpleNamespace(instances=[row("prefill-0"), row("decode-0"), row("decode-1")])
     now = foretold(PoolCounts(prefill=1, decode=2), 0.5, 0.02)
     best = foretold(PoolCounts(prefill=2, decode=1), 0.9, 0.02)
