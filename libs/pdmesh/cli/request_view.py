@@ -21,12 +21,12 @@ def show_request(asked: Asked, request_id: str) -> None:
     Raises PdmeshError if the request is not remembered, or no mesh can be asked.
     """
     question = GetRequest(request_id=request_id.rstrip("…"))  # a narrow terminal cuts an id like this
-    answer: RequestRecord | RequestList = asked.answer(question, RequestRecord, RequestList)
+    answer = asked.answer(question, RequestRecord, RequestList)
     if asked.output is Output.JSON:
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     elif isinstance(answer, RequestRecord):
         print_request(answer)
-    else:
+    elif isinstance(answer, RequestList):
         print_choices(request_id, answer)
 
 
