@@ -78,13 +78,13 @@ def install(name: str) -> None:
     def watch_reader() -> None:
         # Not before there is something to read: services that take no pieces do not import it.
         from pdmesh.kv import peer_reads
-        from pdmesh.kv.incoming import PieceReader
+        from pdmesh.kv.intake import PageIntake
 
         peer_reads.__dict__["read_memory"] = read_memory  # what says where KV lies is no piece
-        copy = PieceReader._copy
+        copy = PageIntake._copy
 
         def copy_and_tell(
-            self: PieceReader, header: PieceHeader, piece: ReceivedPiece, fetch: Callable[[], str | None]
+            self: PageIntake, header: PieceHeader, piece: ReceivedPiece, fetch: Callable[[], str | None]
         ) -> str | None:
             fault = copy(self, header, piece, fetch)
             where = ctypes.addressof(ctypes.c_char.from_buffer(piece.payload)) if len(piece.payload) else 0
@@ -93,7 +93,7 @@ def install(name: str) -> None:
                 tell(REFUSED if fault == "checksum" else TAKEN)
             return fault
 
-        PieceReader._copy = copy_and_tell  # type: ignore[method-assign]
+        PageIntake._copy = copy_and_tell  # type: ignore[method-assign]
 
     reading.read_memory = read_badly
 

@@ -50,9 +50,8 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.lane import PIECES_IN_FLIGHT
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
-from pdmesh.kv.receiver import FirstToken
+from pdmesh.kv.piece import FirstToken, KvDestination
 from pdmesh.kv.store import KvStore
-from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import Epoch, KvLayout, RequestId
 from pdmesh.transport.ucx import UcxTransport
 from pdmesh_testing.cuda import FakeStreams

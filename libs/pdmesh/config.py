@@ -416,7 +416,6 @@ class TransferConfig:
     ] = False
 
     # Constants.
-    transport: str = "ucx"  # ucx, or memory: within one process, for tests
     num_backends: int = 8  # largest number of transfers received at once
     device_payload_bytes: int = 8 * 1024 * 1024  # largest piece in a device's memory, where a copy costs more
     message_bytes: int = 2 * 1024 * 1024  # largest message to another host; pieces travel together

@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 
 from pdmesh.kv.peer_reads import PeerReads
-from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.transport.reading import allow_readers
 from pdmesh_testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 
 NUM_BLOCKS = 8
 

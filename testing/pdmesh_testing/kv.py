@@ -14,12 +14,11 @@ from pdmesh.kv.store import HostKvStore
 from pdmesh.model import IndexRange, KvLayout, KvPart
 from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.kv_transport import KvTransport
-from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.transport.ucx import UcxTransport
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 
 SMALL_LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 SMALL_TRANSFER = TransferConfig(
-    transport="memory",
     max_payload_bytes=4096,
     num_send_buffers=4,
     num_receive_buffers=4,
@@ -116,7 +115,7 @@ class TransportMaker:
     def make(self, config: TransferConfig) -> MemoryTransport | UcxTransport:
         if self.kind == "memory":
             return MemoryTransport(config, self.fabric)
-        return UcxTransport(replace(config, transport="ucx"))
+        return UcxTransport(config)
 
     @contextlib.asynccontextmanager
     async def open(self, config: TransferConfig = SMALL_TRANSFER) -> AsyncIterator[KvTransport]:

@@ -11,10 +11,10 @@ import anyio.lowlevel
 
 from pdmesh.config import TransferConfig
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.copy_out import KvSource
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import TransferOutcome
-from pdmesh.kv.sender import KvSender
-from pdmesh.kv.transfer import KvDestination
+from pdmesh.kv.piece import KvDestination
 from pdmesh.model import Epoch, KvLayout, RequestId
 from pdmesh.transport.kv_transport import KvTransport
 from pdmesh_testing.kv import EVERYTHING, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
@@ -62,7 +62,7 @@ class Pair:
     def num_context_tokens(self) -> int:
         return 8 * self.a.store.layout.block_size + 1  # nine blocks, the last with one token
 
-    def offer(self, epoch: Epoch = EPOCH) -> KvSender:
+    def offer(self, epoch: Epoch = EPOCH) -> KvSource:
         return self.a.mover.departures.offer(
             REQUEST, epoch, block_ids=self.a_blocks, num_context_tokens=self.num_context_tokens
         )
@@ -80,7 +80,7 @@ class Pair:
             source_addresses=(self.a.transport.address,),
         )
 
-    def compute(self, sender: KvSender, *, chunks: tuple[tuple[int, int], ...] = ((0, 4), (4, 5))) -> None:
+    def compute(self, sender: KvSource, *, chunks: tuple[tuple[int, int], ...] = ((0, 4), (4, 5))) -> None:
         """Say that every layer of each chunk, as (first block, blocks), is there."""
         for chunk, (first_block, num_blocks) in enumerate(chunks):
             for layer in range(self.a.store.layout.num_layers):

@@ -13,7 +13,6 @@ from pdmesh.core.events import DecodeStepsDone, Event, RequestFinished, StepDone
 from pdmesh.core.instances.own_steps import HOLD_LIMIT_S, OwnSteps
 from pdmesh.model import Epoch, GatewayId, OwnDecodeSteps, Request, RequestId, RequestKey, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, StepPlan
-from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.worker import plans
 from pdmesh_lab.sim.agenda import Agenda
 from pdmesh_lab.sim.context import SimContext
@@ -22,6 +21,7 @@ from pdmesh_lab.sim.instance import SimInstance
 from pdmesh_lab.sim.links import SimulatedLinks
 from pdmesh_lab.sim.result import RequestRun
 from pdmesh_testing.fake_engine import FakeEngine, reference_output
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 from pdmesh_testing.modelled import ModelledInstance, modelled_profile
 from pdmesh_testing.sim import UNEVEN_MODEL
 from pdmesh_testing.worker import RunningInstance, a_shard, make_generation, running_instance

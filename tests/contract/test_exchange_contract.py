@@ -10,7 +10,7 @@ import anyio.lowlevel
 import pytest
 
 from pdmesh.errors import KvTransferError
-from pdmesh.kv.incoming import PieceReader
+from pdmesh.kv.intake import PageIntake
 from pdmesh.kv.outcome import FailedExchange
 from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
 from pdmesh.kv.repair import FREE_PIECES, SOUND_PIECES_EACH
@@ -33,17 +33,17 @@ pytestmark = pytest.mark.anyio
 
 def damage(monkeypatch: pytest.MonkeyPatch, choose: Callable[[PieceHeader], bool]) -> None:
     """One bit of the pieces that are chosen is turned before they are checked."""
-    copy = PieceReader._copy
+    copy = PageIntake._copy
 
     def copy_damaged(
-        self: PieceReader, header: PieceHeader, piece: ReceivedPiece, fetch: Callable[[], str | None]
+        self: PageIntake, header: PieceHeader, piece: ReceivedPiece, fetch: Callable[[], str | None]
     ) -> str | None:
         if choose(header):
             assert piece.load()
             piece.payload[0] ^= 1
         return copy(self, header, piece, fetch)
 
-    monkeypatch.setattr(PieceReader, "_copy", copy_damaged)
+    monkeypatch.setattr(PageIntake, "_copy", copy_damaged)
 
 
 def for_the_first_time() -> Callable[[PieceHeader], bool]:

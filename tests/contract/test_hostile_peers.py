@@ -26,9 +26,7 @@ import pytest
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
-from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key
-from pdmesh.kv.receiver import FirstToken
-from pdmesh.kv.transfer import KvDestination
+from pdmesh.kv.piece import FirstToken, KvDestination, PieceHeader, PieceKind, pack_header, request_key
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.transport import local
 from pdmesh.transport.address import peer_id, unpack_address
@@ -45,7 +43,7 @@ SEED = int(os.environ.get("FUZZ_SEED", "0"))
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60 + NUMBER)]
 
-CONFIG = replace(SMALL_TRANSFER, transport="ucx", no_progress_s=20.0, network_no_progress_s=20.0)
+CONFIG = replace(SMALL_TRANSFER, no_progress_s=20.0, network_no_progress_s=20.0)
 #: More than this a victim may not grow by.
 GROWTH_BYTES = 64 << 20
 

@@ -13,15 +13,14 @@ import pytest
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, SentTransfer
 from pdmesh.kv.peer_reads import CacheOwner, PeerReadWriter, ReadNote, note_bytes
-from pdmesh.kv.piece import NO_CHECK, PieceHeader, PieceKind, pack_header, request_key, unpack_header
-from pdmesh.kv.receiver import FirstToken
+from pdmesh.kv.piece import NO_CHECK, FirstToken, PieceHeader, PieceKind, pack_header, request_key, unpack_header
 from pdmesh.kv.repair import FREE_PIECES
 from pdmesh.kv.sharing import HostCache
 from pdmesh.model import Epoch, IndexRange, KvPart
-from pdmesh.transport.memory import MemoryFaults
 from pdmesh.transport.seal import MeshKey
 from pdmesh_testing.hooked import HookedStore
 from pdmesh_testing.kv import SMALL_LAYOUT, TransportMaker
+from pdmesh_testing.memory_transport import MemoryFaults
 from pdmesh_testing.transfers import CAPABILITY, EPOCH, NUM_BLOCKS, REQUEST, Pair, open_pair
 
 pytestmark = pytest.mark.anyio

@@ -34,7 +34,7 @@ from pdmesh_testing.kv import SMALL_TRANSFER, introduce, send_together
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ucx]
 
-CONFIG = replace(SMALL_TRANSFER, transport="ucx", no_progress_s=0.3)
+CONFIG = replace(SMALL_TRANSFER, no_progress_s=0.3)
 #: With shared memory (no UCX error handling inside a host), and without it.
 BOTH = pytest.mark.parametrize("tls", [None, "tcp"], ids=["shared_memory", "tcp"])
 

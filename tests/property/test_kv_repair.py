@@ -8,13 +8,13 @@ from typing import cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.kv.incoming import UNREADABLE
+from pdmesh.kv.copy_in import CopyIn
+from pdmesh.kv.lane import UNREADABLE
 from pdmesh.kv.outbox import Outgoing
 from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.peer_reads import note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind
-from pdmesh.kv.receiver import KvReceiver
 from pdmesh.kv.repair import FREE_PIECES, DamageLimit, RefusalLimit
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh_testing.kv import SMALL_LAYOUT
@@ -107,7 +107,7 @@ def test_a_receiver_lands_once_every_page_came_sound_whatever_was_damaged(
     pieces: list[KvPart], data: st.DataObject, is_move: bool
 ) -> None:
     """The commit comes after all were taken, of which some are damaged, checked late, read in vain, or come twice."""
-    receiver = KvReceiver(
+    receiver = CopyIn(
         RequestId("r"),
         Epoch(0),
         capability=1,

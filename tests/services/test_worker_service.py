@@ -27,7 +27,6 @@ from pdmesh.errors import InstanceUnavailable, ProtocolError, leaves
 from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Role, SamplingParams, num_blocks_for
 from pdmesh.plans import StepPlan
 from pdmesh.service import ServiceContext
-from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.wire.messages import (
     Generation,
     Goodbye,
@@ -42,6 +41,7 @@ from pdmesh.worker.runtime import run_worker, serve_instance
 from pdmesh.worker.threads import EngineThread
 from pdmesh.worker.token_links import NUM_REMEMBERED, Unconfirmed, open_token_links
 from pdmesh_testing.fake_engine import FakeEngine, StepGate, reference_output
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 from pdmesh_testing.scripted_peers import ScriptedGateway, ScriptedScheduler, serving_gateway, serving_scheduler
 from pdmesh_testing.worker import a_shard, chunk_plans, make_generation, prompt_of
 
@@ -50,7 +50,7 @@ W = InstanceId("w")
 pytestmark = pytest.mark.anyio
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
-TRANSFER = TransferConfig(transport="memory", max_payload_bytes=4096, num_send_buffers=2, num_receive_buffers=2)
+TRANSFER = TransferConfig(max_payload_bytes=4096, num_send_buffers=2, num_receive_buffers=2)
 
 
 @dataclass

@@ -17,8 +17,7 @@ from pdmesh.engine.cuda.staging import Staging
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
-from pdmesh.kv.receiver import FirstToken
-from pdmesh.kv.transfer import KvDestination
+from pdmesh.kv.piece import FirstToken, KvDestination
 from pdmesh.model import Epoch, KvLayout, RequestId, num_blocks_for
 from pdmesh_testing.cuda import FakeStreams
 from pdmesh_testing.kv import EVERYTHING, SMALL_TRANSFER, ByteStore, TransportMaker

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import anyio
 import anyio.abc
@@ -13,14 +14,17 @@ import pytest
 from pdmesh.config import TransferConfig
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.context import KvContext
-from pdmesh.kv.incoming import UNREADABLE, PieceReader
+from pdmesh.kv.intake import PageIntake
+from pdmesh.kv.lane import UNREADABLE, Lane
+from pdmesh.kv.ledger import PageLedger
+from pdmesh.kv.pages import Blocks
 from pdmesh.kv.peer_reads import note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart
 from pdmesh.threads import CallThreads
-from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.transport.seal import MeshKey
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 
 pytestmark = pytest.mark.anyio
 
@@ -39,6 +43,43 @@ class Piece:
 
     def release(self) -> None:
         self.is_released = True
+
+
+@dataclass(eq=False)
+class OneInlet:
+    """Expects a piece, and notes what became of it: as the lane to its source, too."""
+
+    block_ids: Sequence[int]
+    address: bytes = b""
+    is_over: bool = False
+    faults: list[str | None] = field(default_factory=list[str | None])
+    told: anyio.Event = field(default_factory=anyio.Event)
+
+    def __post_init__(self) -> None:
+        self.ledger = PageLedger(LAYOUT.num_layers, len(self.block_ids))
+
+    def lane_from(self, source: int) -> Lane:
+        return cast(Lane, self)
+
+    def expects(self, header: PieceHeader) -> bool:
+        return True
+
+    def place(self, header: PieceHeader, blocks: Blocks) -> None:
+        self.faults.append(None)
+        self.told.set()
+
+    def give_up(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+    def resume(self) -> None:
+        pass
+
+    def add_sound(self) -> None:
+        pass
+
+    def ask_again(self, header: PieceHeader, fault: str) -> None:
+        self.faults.append(fault)
+        self.told.set()
 
 
 @dataclass
@@ -76,9 +117,9 @@ async def test_a_peer_read_that_cannot_be_made_commits_no_memory() -> None:
     store, pool = Noting(1 << 16), BlockPool(1 << 16)
     pool.allocate(2)
     part = KvPart(IndexRange(0, 2), IndexRange(0, 1), IndexRange(0, 1))
-    faults: list[str | None] = []
+    inlet = OneInlet([0, 1])
     async with CallThreads("copies", 1) as copies, anyio.create_task_group() as tasks:
-        reader = PieceReader(a_context(store, tasks, copies), pool)
+        intake = PageIntake(a_context(store, tasks, copies), pool)
         for kind, num_bytes in (
             (PieceKind.PEER_READ, note_bytes(2)),
             (PieceKind.KV, part.num_pages * LAYOUT.block_bytes),
@@ -93,9 +134,9 @@ async def test_a_peer_read_that_cannot_be_made_commits_no_memory() -> None:
                 payload_bytes=num_bytes,
                 check=KEY.close_payload(payload),
             )
-            reader.read(header, Piece(payload), [0, 1], address=b"", is_wanted=lambda: True, on_read=faults.append)
-            assert faults == [UNREADABLE]
-    assert faults == [UNREADABLE, None]
+            intake.take(inlet, header, Piece(payload))
+            assert inlet.faults == [UNREADABLE]
+    assert inlet.faults == [UNREADABLE, None]
     assert threading.get_ident() not in store.copied_by
 
 
@@ -109,20 +150,13 @@ async def test_a_thread_copies_what_reaches_into_memory_that_may_not_be_committe
     pool.allocate(16)
     found: list[bool] = []
     async with CallThreads("copies", 1) as copies, anyio.create_task_group() as tasks:
-        reader = PieceReader(a_context(store, tasks, copies), pool)
+        intake = PageIntake(a_context(store, tasks, copies), pool)
         for layers, blocks in (
             *(((0, 2), [0, 1]), ((0, 2), [1, 0]), ((1, 3), [0, 1]), ((0, 3), [1])),
             *(((0, 1), [9]), ((0, 1), [5])),  # of two requests, of which the second one's KV comes first
         ):
             part = KvPart(IndexRange(0, len(blocks)), IndexRange(*layers), IndexRange(0, 1))
             payload = memoryview(bytes(part.num_pages * LAYOUT.block_bytes))
-            faults: list[str | None] = []
-            read = anyio.Event()
-
-            def on_read(fault: str | None, faults: list[str | None] = faults, read: anyio.Event = read) -> None:
-                faults.append(fault)
-                read.set()
-
             header = PieceHeader(
                 kind=PieceKind.KV,
                 request_key=bytes(16),
@@ -132,11 +166,11 @@ async def test_a_thread_copies_what_reaches_into_memory_that_may_not_be_committe
                 payload_bytes=len(payload),
                 check=KEY.close_payload(payload),
             )
-            piece = Piece(payload)
-            reader.read(header, piece, blocks, address=b"", is_wanted=lambda: True, on_read=on_read)
+            piece, inlet = Piece(payload), OneInlet(blocks)
+            intake.take(inlet, header, piece)
             with anyio.fail_after(10):
-                await read.wait()
-            assert faults == [None]
+                await inlet.told.wait()
+            assert inlet.faults == [None]
             assert piece.is_released
             found.append(set(store.copied_by) == {threading.get_ident()})
             store.copied_by.clear()

@@ -16,18 +16,17 @@ import pytest
 from pdmesh.config import TransferConfig
 from pdmesh.errors import ConfigError
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.copy_out import KvSource
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, PausedTransfer, SentTransfer
-from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, unpack_header, weights_word
-from pdmesh.kv.receiver import FirstToken
+from pdmesh.kv.piece import FirstToken, PieceHeader, PieceKind, pack_header, request_key, unpack_header, weights_word
 from pdmesh.kv.repair import FREE_PIECES
-from pdmesh.kv.sender import KvSender
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
 from pdmesh.transport.buffers import MAX_PIECES, MESSAGE_BYTES
 from pdmesh.transport.kv_transport import SendBuffer
-from pdmesh.transport.memory import MemoryFaults
 from pdmesh.transport.seal import MeshKey
 from pdmesh_testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
+from pdmesh_testing.memory_transport import MemoryFaults
 from pdmesh_testing.transfers import (
     CAPABILITY,
     EPOCH,
@@ -926,8 +925,8 @@ class Mesh:
                 destination=index,
             )
 
-    def offer(self, shares: tuple[IndexRange, IndexRange] | None = None) -> list[KvSender]:
-        senders: list[KvSender] = []
+    def offer(self, shares: tuple[IndexRange, IndexRange] | None = None) -> list[KvSource]:
+        senders: list[KvSource] = []
         for index, (side, blocks) in enumerate(zip(self.sources, shares or self.shares, strict=True)):
             table = self.tables[index]
             sender = side.mover.departures.offer(

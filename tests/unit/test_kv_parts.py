@@ -217,7 +217,7 @@ def test_pieces_that_are_lost_or_of_another_question_join_nothing(seed: int) -> 
                 part=NO_PART._replace(blocks=IndexRange(begin, begin + len(piece))),
                 num_context_tokens=len(question),
             )
-            if rng.random() < 0.8 and (whole := joined.take(header, piece)) is not None:
+            if rng.random() < 0.8 and (whole := joined.take(header, piece, len(question))) is not None:
                 found.append(whole)
     assert set(found) <= set(questions)
 

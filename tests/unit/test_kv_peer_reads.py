@@ -19,13 +19,13 @@ import pytest
 from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
 from pdmesh.kv import peer_reads as module
-from pdmesh.kv.moving import FREEZE_LIMIT_S
+from pdmesh.kv.copy_out import FREEZE_LIMIT_S
 from pdmesh.kv.peer_reads import CacheOwner, Copies, PeerReads, ReadNote
 from pdmesh.kv.sharing import HostCache, HostPeerCache, PeerCache, SharedCache, common_runs
 from pdmesh.model import IndexRange, KvLayout
-from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh_testing.cache_owner import NUM_BLOCKS
 from pdmesh_testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 
 SEED = 7
 OURS = [3, 4, 5, 0, 7, 6, 2, 1]

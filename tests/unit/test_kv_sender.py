@@ -7,11 +7,11 @@ from typing import cast
 
 import pytest
 
+from pdmesh.kv.copy_out import CopyOut, KvSource
+from pdmesh.kv.lane import STEPS_A_CHUNK
 from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.pages import Blocks
-from pdmesh.kv.receiver import FirstToken
-from pdmesh.kv.sender import STEPS_A_CHUNK, KvPush, KvSender
-from pdmesh.kv.transfer import KvDestination
+from pdmesh.kv.piece import FirstToken, KvDestination
 from pdmesh.model import Epoch, KvLayout, RequestId
 from pdmesh_testing.kv import EVERYTHING, ByteStore
 
@@ -30,8 +30,8 @@ class NoWriter:
         return 1 << 20
 
 
-def a_sender(num_blocks: int) -> KvSender:
-    return KvSender(
+def a_sender(num_blocks: int) -> KvSource:
+    return KvSource(
         RequestId("request"),
         Epoch(0),
         block_ids=range(num_blocks),
@@ -44,8 +44,8 @@ def a_sender(num_blocks: int) -> KvSender:
     )
 
 
-def grant(sender: KvSender) -> KvPush:
-    return KvPush(
+def grant(sender: KvSource) -> CopyOut:
+    return CopyOut(
         sender,
         [KvDestination(b"destination", EVERYTHING)],
         1,
@@ -56,17 +56,17 @@ def grant(sender: KvSender) -> KvPush:
     )
 
 
-def land(sender: KvSender, blocks: Blocks) -> None:
+def land(sender: KvSource, blocks: Blocks) -> None:
     """Another instance computed them."""
     for new in sender.ledger.place(blocks):
         sender.add(new)
 
 
-def pieces(push: KvPush) -> list[Blocks]:
+def pieces(push: CopyOut) -> list[Blocks]:
     return [item.blocks for item in push._lanes[0]._outbox._due]
 
 
-def check_each_page_once(push: KvPush, num_blocks: int) -> None:
+def check_each_page_once(push: CopyOut, num_blocks: int) -> None:
     pages = [
         (layer, block)
         for blocks in pieces(push)

@@ -14,9 +14,9 @@ from pdmesh.config import TransferConfig
 from pdmesh.core.events import KvReleased, StepDone
 from pdmesh.grammars import Grammars
 from pdmesh.model import SamplingParams
-from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.worker.compiling import GrammarCompiler
 from pdmesh_testing.fake_engine import FakeEngine, reference_output
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 from pdmesh_testing.tokenizers import write_tokenizer
 from pdmesh_testing.worker import RunningInstance, chunk_plans, make_generation, running_instance
 

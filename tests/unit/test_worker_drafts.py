@@ -13,10 +13,10 @@ from pdmesh.config import TransferConfig
 from pdmesh.core.commands import Hold
 from pdmesh.core.events import KvLow, KvReleased, MoveSent, RequestFinished, StepDone
 from pdmesh.model import RequestId, Role, SamplingParams, num_blocks_for
-from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.worker.drafts import PromptLookup, most_drafted
 from pdmesh.worker.sequences import LocalRequest
 from pdmesh_testing.fake_engine import FakeEngine, reference_output
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 from pdmesh_testing.worker import RunningInstance, chunk_plans, hand_over, make_generation, running_instance
 
 pytestmark = pytest.mark.anyio

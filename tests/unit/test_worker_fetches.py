@@ -18,11 +18,11 @@ from pdmesh.core.events import (
     TransferLanded,
     TransferSent,
 )
+from pdmesh.kv.copy_in import CopyIn
 from pdmesh.kv.piece import PieceHeader
-from pdmesh.kv.receiver import KvReceiver
 from pdmesh.model import Epoch, PrefixHashes, TransferId
-from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh_testing.fake_engine import FakeEngine, reference_output
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 from pdmesh_testing.reuse import FETCH, GREEDY, a_generation, granules_of, random_tokens, run, tell_of_fetch
 from pdmesh_testing.worker import RunningInstance, running_instance
 
@@ -35,7 +35,6 @@ EPOCH = Epoch(0)
 @pytest.fixture(params=[False, True], ids=["in pieces", "peer reads"])
 def config(request: pytest.FixtureRequest) -> TransferConfig:
     return TransferConfig(
-        transport="memory",
         max_payload_bytes=4096,
         num_send_buffers=4,
         num_receive_buffers=4,
@@ -146,7 +145,7 @@ async def test_a_fetch_that_is_taken_back_leaves_no_block_behind(config: Transfe
 async def test_a_side_that_fails_says_so_and_the_other_hears_of_it(
     config: TransferConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KvReceiver, "commit", lambda self, header: "damaged")
+    monkeypatch.setattr(CopyIn, "commit", lambda self, header: "damaged")
     prompt = random_tokens(300)
     async with pair(config) as (source, destination):
         await run(source, a_generation("first", prompt))
@@ -163,14 +162,14 @@ async def test_a_commit_for_a_request_that_draws_needs_its_token(
 ) -> None:
     """A fetch is the only transfer without one: nothing else lands like that."""
     seen: list[PieceHeader] = []
-    commit = KvReceiver.commit
+    commit = CopyIn.commit
 
-    def note(self: KvReceiver, header: PieceHeader) -> str | None:
+    def note(self: CopyIn, header: PieceHeader) -> str | None:
         seen.append(header)
         self._draws = True
         return commit(self, header)
 
-    monkeypatch.setattr(KvReceiver, "commit", note)
+    monkeypatch.setattr(CopyIn, "commit", note)
     prompt = random_tokens(300)
     async with pair(config) as (source, destination):
         await run(source, a_generation("first", prompt))

@@ -23,16 +23,16 @@ from pdmesh.core.events import (
     TransferOffered,
     TransferSent,
 )
-from pdmesh.kv.incoming import WINDOW_CLOSED
+from pdmesh.kv.intake import WINDOW_CLOSED
 from pdmesh.kv.piece import PieceKind, unpack_header
 from pdmesh.model import GRANULE_TOKENS, Epoch, KvPart, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, StepPlan
-from pdmesh.transport.memory import MemoryFaults
 from pdmesh.transport.seal import MeshKey
 from pdmesh.wire.messages import Generation, PeerGone, PromptLogprobs
 from pdmesh_testing.fake_engine import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
 from pdmesh_testing.groups import admit_member, block_chunks, regroup, running_members
 from pdmesh_testing.kv import TransportMaker
+from pdmesh_testing.memory_transport import MemoryFaults
 from pdmesh_testing.worker import (
     DECODE_INSTANCE,
     RunningInstance,
@@ -44,9 +44,7 @@ from pdmesh_testing.worker import (
 
 pytestmark = pytest.mark.anyio
 
-CONFIG = TransferConfig(
-    transport="memory", max_payload_bytes=4096, num_send_buffers=4, num_receive_buffers=4, group_no_progress_s=20.0
-)
+CONFIG = TransferConfig(max_payload_bytes=4096, num_send_buffers=4, num_receive_buffers=4, group_no_progress_s=20.0)
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 BLOCK = 4
 
@@ -430,7 +428,7 @@ async def test_a_cancel_ends_a_running_chunk_at_its_next_layer(memory: Transport
 
 
 async def test_waiting_for_nothing_is_given_up(memory: TransportMaker) -> None:
-    config = TransferConfig(transport="memory", max_payload_bytes=4096, group_no_progress_s=0.05)
+    config = TransferConfig(max_payload_bytes=4096, group_no_progress_s=0.05)
     async with members(memory, 2, config=config) as running:
         _, helper = running
         generation = make_generation("r", list(range(40)), GREEDY)

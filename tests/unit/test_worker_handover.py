@@ -21,9 +21,9 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.model import FinishReason, Role, SamplingParams
-from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
 from pdmesh.wire.messages import Generation, PeerGone, TurnOver
 from pdmesh_testing.fake_engine import FakeEngine, StepGate, reference_output
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryFaults, MemoryTransport
 from pdmesh_testing.worker import RunningInstance, chunk_plans, hand_over, make_generation, running_instance
 
 pytestmark = pytest.mark.anyio

@@ -21,11 +21,11 @@ from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult, StepFlight
 from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
 from pdmesh.model import FinishReason, InstanceId, RequestId, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, StepPlan
-from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.wire.messages import Generation, PeersHere, Prompt, PromptLogprobs
 from pdmesh.worker import steps
 from pdmesh.worker.plans import MAX_QUEUED_PLANS
 from pdmesh_testing.fake_engine import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 from pdmesh_testing.worker import (
     RunningInstance,
     a_shard,

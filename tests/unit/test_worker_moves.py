@@ -27,16 +27,16 @@ from pdmesh.core.events import (
     TransferFailed,
     TransferLanded,
 )
-from pdmesh.kv.moving import MoveSender
+from pdmesh.kv.copy_out import KvSource
 from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.piece import PieceHeader, PieceKind, unpack_header
 from pdmesh.kv.transcript import pack_transcript
 from pdmesh.model import Epoch, KvPart, RequestId, Role, SamplingParams, TransferId, num_blocks_for
 from pdmesh.transport.kv_transport import SendBuffer
-from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
 from pdmesh.transport.seal import MeshKey
 from pdmesh.wire.messages import Generation, TurnOver
 from pdmesh_testing.fake_engine import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryFaults, MemoryTransport
 from pdmesh_testing.worker import RunningInstance, chunk_plans, make_generation, running_instance
 
 pytestmark = pytest.mark.anyio
@@ -291,7 +291,7 @@ async def test_what_is_always_damaged_on_the_way_is_found_before_the_target_begi
 async def test_after_the_commit_it_waits_for_the_word_that_the_target_never_began(
     kind: PieceKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdmesh.kv.moving.LANDED_LIMIT_S", 0.1)
+    monkeypatch.setattr("pdmesh.kv.copy_out.LANDED_LIMIT_S", 0.1)
     async with pair() as (source, target, fabric):
         num_blocks = start(source, "r", PROMPT, LONG)
         await drawn(source, "r", 3)
@@ -328,7 +328,7 @@ async def test_a_request_that_would_outgrow_the_model_is_not_taken(monkeypatch: 
 
 
 async def test_an_acknowledgement_that_is_lost_leaves_the_source_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdmesh.kv.moving.LANDED_LIMIT_S", 0.1)
+    monkeypatch.setattr("pdmesh.kv.copy_out.LANDED_LIMIT_S", 0.1)
     async with pair() as (source, target, fabric):
         num_blocks = start(source, "r", PROMPT, LONG)
         await drawn(source, "r", 3)
@@ -345,24 +345,24 @@ async def test_an_acknowledgement_that_is_lost_leaves_the_source_still(monkeypat
 
 
 @pytest.fixture
-def when_it_stands_still(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[MoveSender], object]], None]:
+def when_it_stands_still(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[KvSource], object]], None]:
     """Has something done when a request that moves stands still, before anything else of it leaves."""
-    freeze = MoveSender.freeze
+    freeze = KvSource.freeze
 
-    def do(what: Callable[[MoveSender], object]) -> None:
-        def do_and_freeze(self: MoveSender, **rest: object) -> None:
+    def do(what: Callable[[KvSource], object]) -> None:
+        def do_and_freeze(self: KvSource, **rest: object) -> None:
             what(self)
             freeze(self, **rest)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(MoveSender, "freeze", do_and_freeze)
+        monkeypatch.setattr(KvSource, "freeze", do_and_freeze)
 
     return do
 
 
 async def test_what_finds_no_buffer_for_its_commit_goes_on_where_it_is(
-    monkeypatch: pytest.MonkeyPatch, when_it_stands_still: Callable[[Callable[[MoveSender], object]], None]
+    monkeypatch: pytest.MonkeyPatch, when_it_stands_still: Callable[[Callable[[KvSource], object]], None]
 ) -> None:
-    monkeypatch.setattr("pdmesh.kv.moving.FREEZE_LIMIT_S", 0.05)
+    monkeypatch.setattr("pdmesh.kv.copy_out.FREEZE_LIMIT_S", 0.05)
     lend = PieceWriter.tell
 
     async def never(self: PieceWriter, address: bytes, header: PieceHeader, **begins: Any) -> None:
@@ -382,14 +382,14 @@ async def test_what_finds_no_buffer_for_its_commit_goes_on_where_it_is(
 
 
 async def test_nothing_that_is_left_waits_for_an_answer(
-    when_it_stands_still: Callable[[Callable[[MoveSender], object]], None],
+    when_it_stands_still: Callable[[Callable[[KvSource], object]], None],
 ) -> None:
     """So the stream stands still for one way, however long that is: not for there, back, and there again."""
     async with pair() as (source, target, fabric):
         gate = anyio.Event()
-        senders: list[MoveSender] = []
+        senders: list[KvSource] = []
 
-        def shut(sender: MoveSender) -> None:
+        def shut(sender: KvSource) -> None:
             fabric.faults = MemoryFaults(gate=gate)
             senders.append(sender)
 
@@ -410,7 +410,7 @@ async def test_nothing_that_is_left_waits_for_an_answer(
 
 @pytest.mark.parametrize("late", [PieceKind.KV, PieceKind.TRANSCRIPT])
 async def test_a_commit_may_overtake_what_went_before_it(
-    late: PieceKind, when_it_stands_still: Callable[[Callable[[MoveSender], object]], None]
+    late: PieceKind, when_it_stands_still: Callable[[Callable[[KvSource], object]], None]
 ) -> None:
     """On a transport that keeps no order: the target goes on when all of it is there, and not before."""
     send = MemoryTransport.send
@@ -536,7 +536,7 @@ async def test_one_that_no_step_computes_moves_at_once() -> None:
 @pytest.mark.parametrize("seed", range(40))
 async def test_whenever_it_is_taken_back_or_freed_nothing_leaks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a random moment: what the core could say then leaves one stream, or none, and everything free."""
-    monkeypatch.setattr("pdmesh.kv.moving.LANDED_LIMIT_S", 0.05)
+    monkeypatch.setattr("pdmesh.kv.copy_out.LANDED_LIMIT_S", 0.05)
     rng = random.Random(seed)
     params = SamplingParams(max_tokens=200, temperature=0)
     async with pair() as (source, target, _):

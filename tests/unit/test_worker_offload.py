@@ -29,9 +29,9 @@ from pdmesh.kv.offload.disk import DiskSlots
 from pdmesh.kv.offload.tier import OffloadTier
 from pdmesh.kv.store import KvStore
 from pdmesh.model import GRANULE_TOKENS, PrefixHash, PrefixHashes, Role, SamplingParams
-from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.wire.messages import Generation, pack_token_ids
 from pdmesh_testing.fake_engine import FakeEngine, reference_output
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 from pdmesh_testing.worker import (
     HASHER,
     RunningInstance,
@@ -44,9 +44,7 @@ from pdmesh_testing.worker import (
 
 pytestmark = pytest.mark.anyio
 
-CONFIG = TransferConfig(
-    transport="memory", max_payload_bytes=4096, num_send_buffers=4, num_receive_buffers=4, no_progress_s=5.0
-)
+CONFIG = TransferConfig(max_payload_bytes=4096, num_send_buffers=4, num_receive_buffers=4, no_progress_s=5.0)
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 NUM_BLOCKS = 210
 

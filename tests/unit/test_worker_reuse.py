@@ -23,14 +23,14 @@ from pdmesh.core.events import (
     TransferLanded,
     TransferSent,
 )
+from pdmesh.kv.copy_in import CopyIn
 from pdmesh.kv.piece import PieceHeader, PieceKind
-from pdmesh.kv.receiver import KvReceiver
 from pdmesh.model import GRANULE_TOKENS, Epoch, IndexRange, KvPart, PrefixHash, RequestId, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, Evictions
-from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh_testing.fake_engine import FakeEngine, StepGate, reference_output
 from pdmesh_testing.groups import admit_member, block_chunks, running_members
 from pdmesh_testing.kv import TransportMaker
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 from pdmesh_testing.reuse import GREEDY, a_generation, granules_of, output, random_tokens, run
 from pdmesh_testing.worker import (
     RunningInstance,
@@ -42,9 +42,7 @@ from pdmesh_testing.worker import (
 
 pytestmark = pytest.mark.anyio
 
-CONFIG = TransferConfig(
-    transport="memory", max_payload_bytes=4096, num_send_buffers=4, num_receive_buffers=4, no_progress_s=5.0
-)
+CONFIG = TransferConfig(max_payload_bytes=4096, num_send_buffers=4, num_receive_buffers=4, no_progress_s=5.0)
 NUM_BLOCKS = 512
 
 
@@ -366,7 +364,7 @@ async def test_nothing_that_comes_late_lands_in_what_is_shared() -> None:
         generation = a_generation("r", prompt)
         decode.expect(generation, prefill, num_reused=2)
         (receiver,) = decode.mover.arrivals._receivers.values()
-        assert isinstance(receiver, KvReceiver)
+        assert isinstance(receiver, CopyIn)
         layout = prefill.engine.kv.layout
         everything = KvPart(IndexRange(0, 75), IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads))
         for blocks in (IndexRange(0, 75), IndexRange(63, 65), IndexRange(0, 1)):

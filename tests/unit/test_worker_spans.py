@@ -15,9 +15,9 @@ from pdmesh.config import TransferConfig
 from pdmesh.core.events import KvReleased, TransferFailed
 from pdmesh.model import Role, SamplingParams
 from pdmesh.telemetry.tracing import Tracing, exporting
-from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
 from pdmesh.wire.messages import Generation
 from pdmesh_testing.fake_engine import FakeEngine
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryFaults, MemoryTransport
 from pdmesh_testing.worker import RunningInstance, chunk_plans, hand_over, make_generation, running_instance
 
 pytestmark = pytest.mark.anyio

@@ -39,9 +39,9 @@ from pdmesh.model import (
     num_blocks_for,
 )
 from pdmesh.plans import KvShard, TransferPlan
-from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh_testing.checkpoints import TINY, write_checkpoint
 from pdmesh_testing.exactness import random_prompts
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 from pdmesh_testing.ranks import ranked_engine
 from pdmesh_testing.worker import CAPABILITY, RunningInstance, chunk_plans, introduce, make_generation, running_instance
 

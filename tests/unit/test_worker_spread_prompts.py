@@ -29,10 +29,10 @@ from pdmesh.engine.runner import TorchEngine
 from pdmesh.kv.elsewhere import PartQuestion
 from pdmesh.model import IndexRange, PartMember, RequestId, SamplingParams, TransferId, TransferPurpose, num_blocks_for
 from pdmesh.plans import KvShard, StepPlan, TransferPlan
-from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.wire.messages import Generation
 from pdmesh_testing.checkpoints import TINY, write_checkpoint
 from pdmesh_testing.exactness import random_prompts
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 from pdmesh_testing.worker import (
     CAPABILITY,
     RunningInstance,

@@ -30,7 +30,7 @@ from pdmesh.core.events import (
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.kv.frames import WindowFrames
 from pdmesh.model import GRANULE_TOKENS, Epoch, Role, SamplingParams, TransferId, num_blocks_for
-from pdmesh.transport.memory import MemoryFabric, MemoryTransport
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 from pdmesh_testing.reuse import FETCH, a_generation, granules_of, output, run, tell_of_fetch
 from pdmesh_testing.stepping import generate
 from pdmesh_testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
@@ -38,7 +38,7 @@ from pdmesh_testing.worker import RunningInstance, chunk_plans, hand_over, make_
 
 pytestmark = pytest.mark.anyio
 
-CONFIG = TransferConfig(transport="memory", max_payload_bytes=1 << 16, num_send_buffers=4, num_receive_buffers=4)
+CONFIG = TransferConfig(max_payload_bytes=1 << 16, num_send_buffers=4, num_receive_buffers=4)
 NUM_BLOCKS, BLOCK, WINDOW = 512, 16, 24
 #: Of a decode: its window, and what another request that goes on from its last granule sees.
 NUM_SEEN = num_blocks_for(WINDOW + GRANULE_TOKENS, BLOCK) + 2

@@ -131,8 +131,8 @@ def _kv_outgoing(module: ModuleType) -> None:
     cls.tell = telling
 
 
-def _kv_receiver(module: ModuleType) -> None:
-    cls = module.KvReceiver
+def _kv_copy_in(module: ModuleType) -> None:
+    cls = module.CopyIn
     place = cls.place
 
     @functools.wraps(place)
@@ -189,7 +189,7 @@ _WRAPPERS: dict[str, Callable[[ModuleType], None]] = {
     "pdmesh.worker.arrivals": _worker_arrivals,
     "pdmesh.kv.peer_reads": _kv_peer_reads,
     "pdmesh.kv.outgoing": _kv_outgoing,
-    "pdmesh.kv.receiver": _kv_receiver,
+    "pdmesh.kv.copy_in": _kv_copy_in,
     "pdmesh.kv.context": _kv_context,
     "pdmesh.worker.replies": _worker_replies,
 }

@@ -17,11 +17,8 @@ from pdmesh.kv.outcome import FailedTransfer, OnOutcome
 from pdmesh.kv.outgoing import Means, PieceWriter
 from pdmesh.kv.peer_reads import PeerReads, PeerReadWriter
 from pdmesh.kv.piece import PieceHeader, PieceKind
-from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, RequestId
-from pdmesh.threads import CallThreads
-from pdmesh.transport.kv_transport import KvTransport, ReceivedPiece
-from pdmesh.transport.seal import MeshKey
+from pdmesh.transport.kv_transport import ReceivedPiece
 
 log = structlog.get_logger()
 
@@ -40,42 +37,36 @@ class TransferSide(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class KvContext:
+class KvContext(Means):
     """The means that the parts of a `pdmesh.kv.mover.KvMover` share. Event loop only."""
 
-    transport: KvTransport
-    store: KvStore
     config: TransferConfig
-    key: MeshKey
-    copies: CallThreads  # that copy and check pieces
     tasks: anyio.abc.TaskGroup
     call_soon: Callable[[Callable[[], object]], object]  # from any thread, without waiting for the result
     clock: Callable[[], float]
     on_outcome: OnOutcome
-    weights: int = 0  # see `PieceHeader.weights`
     peer_reads: PeerReads | None = None  # if instances read each other's caches
     dropped: Counter[str] = field(default_factory=Counter[str])  # pieces, by the reason
     num_asked_again: int = 0  # of those damaged
 
     def writer(self, block_ids: Sequence[int] = ()) -> PieceWriter:
         """Return a writer of a request's pieces; until closed, peers that can may read its blocks, if there are any."""
-        means = Means(
-            store=self.store, transport=self.transport, key=self.key, copies=self.copies, weights=self.weights
-        )
         peer_reads = self.peer_reads if block_ids else None
         window = None if peer_reads is None else peer_reads.begin()
         if peer_reads is None or window is None:
-            return PieceWriter(block_ids, **means)
-        return PeerReadWriter(peer_reads, window, block_ids, **means)
-
-    def decline(self, address: bytes) -> None:
-        """Send bytes to the peer at an address from now on, because it cannot read caches."""
-        if self.peer_reads is not None:
-            self.peer_reads.decline(address)
+            return PieceWriter(block_ids, self)
+        return PeerReadWriter(peer_reads, window, block_ids, self)
 
     def drop(self, piece: ReceivedPiece, reason: str) -> None:
         self.dropped[reason] += 1
         piece.release()
+
+    def settle(self, piece: ReceivedPiece, fault: str | None) -> None:
+        """Release a piece, and count it as dropped if it had a fault."""
+        if fault is None:
+            piece.release()
+        else:
+            self.drop(piece, fault)
 
     def failed(self, transfer: TransferSide, reason: str, *, sending: bool) -> None:
         """Report that one side of a transfer has failed."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Unpack
 
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.context import KvContext, mismatch
-from pdmesh.kv.moving import MoveSender
+from pdmesh.kv.copy_out import CopyOut, KvSource, Offered
 from pdmesh.kv.outcome import PausedTransfer, SentTransfer
-from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
-from pdmesh.kv.sender import KvPush, KvSender
-from pdmesh.kv.transfer import GrantedTransfer, KvDestination
-from pdmesh.model import Epoch, IndexRange, RequestId
+from pdmesh.kv.piece import KvDestination, PieceHeader, PieceKind, request_key
+from pdmesh.model import Epoch, RequestId
 from pdmesh.transport.kv_transport import ReceivedPiece
 
 
@@ -20,12 +19,12 @@ class KvDepartures:
 
     def __init__(self, context: KvContext) -> None:
         self._context = context
-        self._senders: dict[bytes, KvSender] = {}
-        self._granted: dict[bytes, GrantedTransfer] = {}  # of these, and of what decodes
+        self._sources: dict[bytes, KvSource] = {}
+        self._granted: dict[bytes, CopyOut] = {}  # of these, and of what decodes
         self._num_pieces = self._num_bytes = 0  # of those that have ended
 
     def __len__(self) -> int:
-        return len(self._senders.keys() | self._granted.keys())
+        return len(self._sources.keys() | self._granted.keys())
 
     @property
     def num_pieces(self) -> int:
@@ -37,111 +36,40 @@ class KvDepartures:
 
     # --- for the worker runtime ---------------------------------------------------------------------------------------
 
-    def offer(
-        self,
-        request_id: RequestId,
-        epoch: Epoch,
-        *,
-        block_ids: Sequence[int],
-        num_context_tokens: int,
-        source: int = 0,
-        blocks: IndexRange | None = None,
-        num_present_blocks: int = 0,
-    ) -> KvSender:
-        """Get ready to send. ``block_ids`` is the request's block table, whose first blocks hold the context.
-
-        This instance is source number ``source`` of the transfer, and sends ``blocks`` of the table; None sends all.
-        The first ``num_present_blocks`` of the table hold their KV already. An older epoch of the request is cancelled.
-        """
+    def offer(self, request_id: RequestId, epoch: Epoch, **offered: Unpack[Offered]) -> KvSource:
+        """Get ready to send. An older epoch of the request is cancelled."""
         context = self._context
-        sender = KvSender(
-            request_id,
-            epoch,
-            block_ids=block_ids,
-            num_context_tokens=num_context_tokens,
-            source=source,
-            blocks=blocks,
-            num_present_blocks=num_present_blocks,
-            store=context.store,
-            call_soon=context.call_soon,
-            clock=context.clock,
+        source = KvSource(
+            request_id, epoch, store=context.store, call_soon=context.call_soon, clock=context.clock, **offered
         )
         self.cancel(request_id, epoch)
-        self._senders[sender.key] = sender
-        return sender
-
-    def move(
-        self,
-        request_id: RequestId,
-        epoch: Epoch,
-        *,
-        block_ids: Sequence[int],
-        transcript: bytes,
-        destination: KvDestination,
-        capability: int,
-        on_caught_up: Callable[[], None],
-        first_held: int = 0,
-    ) -> MoveSender:
-        """Begin to move a running decode away. ``block_ids`` is its block table itself, which grows as it goes on.
-
-        Those before ``first_held`` are not there in layers with a window, all others stay until the move has ended.
-
-        Exactly one outcome follows: `SentTransfer` or `FailedTransfer`.
-        """
-        self._admit((destination,))
-        context = self._context
-        sender = MoveSender(
-            request_id,
-            epoch,
-            writer=context.writer(block_ids),
-            destination=destination,
-            capability=capability,
-            transcript=transcript,
-            layout=context.store.layout,
-            first_held=first_held,
-            clock=context.clock,
-            on_caught_up=on_caught_up,
-        )
-        self._begin(sender)
-        return sender
+        self._sources[source.key] = source
+        return source
 
     def grant(
         self, request_id: RequestId, epoch: Epoch, *, destinations: Sequence[KvDestination], capability: int
     ) -> None:
-        """Let an offered transfer start, or go on. Ignored if there is none (the request was freed meanwhile).
+        """Let an offered copy start, or go on. Ignored if there is none (the request was freed meanwhile).
 
-        A ``capability`` other than before means another transfer: it begins with all that has been computed.
+        A ``capability`` other than before means another copy: it begins with all that has been computed.
         """
-        sender = self._sender(request_id, epoch)
-        if sender is None:
+        source = self._source(request_id, epoch)
+        if source is None:
             return
-        self._admit(destinations)
-        granted = self._granted.get(sender.key)
-        if isinstance(granted, KvPush) and granted.capability == capability:
-            granted.grant_again()
-            return
-        context = self._context
-        self._begin(
-            KvPush(
-                sender,
-                destinations,
-                capability,
-                writer=context.writer(sender.block_ids),
-                deadline_s=context.config.deadline_s,
-                clock=context.clock,
-                on_paused=self._paused,
-            )
-        )
+        if source.copy is not None and source.copy.capability == capability:
+            source.copy.grant_again()
+        else:
+            self._begin(source, destinations, capability)
 
     def pause(self, request_id: RequestId, epoch: Epoch) -> None:
         """Stop sending until the next grant; answered by `PausedTransfer`. Ignored if there is no such transfer."""
-        granted = self._granted.get(request_key(request_id))
-        if isinstance(granted, KvPush) and granted.epoch == epoch:
-            granted.pause()
+        source = self._source(request_id, epoch)
+        if source is not None and source.copy is not None:
+            source.copy.pause()
 
     def withdraw(self, request_id: RequestId, epoch: Epoch) -> None:
         """End a granted transfer without an outcome. Its KV is kept for another grant. Idempotent."""
-        if self._sender(request_id, epoch) is not None:
+        if self._source(request_id, epoch) is not None:
             self._end(request_key(request_id))
 
     # --- for the mover ------------------------------------------------------------------------------------------------
@@ -149,15 +77,15 @@ class KvDepartures:
     def cancel(self, request_id: RequestId, epoch: Epoch) -> None:
         """Stop sending this epoch and older ones, without an outcome. Idempotent."""
         key = request_key(request_id)
-        granted, sender = self._granted.get(key), self._senders.get(key)
+        granted, source = self._granted.get(key), self._sources.get(key)
         if granted is not None and granted.epoch <= epoch:
             self._end(key)
-        if sender is not None and sender.epoch <= epoch:
-            del self._senders[key]
+        if source is not None and source.epoch <= epoch:
+            del self._sources[key]
 
     def clear(self) -> None:
         """Withdraw every offer and end every read window."""
-        self._senders.clear()
+        self._sources.clear()
         for transfer in self._granted.values():
             transfer.close()
 
@@ -165,19 +93,12 @@ class KvDepartures:
         """Take a receiver's acknowledgement of a whole transfer, or its request to send pages again."""
         granted = self._granted.get(header.request_key)
         fault = "unknown" if granted is None else mismatch(granted, header)
-        if granted is None or fault is not None:
-            self._context.drop(piece, fault or "unknown")
-            return
-        if header.kind is PieceKind.LANDED:
-            granted.landed(header.destination)
-        else:
-            if header.kind is PieceKind.NO_PEER_READS and header.destination < len(granted.destinations):
-                self._context.decline(granted.destinations[header.destination].address)
-            fault = granted.send_again(header)
-        if fault is None:
-            piece.release()
-        else:
-            self._context.drop(piece, fault)
+        if granted is not None and fault is None:
+            if header.kind is PieceKind.LANDED:
+                granted.landed(header.destination)
+            else:
+                fault = granted.send_again(header)
+        self._context.settle(piece, fault)
 
     def take_abort(self, header: PieceHeader) -> bool:
         """Note that a peer has given a transfer up. Return whether that transfer leaves from here."""
@@ -189,19 +110,26 @@ class KvDepartures:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _sender(self, request_id: RequestId, epoch: Epoch) -> KvSender | None:
-        sender = self._senders.get(request_key(request_id))
-        return sender if sender is not None and sender.epoch == epoch else None
+    def _source(self, request_id: RequestId, epoch: Epoch) -> KvSource | None:
+        source = self._sources.get(request_key(request_id))
+        return source if source is not None and source.epoch == epoch else None
 
-    def _admit(self, destinations: Sequence[KvDestination]) -> None:
+    def _begin(self, source: KvSource, destinations: Sequence[KvDestination], capability: int) -> None:
+        """Take the place of the copy of the request that is under way."""
+        context = self._context
         for destination in destinations:
-            self._context.admit(destination.address)
-
-    def _begin(self, transfer: GrantedTransfer) -> None:
-        """Take the place of what is under way of the request."""
-        self._end(transfer.key)
-        self._granted[transfer.key] = transfer
-        self._context.tasks.start_soon(self._run, transfer)
+            context.admit(destination.address)
+        self._end(source.key)
+        copy = self._granted[source.key] = CopyOut(
+            source,
+            destinations,
+            capability,
+            writer=context.writer(source.block_ids),
+            deadline_s=context.config.deadline_s,
+            clock=context.clock,
+            on_paused=self._paused,
+        )
+        context.tasks.start_soon(self._run, copy)
 
     def _end(self, key: bytes) -> None:
         transfer = self._granted.get(key)
@@ -209,7 +137,7 @@ class KvDepartures:
             transfer.scope.cancel()
             self._forget(transfer)
 
-    def _forget(self, transfer: GrantedTransfer) -> None:
+    def _forget(self, transfer: CopyOut) -> None:
         """Take it out of the table, and let nothing more of it be read; its task may still be ending."""
         transfer.close()
         if self._granted.get(transfer.key) is transfer:
@@ -217,7 +145,7 @@ class KvDepartures:
             self._num_pieces += transfer.num_pieces
             self._num_bytes += transfer.num_bytes
 
-    async def _run(self, transfer: GrantedTransfer) -> None:
+    async def _run(self, transfer: CopyOut) -> None:
         try:
             with transfer.scope:
                 outcome: SentTransfer | KvTransferError
@@ -228,16 +156,18 @@ class KvDepartures:
                 if transfer.scope.cancel_called:
                     return  # as it ended: nobody expects an outcome any more
                 self._forget(transfer)
+                if self._sources.get(transfer.key) is transfer.source and (
+                    isinstance(outcome, SentTransfer) or transfer.source.is_decode
+                ):
+                    del self._sources[transfer.key]
                 if isinstance(outcome, KvTransferError):
                     self._context.failed(transfer, str(outcome), sending=True)
                     for index, destination in enumerate(transfer.destinations):
                         await self._context.tell(PieceKind.ABORT, transfer, destination.address, destination=index)
                 else:
-                    if isinstance(transfer, KvPush) and self._senders.get(transfer.key) is transfer.sender:
-                        del self._senders[transfer.key]
                     self._context.on_outcome(outcome)
         finally:
             self._forget(transfer)
 
-    def _paused(self, push: KvPush) -> None:
-        self._context.on_outcome(PausedTransfer(request_id=push.request_id, epoch=push.epoch))
+    def _paused(self, copy: CopyOut) -> None:
+        self._context.on_outcome(PausedTransfer(request_id=copy.request_id, epoch=copy.epoch))

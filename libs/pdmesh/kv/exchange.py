@@ -15,7 +15,7 @@ which does not make it wait longer (`pdmesh.policy.pacing`). The order of turns 
 what; after a wrong guess a member waits for half a chunk. The slices of a parallel step are in the order of its
 members, the leader's last.
 
-**How pages travel** is decided by the writer, and by `pdmesh.kv.groups`, which takes them: in pieces, or, inside a
+**How pages travel** is decided by the writer, and by `KvGroups`, which takes them: in pieces, or, inside a
 host, copied from where they lie (`pdmesh.kv.peer_reads`).
 
 **When a member is lost.** The scheduler says so by an empty address. Pages that came from it stay, and the leader sends
@@ -35,17 +35,21 @@ from dataclasses import dataclass
 
 import structlog
 
-from pdmesh.kv.gate import GroupGate
+from pdmesh.kv.context import KvContext, mismatch
+from pdmesh.kv.gate import GroupGate, Wakeup
+from pdmesh.kv.intake import PageIntake
 from pdmesh.kv.lane import Lane, StartTask
 from pdmesh.kv.ledger import PageLedger
 from pdmesh.kv.outbox import Outgoing
+from pdmesh.kv.outcome import FailedExchange
 from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.store import KvStore
-from pdmesh.model import Epoch, IndexRange, KvLayout, RequestId
+from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
 from pdmesh.plans import MAX_GROUP_MEMBERS
 from pdmesh.policy.pacing import ChunkPace, layers_a_piece
+from pdmesh.transport.kv_transport import ReceivedPiece
 
 log = structlog.get_logger()
 
@@ -66,7 +70,7 @@ class _Peer:
 class KvExchange:
     """One member's side of what its group exchanges, for one epoch of a request.
 
-    Made by `pdmesh.kv.groups.KvGroups.open`, which also brings it the pieces. Everything but `publish` belongs to the
+    Made by `KvGroups.open`, which also brings it the pieces. Everything but `publish` belongs to the
     event loop. ``on_new`` is called with blocks that are new in the ledger, whichever member computed them. Once the
     exchange has ended, nothing of its pages is read.
     """
@@ -96,6 +100,11 @@ class KvExchange:
         self._number: int | None = None  # until the members are known
         self.block_ids = block_ids
         self._layout: KvLayout = store.layout
+        self._everything = KvPart(
+            IndexRange(0, len(block_ids)),
+            IndexRange(0, store.layout.num_layers),
+            IndexRange(0, store.layout.num_kv_heads),
+        )
         self._store = store
         self._writer = writer
         self._call_soon = call_soon
@@ -173,11 +182,15 @@ class KvExchange:
             peer.lane.cut_off()
         self.gate.abort(reason)
 
-    def take_greeting(self, header: PieceHeader) -> str | None:
-        """Take a HELLO or a WELCOME. Return why it must be dropped, if it must."""
+    def take_word(self, header: PieceHeader) -> str | None:
+        """Take a piece without pages. Return why it must be dropped, if it must."""
         peer = self._peers.get(header.source)
         if peer is None or header.destination != self._number:
             return "range"
+        if header.kind in (PieceKind.AGAIN, PieceKind.NO_PEER_READS):
+            return peer.lane.send_again(header, self.ledger, self._everything) if self.expects(header) else "range"
+        if header.kind not in (PieceKind.HELLO, PieceKind.WELCOME):
+            return "kind"
         peer.lane.resume()
         if header.kind is PieceKind.HELLO and not peer.is_welcomed:
             peer.is_welcomed = True
@@ -188,14 +201,14 @@ class KvExchange:
         return self._peers[source].lane if source in self._peers else None
 
     def expects(self, header: PieceHeader) -> bool:
-        blocks, layers, heads = header.part
+        everything, part = self._everything, header.part
         return (
             header.source in self._peers
             and header.destination == self._number
             and 0 < header.num_members <= MAX_GROUP_MEMBERS
-            and IndexRange(0, self._layout.num_layers).holds(layers)
-            and IndexRange(0, len(self.block_ids)).holds(blocks)
-            and heads == IndexRange(0, self._layout.num_kv_heads)
+            and everything.layers.holds(part.layers)
+            and everything.blocks.holds(part.blocks)
+            and part.heads == everything.heads
         )
 
     def place(self, header: PieceHeader, blocks: Blocks) -> None:
@@ -211,16 +224,6 @@ class KvExchange:
             for number in range(header.num_members, len(self._addresses)):
                 if number in self._peers:
                     self._pass_on(self._peers[number], blocks)
-
-    def send_again(self, header: PieceHeader) -> str | None:
-        """Send pages again that another member could not use. Return why its request must be dropped, if it must."""
-        if (
-            not self.expects(header)
-            or header.part.num_pages > self._writer.max_pages
-            or not self.ledger.has(Blocks.of(header))  # not here, so it was not sent
-        ):
-            return "range"
-        return self._peers[header.source].lane.send_again(header)
 
     def give_up(self, reason: str) -> None:
         """Give this member's part up, and report why; only the first reason counts."""
@@ -250,8 +253,8 @@ class KvExchange:
             address,
             about,
             self._writer,
-            num_layers=self._layout.num_layers,
-            num_pages=len(self.block_ids) * self._layout.num_layers,
+            layout=self._layout,
+            num_pages=self._everything.num_pages,
             start=self._start,
             on_failed=lambda reason: log.warning(
                 "a member does not accept KV",
@@ -312,6 +315,111 @@ class KvExchange:
             self.ledger.set_sent_to(passed, peer.number + 1)
             peer.lane.put(Outgoing(passed, peer.number + 1), self._layout.num_layers)
         peer.lane.flush()
+
+
+class KvGroups:
+    """What this instance exchanges with other members of prefill groups. Event loop only."""
+
+    def __init__(self, context: KvContext, pages: PageIntake) -> None:
+        self._context = context
+        self.pages = pages
+        self._exchanges: dict[bytes, KvExchange] = {}
+        self._num_bytes_sent = 0  # by those that have ended
+
+    def __len__(self) -> int:
+        return len(self._exchanges)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._exchanges
+
+    @property
+    def num_bytes_sent(self) -> int:
+        return self._num_bytes_sent + sum(exchange.num_bytes_sent for exchange in self._exchanges.values())
+
+    def open(
+        self,
+        request_id: RequestId,
+        epoch: Epoch,
+        *,
+        capability: int,
+        block_ids: Sequence[int],
+        wakeup: Wakeup,
+        ledger: PageLedger | None = None,
+        on_new: Callable[[Blocks], object] | None = None,
+    ) -> KvExchange:
+        """Pass KV of the request on to the other members of its group, and take theirs, into all of ``block_ids``.
+
+        `set_members` says which members there are. ``wakeup`` wakes the thread that waits for their KV. ``ledger`` is
+        the request's, if it has one, and ``on_new`` is called with what is new there. An older epoch is ended.
+        """
+        context = self._context
+        ledger = ledger or PageLedger(context.store.layout.num_layers, len(block_ids))
+        exchange = KvExchange(
+            request_id,
+            epoch,
+            capability=capability,
+            block_ids=block_ids,
+            ledger=ledger,
+            gate=GroupGate(wakeup, ledger, no_progress_s=context.config.group_no_progress_s, clock=context.clock),
+            store=context.store,
+            writer=context.writer(block_ids),
+            call_soon=context.call_soon,
+            start=context.tasks.start_soon,
+            on_new=on_new or (lambda blocks: None),
+            on_failed=self._failed,
+        )
+        self.end(request_id, epoch, "a newer epoch began")
+        self._exchanges[exchange.key] = exchange
+        return exchange
+
+    def set_members(self, request_id: RequestId, epoch: Epoch, number: int, addresses: Sequence[bytes]) -> None:
+        """All members' data addresses, those set before and more; this is member number ``number``.
+
+        Those of members that were lost are empty.
+        Ignored if the exchange is not there: the request was freed meanwhile.
+        """
+        exchange = self._exchanges.get(exchange_key(request_id))
+        if exchange is not None and exchange.epoch == epoch:
+            for address in filter(None, addresses):
+                self._context.admit(address)
+            if fault := exchange.set_members(number, addresses):
+                exchange.give_up(fault)
+
+    def end(self, request_id: RequestId, epoch: Epoch, reason: str) -> None:
+        """Stop the request's exchanges of this epoch and older ones, without an outcome. Idempotent."""
+        exchange = self._exchanges.get(exchange_key(request_id))
+        if exchange is not None and exchange.epoch <= epoch:
+            del self._exchanges[exchange.key]
+            exchange.end(reason)
+            self._num_bytes_sent += exchange.num_bytes_sent
+
+    def clear(self) -> None:
+        """End all exchanges."""
+        for exchange in list(self._exchanges.values()):
+            self.end(exchange.request_id, exchange.epoch, "the instance is stopping")
+
+    def forget(self, address: bytes) -> None:
+        """Stop sending to an instance that is gone, by its data address. The scheduler decides about its groups."""
+        for exchange in self._exchanges.values():
+            exchange.cut_off(address)
+
+    def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
+        """Take a piece that belongs to one of the exchanges."""
+        exchange = self._exchanges[header.request_key]
+        fault = mismatch(exchange, header)
+        if fault is None and header.kind in (PieceKind.KV, PieceKind.PEER_READ):
+            self.pages.take(exchange, header, piece)
+        else:
+            self._context.settle(piece, fault or exchange.take_word(header))
+
+    def check_integrity(self) -> None:
+        for exchange in self._exchanges.values():
+            exchange.ledger.check_integrity()
+
+    def _failed(self, exchange: KvExchange, reason: str) -> None:
+        log.warning("kv exchange failed", request_id=exchange.request_id, epoch=exchange.epoch, reason=reason)
+        self.end(exchange.request_id, exchange.epoch, reason)
+        self._context.on_outcome(FailedExchange(request_id=exchange.request_id, epoch=exchange.epoch, reason=reason))
 
 
 def exchange_key(request_id: RequestId) -> bytes:

@@ -11,22 +11,37 @@ and sends them before anything else. Both sides bound how often (`pdmesh.kv.repa
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from math import ceil
 from typing import Any
 
 import anyio
 import anyio.abc
 
 from pdmesh.errors import KvTransferError
-from pdmesh.kv.incoming import UNREADABLE
+from pdmesh.kv.ledger import PageLedger
 from pdmesh.kv.outbox import NO_BLOCKS, Outbox, Outgoing
 from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.repair import DamageLimit, RefusalLimit
+from pdmesh.model import IndexRange, KvLayout, KvPart
 
 #: Pieces under way to one peer at once: one is copied and checked while others travel. Between hosts each needs a
 #: question and an answer before its bytes go: with 4, 1.1 to 1.2 GB/s went over a busy machine's TCP, with 8 1.35.
 PIECES_IN_FLIGHT = 8
+
+#: Fault of a peer read: the sender's cache cannot be read here, so the sender is asked for bytes.
+UNREADABLE = "unreadable"
+
+#: Minimum number of steps that a chunk is sent in, as far as a piece holds more than one of its layers.
+STEPS_A_CHUNK = 4
+
+#: Decode waits for the last of a context, which is sent in smaller and smaller steps, as long as they are as large.
+TAIL_BYTES = 4 << 20
+
+#: The last layers are cut into as many pieces as are under way at once, so that they are copied and checked beside
+#: each other, unless they became smaller than this.
+NUM_LAST_LAYERS, LAST_PIECE_BYTES = 2, 2 << 20
 
 #: Runs a task as long as the instance does.
 StartTask = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]
@@ -44,7 +59,7 @@ class Lane:
         about: PieceHeader,
         writer: PieceWriter,
         *,
-        num_layers: int,
+        layout: KvLayout,
         num_pages: int = 0,
         max_in_flight: int = PIECES_IN_FLIGHT,
         start: StartTask | None = None,
@@ -62,9 +77,10 @@ class Lane:
         self._num_left = 0  # pages that were put and not taken yet
         self._max_in_flight = max_in_flight
         self._about = about
+        self._layout = layout
         self._writer = writer
         self._outbox = Outbox(
-            num_layers=num_layers,
+            num_layers=layout.num_layers,
             max_pages=lambda: writer.pages_a_piece(address),
             pages_a_message=lambda: writer.pages_a_message(address),
         )
@@ -86,6 +102,15 @@ class Lane:
         """Send pages, as soon as so many of their layers are together (`pdmesh.kv.outbox`)."""
         self._num_left += item.blocks.num_pages
         self._outbox.put(item, layers_a_piece)
+
+    def put_in_steps(self, blocks: Blocks, layers_a_piece: int, *, is_tail: bool) -> None:
+        """Send pages, the last layers of a context's ``tail`` in several pieces beside each other."""
+        size, block_bytes = blocks.num_pages, self._layout.block_bytes
+        is_last = is_tail and blocks.layer >= self._layout.num_layers - NUM_LAST_LAYERS
+        if is_last and not self._writer.may_read(self.address):
+            size = max(ceil(size / PIECES_IN_FLIGHT), LAST_PIECE_BYTES // block_bytes, 1)
+        for some in blocks.cut(size):
+            self.put(Outgoing(some), layers_a_piece)
 
     async def run(self) -> None:
         """Send what is in the outbox, until the lane is closed or cut off, or a send fails."""
@@ -126,15 +151,24 @@ class Lane:
         self._say(Outgoing(Blocks.of(header), header.num_members, kind))
         return None
 
-    def send_again(self, header: PieceHeader) -> str | None:
-        """Send pages that the peer asks for again, if they are here. Return why its request must be dropped, if so."""
+    def send_again(self, header: PieceHeader, ledger: PageLedger, theirs: KvPart) -> str | None:
+        """Send pages of a peer's part that the peer asks for again. Return why its request must be dropped, if so."""
+        blocks = Blocks.of(header)
+        if (
+            not 0 < blocks.num_pages <= self._writer.max_pages
+            or not theirs.blocks.holds(header.part.blocks)
+            or not theirs.layers.holds(header.part.layers)
+            or header.part.heads != IndexRange(0, self._layout.num_kv_heads)
+            or not ledger.has(blocks)  # not here, so it was not sent
+        ):
+            return "range"
         if header.kind is PieceKind.NO_PEER_READS:
-            is_allowed = self._writer.refused(self.address, header.part.num_pages)
+            is_allowed = self._writer.refused(self.address, blocks.num_pages)
         else:
             is_allowed = self._sent.add_damaged()
         if not is_allowed:
             return "limit"
-        self._outbox.put_first(Outgoing(Blocks.of(header), header.num_members, is_again=True))
+        self._outbox.put_first(Outgoing(blocks, header.num_members, is_again=True))
         return None
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -173,3 +207,12 @@ class Lane:
         if (item.kind, item.num_members) == (about.kind, about.num_members):
             return about
         return about._replace(kind=item.kind, num_members=item.num_members)
+
+
+def layers_a_step(layout: KvLayout, blocks: Blocks, *, is_tail: bool) -> int:
+    """Return how many layers of a chunk's blocks go together: fewer and fewer of a context's ``tail``."""
+    num_wanted = ceil(layout.num_layers / STEPS_A_CHUNK)
+    if is_tail:
+        num_tail_layers = ceil(TAIL_BYTES / (blocks.num_blocks * layout.block_bytes))
+        num_wanted = min(num_wanted, max(layout.num_layers - blocks.end_layer, num_tail_layers))
+    return num_wanted

@@ -1,4 +1,4 @@
-"""The hand-over of requests' KV, both directions of one instance, in one object.
+"""KV that requests send and receive: both directions of one instance, in one object.
 
 What a worker runtime needs to know::
 
@@ -7,19 +7,16 @@ What a worker runtime needs to know::
     async with transport, mover:                       # tasks run inside; leaving cancels every transfer
         ...
 
-**Sending** (prefill), by ``mover.departures``. ``sending = offer(...)`` when the request is admitted; it holds no
-resources until there is something to send. From the engine's thread, for each layer of each chunk,
-``sending.blocks_ready(...)`` (about a microsecond). ``grant(...)`` when the scheduler says so, before or after.
-``sending.commit(...)`` at the end, with the first token if it was drawn here. Exactly one outcome follows each grant of
-another transfer: `SentTransfer`, and the blocks may be freed; or `FailedTransfer`, and everything is kept for the next
-grant. ``withdraw(...)`` ends one without an outcome. Before, ``pause(...)`` stops it until it is granted again, and
-`PausedTransfer` says that no piece is under way.
+**Sending**, by ``mover.departures``. ``source = offer(...)`` when the request is admitted; it holds no resources until
+there is something to send. From the engine's thread, for each layer of each chunk, ``source.blocks_ready(...)`` (about
+a microsecond). ``grant(...)`` when the scheduler says so, before or after. ``source.commit(...)`` at the end, with the
+first token if it was drawn here. Exactly one outcome follows each grant of another copy: `SentTransfer`, and the blocks
+may be freed; or `FailedTransfer`, and everything is kept for the next grant. ``withdraw(...)`` ends one without an
+outcome. ``pause(...)`` stops it until it is granted again, and `PausedTransfer` says that no piece is under way. A
+running decode is offered when it is granted; then as `KvSource` says.
 
-**Moving** a running decode. ``sending = mover.departures.move(...)`` when the scheduler grants it; then as `MoveSender`
-says.
-
-**Receiving** (decode). ``mover.arrivals.expect(...)`` with the reserved blocks. Exactly one outcome follows:
-`LandedTransfer` (the acknowledgement is on its way; decode may start) or `FailedTransfer`.
+**Receiving.** ``mover.arrivals.expect(...)`` with the reserved blocks. Exactly one outcome follows: `LandedTransfer`
+(the acknowledgement is on its way; decode may start) or `FailedTransfer`.
 
 **Parts** of contexts that are spread (`pdmesh.kv.parts`). ``mover.parts.open(...)`` at the home,
 ``mover.parts.hold(...)`` at a member.
@@ -48,13 +45,13 @@ import anyio
 
 from pdmesh.config import TransferConfig
 from pdmesh.errors import ConfigError, ProtocolError
-from pdmesh.kv.arrivals import KvArrivals
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.context import KvContext
+from pdmesh.kv.copy_in import KvArrivals
 from pdmesh.kv.departures import KvDepartures
+from pdmesh.kv.exchange import KvGroups
 from pdmesh.kv.gate import Wakeup
-from pdmesh.kv.groups import KvGroups
-from pdmesh.kv.incoming import PieceReader
+from pdmesh.kv.intake import PageIntake
 from pdmesh.kv.outcome import OnOutcome
 from pdmesh.kv.parts import AttendPart, KvParts
 from pdmesh.kv.peer_reads import PeerReads
@@ -157,11 +154,11 @@ class KvMover:
             weights=self._weights,
             peer_reads=peer_reads,
         )
-        reader = PieceReader(context, self._pool)
+        pages = PageIntake(context, self._pool)
         self.departures = KvDepartures(context)
-        self.arrivals = KvArrivals(context, reader)
+        self.arrivals = KvArrivals(context, pages)
         #: What members of prefill groups exchange.
-        self.groups = KvGroups(context, reader)
+        self.groups = KvGroups(context, PageIntake(context, self._pool, pages))
         self.probes = KvProbes(context)
         threads = None
         if self._attend_part is not None:

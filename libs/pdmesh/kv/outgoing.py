@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TypedDict, Unpack
 
 import anyio.lowlevel
 
@@ -22,29 +22,30 @@ from pdmesh.transport.seal import MeshKey
 BlocksAbout = tuple[Blocks, PieceHeader]
 
 
-class Means(TypedDict):
-    """The means that a writer of pieces works with."""
+@dataclass(slots=True, kw_only=True)
+class Means:
+    """What a writer of pieces works with."""
 
     store: KvStore
     transport: KvTransport
     key: MeshKey
     copies: CallThreads  # that copy and check pieces
-    weights: int  # see `PieceHeader.weights`
+    weights: int = 0  # see `PieceHeader.weights`
 
 
 class PieceWriter:
     """Sends blocks of one request's table; several tasks may call it at the same time."""
 
-    def __init__(self, block_ids: Sequence[int], **means: Unpack[Means]) -> None:
+    def __init__(self, block_ids: Sequence[int], means: Means) -> None:
         self.num_bytes = 0
         self.num_pushed_bytes = 0  # of KV that travelled; the others were for peers to read
         self.num_pieces = 0
         self._block_ids = block_ids
-        self._store = means["store"]
-        self._transport = means["transport"]
-        self._key = means["key"]
-        self._copies = means["copies"]
-        self._weights = means["weights"]
+        self._store = means.store
+        self._transport = means.transport
+        self._key = means.key
+        self._copies = means.copies
+        self._weights = means.weights
 
     @property
     def max_pages(self) -> int:
@@ -77,7 +78,7 @@ class PieceWriter:
             return 1
 
     def refused(self, address: bytes, num_pages: int) -> bool:
-        """Note that the peer refused to read so many pages, which go as bytes then. False if fewer were offered."""
+        """Note that the peer refused to read pages: KV goes there as bytes from now on. False if fewer were offered."""
         return False
 
     def close(self) -> None:

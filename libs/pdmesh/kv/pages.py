@@ -10,6 +10,9 @@ from typing import NamedTuple
 from pdmesh.kv.piece import PieceHeader
 from pdmesh.model import IndexRange, KvLayout, KvPart
 
+#: In a table, of a context's blocks that are held elsewhere.
+NO_BLOCK = -1
+
 
 class Blocks(NamedTuple):
     """Neighbouring complete blocks of a request's block table, in one layer or the same ones in several."""

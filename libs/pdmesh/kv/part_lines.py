@@ -28,6 +28,7 @@ from anyio import CancelScope, to_thread
 from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind
 from pdmesh.model import Epoch, IndexRange
 from pdmesh.transport.address import peer_id
+from pdmesh.transport.local import process_and_user
 from pdmesh.transport.seal import SEAL_BYTES, MeshKey
 
 log = structlog.get_logger()
@@ -35,7 +36,6 @@ log = structlog.get_logger()
 _FRAME = struct.Struct("<4sII")  # magic, bytes behind this, how many questions or answers these are
 _ABOUT = struct.Struct("<16sIQIHHI")  # request's key, epoch, capability, question, layer, member, bytes
 _MAGIC = b"pdL1"
-_CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: process, user, group
 
 #: Maximum size of a frame. Answers are in fp32, so a frame of them has up to 2.2 times the bytes of the questions.
 MAX_FRAME_BYTES = 4 << 20
@@ -161,7 +161,7 @@ class PartLine:
         self._socket = connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             connection.connect(_name(process, address))
-            if _process_and_user(connection) != (process, os.getuid()):
+            if process_and_user(connection) != (process, os.getuid()):
                 raise PermissionError("the member's port belongs to another process")
             connection.sendall(hello)
         except OSError:
@@ -363,7 +363,7 @@ class PartPort:
                 log.warning("a connection of a home was not accepted", reason=str(error))
                 time.sleep(PATIENCE_S)  # out of descriptors: the next one may find some
                 continue
-            if _process_and_user(connection)[1] != os.getuid() or not self._start(self._serve, connection):
+            if process_and_user(connection)[1] != os.getuid() or not self._start(self._serve, connection):
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -385,11 +385,3 @@ class PartPort:
         except (OSError, ValueError) as error:
             if not self._is_closing:
                 log.debug("a home's line ended", reason=str(error))
-
-
-def _process_and_user(connection: socket.socket) -> tuple[int, int]:
-    """Return the process and the user at the other end, as the kernel saw them connect or begin to listen."""
-    process, user, _ = _CREDENTIALS.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
-    return process, user

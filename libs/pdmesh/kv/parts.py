@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -47,19 +47,7 @@ class LostTokens:
     num_bytes: int
     on_all: Callable[[bytes, int], None]  # with them, and the number of its client's own prompt tokens
     on_failure: Callable[[str], None]  # with the reason: they came damaged, or not in time
-    came: bytearray = field(default_factory=bytearray)
-
-    def take(self, header: PieceHeader, data: bytes) -> bool:
-        """Add what follows; whether it does. Pieces of one sender come in their order."""
-        begin, end = header.part.blocks
-        if begin != len(self.came) or end != begin + len(data) or end > self.num_bytes:
-            return False
-        self.came += data
-        return True
-
-    @property
-    def are_all(self) -> bool:
-        return len(self.came) == self.num_bytes
+    joined: JoinedPieces = field(default_factory=JoinedPieces)
 
 
 @dataclass(slots=True, eq=False)
@@ -184,7 +172,7 @@ class KvParts:
         if part is not None and part.epoch == epoch:
             part.has_landed = True
             for question in part.waiting:
-                self._context.tasks.start_soon(self._answer, part, *question)
+                self._context.tasks.start_soon(self._answer, *question)
             part.waiting.clear()
 
     def holds(self, request_id: RequestId, epoch: Epoch) -> bool:
@@ -217,15 +205,8 @@ class KvParts:
             capability=holder.capability,
             num_context_tokens=num_prompt_tokens,
         )
-        self._context.tasks.start_soon(self._send_tokens, holder.address, token_ids, about, on_failure)
-
-    async def _send_tokens(
-        self, address: bytes, token_ids: bytes, about: PieceHeader, on_failure: Callable[[str], None]
-    ) -> None:
-        try:
-            await self._writer.send_bytes(address, 0, token_ids, about)
-        except KvTransferError as error:
-            on_failure(str(error))
+        pieces = self._writer.cut_bytes(holder.address, 0, token_ids, about)
+        self._context.tasks.start_soon(self._say, holder.address, pieces, on_failure)
 
     def cancel(self, request_id: RequestId, epoch: Epoch) -> None:
         """Have no part in this epoch of a request, nor in older ones. Idempotent."""
@@ -283,7 +264,7 @@ class KvParts:
                     self._context.dropped["late answer"] += 1
             elif header.kind is PieceKind.TOKENS:
                 self._take_tokens(side, header, data)
-            elif (question := side.question.take(header, data)) is not None:
+            elif (question := side.question.take(header, data, header.num_context_tokens)) is not None:
                 self._asked(header, question)
 
     def _asked(self, header: PieceHeader, question: bytes) -> None:
@@ -294,7 +275,7 @@ class KvParts:
         elif reason := mismatch(part, header):
             self._context.dropped[reason] += 1
         elif part.has_landed:
-            self._context.tasks.start_soon(self._answer, part, header, question)
+            self._context.tasks.start_soon(self._answer, header, question)
         else:
             part.waiting = [(header, question)]  # a home has one question under way
 
@@ -302,11 +283,13 @@ class KvParts:
         lost = part.lost
         if lost is None:
             self._context.dropped["unwanted tokens"] += 1
-        elif not lost.take(header, data):
-            lost.on_failure("its tokens came damaged")
-        elif lost.are_all:
+            return
+        tokens = lost.joined.take(header, data, lost.num_bytes)
+        if tokens is not None:
             part.lost = None
-            lost.on_all(bytes(lost.came), header.num_context_tokens)
+            lost.on_all(tokens, header.num_context_tokens)
+        elif len(lost.joined.came) != header.part.blocks.stop:
+            lost.on_failure("its tokens came damaged")
 
     def clear(self) -> None:
         """End everything."""
@@ -342,40 +325,55 @@ class KvParts:
             return  # the home asks another question now
         question = pack_question(self._context.transport.address, asked)
         for member in [each for each in members if each < len(spread.members)]:
-            header, address = spread.question_header(number, asked.layer, member), spread.members[member].address
-            self._context.tasks.start_soon(self._send_query, spread, address, question, header)
+            about, address = spread.question_header(number, asked.layer, member), spread.members[member].address
 
-    async def _send_query(self, spread: SpreadKv, address: bytes, query: bytes, about: PieceHeader) -> None:
+            def failed(reason: str, member: int = member) -> None:
+                spread.fail(reason, member)
+
+            self._context.tasks.start_soon(
+                self._say,
+                address,
+                self._writer.divided(address, question, about),
+                failed,
+                lambda: number == spread.question,
+            )
+
+    async def _say(
+        self,
+        address: bytes,
+        pieces: Iterable[tuple[bytes, PieceHeader]],
+        on_failure: Callable[[str], object],
+        is_due: Callable[[], bool] = lambda: True,
+    ) -> bool:
+        """Send pieces to a peer one after the other, as long as they are due. Return whether all were sent."""
         try:
-            for piece, said in self._writer.divided(address, query, about):
-                if about.chunk != spread.question:
-                    return  # it has been asked something else since
-                await self._writer.send_payload(address, piece, said)
+            for payload, header in pieces:
+                if not is_due():
+                    return False
+                await self._writer.send_payload(address, payload, header)
         except KvTransferError as error:
-            if about.chunk == spread.question:
-                spread.fail(str(error), about.destination)
+            if is_due():
+                on_failure(str(error))
+            return False
+        return True
 
-    async def _answer(self, part: HeldPart, header: PieceHeader, query: bytes) -> None:
-        """Attend on a thread, with the blocks pinned: the request may be freed meanwhile."""
-        layer = header.part.layers.start
-        assert self._threads is not None, "a part is held where none may be"
-        assert self._attend is not None, "a part is held where nothing attends to it"
-        if part is not self._held.get(part.key) or not 0 <= layer < self._context.store.layout.num_layers:
+    async def _answer(self, header: PieceHeader, query: bytes) -> None:
+        """Attend on a thread, and answer by pieces. The request may be freed meanwhile."""
+        part = self._begin(header)
+        if part is None:
             return
+        assert self._threads is not None, "a part is held where none may be"
         try:
-            home_address, question = unpack_question(query, layer)
-            with self._pool.pinned(part.block_ids):
-                answer = await self._threads.run(partial(self._attend_to, part, question))
+            home_address, question = unpack_question(query, header.part.layers.start)
+            answer = await self._threads.run(partial(self._attend_to, part, question))
         except ValueError:
             self._context.dropped["malformed question"] += 1
             return
-        about = header._replace(kind=PieceKind.ANSWER, source=part.member, destination=0, part=NO_PART)
-        try:
-            for piece, said in self._writer.divided(home_address, answer, about):
-                await self._writer.send_payload(home_address, piece, said)
+        finally:
+            self._end(part)
+        pieces = self._writer.divided(home_address, answer, _about_answer(part, header))
+        if await self._say(home_address, pieces, partial(self._context.failed, part, sending=False)):
             self.num_answers += 1
-        except KvTransferError as error:
-            self._context.failed(part, str(error), sending=False)
 
     # --- on threads of lines, and of the engine -----------------------------------------------------------------------
 
@@ -395,7 +393,7 @@ class KvParts:
             else:
                 with self._lock:
                     self.num_answers += 1
-                return header._replace(kind=PieceKind.ANSWER, source=part.member, destination=0, part=NO_PART), answer
+                return _about_answer(part, header), answer
             finally:
                 self._end(part)
         self._call_soon(partial(self._asked, header, query))
@@ -426,6 +424,10 @@ class KvParts:
             self._context.dropped["late answer"] += 1
         elif spread is not waiting and spread.bell is not None:
             spread.bell.ring()
+
+
+def _about_answer(part: HeldPart, question: PieceHeader) -> PieceHeader:
+    return question._replace(kind=PieceKind.ANSWER, source=part.member, destination=0, part=NO_PART)
 
 
 def _process_of(transport: KvTransport, address: bytes) -> int | None:

@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.outgoing import BlocksAbout, Means, PieceWriter
@@ -280,10 +280,8 @@ class PeerReads:
 class PeerReadWriter(PieceWriter):
     """Lets peers read where they can, and sends all others pieces with pages."""
 
-    def __init__(
-        self, peer_reads: PeerReads, window: ReadWindow, block_ids: Sequence[int], **means: Unpack[Means]
-    ) -> None:
-        super().__init__(block_ids, **means)
+    def __init__(self, peer_reads: PeerReads, window: ReadWindow, block_ids: Sequence[int], means: Means) -> None:
+        super().__init__(block_ids, means)
         self._peer_reads = peer_reads
         self._window = window
         self._num_offered: Counter[bytes] = Counter()  # pages, by address, less those that were refused
@@ -316,6 +314,7 @@ class PeerReadWriter(PieceWriter):
                 await super().send(address, [(piece, about)])
 
     def refused(self, address: bytes, num_pages: int) -> bool:
+        self._peer_reads.decline(address)
         if num_pages > self._num_offered[address]:
             return False
         self._num_offered[address] -= num_pages

@@ -46,6 +46,20 @@ class PieceKind(IntEnum):
     PROBE = 11  # of no request: whether a peer is reached (`pdmesh.kv.probes`)
 
 
+class KvDestination(NamedTuple):
+    """A destination of a copy: its data address, and the part of the request's KV that goes there."""
+
+    address: bytes
+    part: KvPart
+
+
+class FirstToken(NamedTuple):
+    """The token that a request goes on from, which a COMMIT brings."""
+
+    token_id: int
+    token_index: int
+
+
 class PieceHeader(NamedTuple):
     """What a piece says about itself. Fields that its kind does not use are 0.
 
@@ -60,7 +74,7 @@ class PieceHeader(NamedTuple):
     source: int = 0  # which of the transfer's sources and destinations, or of a group's members, this is between
     destination: int = 0
     num_members: int = 0  # KV between members of a group, and AGAIN: so many are sent it by the one that computed it
-    chunk: int = 0  # QUERY, ANSWER: the question's number; COMMIT of a move: in layers with a window, the first block
+    chunk: int = 0  # QUERY, ANSWER: the question's number; COMMIT: in layers with a window, the first block
     part: KvPart = NO_PART  # KV, PEER_READ, AGAIN: what the payload is, or was; COMMIT: all that this source has sent;
     # TRANSCRIPT, TOKENS, QUERY, ANSWER: ``blocks`` are bytes; QUERY: ``layers`` is the one that is asked for
     payload_bytes: int = 0

@@ -43,9 +43,9 @@ class JoinedPieces:
     number: int = 0  # the question's
     came: bytearray = field(default_factory=bytearray)
 
-    def take(self, header: PieceHeader, data: bytes) -> bytes | None:
-        """Add a piece, and return all bytes with the last one. The first piece of a message drops earlier ones."""
-        (begin, end), num_bytes = header.part.blocks, header.num_context_tokens
+    def take(self, header: PieceHeader, data: bytes, num_bytes: int) -> bytes | None:
+        """Add a piece, and return all ``num_bytes`` with the last one. A first piece drops earlier messages."""
+        begin, end = header.part.blocks
         if (begin, end) == (0, num_bytes) and num_bytes == len(data):
             return data
         if begin == 0:
@@ -209,7 +209,7 @@ class SpreadKv:
         member = header.source
         if not self._waits_for(header):
             return False
-        answer = self._coming.setdefault(member, JoinedPieces()).take(header, data)
+        answer = self._coming.setdefault(member, JoinedPieces()).take(header, data, header.num_context_tokens)
         if answer is not None:
             self._answers[member] = answer
             self._ring()

@@ -2,7 +2,7 @@
 
 A transport knows nothing of requests or blocks. It moves *pieces*: a fixed-size header (`pdmesh.kv.piece`) and a
 payload no larger than ``max_payload_bytes``. Receive buffers exist before anything arrives; a length on the wire never
-allocates. `memory`, `ucx` and any later transport pass the same contract tests (``tests/contract``).
+allocates. `ucx`, the tests' transport and any later one pass the same contract tests (``tests/contract``).
 """
 
 from __future__ import annotations

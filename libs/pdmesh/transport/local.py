@@ -76,7 +76,7 @@ class LocalLink:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             self._socket.connect(_name(peer.facts.local_name))
-            if _credentials(self._socket)[1] != os.getuid():
+            if process_and_user(self._socket)[1] != os.getuid():
                 raise PermissionError("its port belongs to another user")
             self._socket.send(_HELLO.pack(_HELLO_MAGIC, own_id))
         except OSError as error:
@@ -186,7 +186,7 @@ class LocalPort:
                 self.loop.remove_reader(self._socket.fileno())
                 self.loop.call_later(FULL_S, self._listen)
                 return
-            pid, user, _ = _credentials(connection)
+            pid, user = process_and_user(connection)
             if user != os.getuid():
                 self.num_refused += 1
                 connection.close()
@@ -258,12 +258,12 @@ def answers_here(facts: WorkerAddress) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(_name(facts.local_name))
-            pid, user, _ = _credentials(probe)
+            found = process_and_user(probe)
         except BlockingIOError:
             return True  # many wait to be let in there
         except OSError:
             return False
-    return (pid, user) == (facts.pid, os.getuid())
+    return found == (facts.pid, os.getuid())
 
 
 def _verdict(message: bytes) -> tuple[int, Verdict] | None:
@@ -278,6 +278,8 @@ def _name(name: bytes) -> bytes:
     return b"\0pdmesh-" + name.hex().encode()
 
 
-def _credentials(connection: socket.socket) -> tuple[int, int, int]:
-    """(process, user, group) at the other end, as the system saw them when it connected or began to listen."""
-    return _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+def process_and_user(connection: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end, as the kernel saw them connect or begin to listen."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(found)
+    return process, user

@@ -18,9 +18,9 @@ from pdmesh.transport.ucx_api import RENDEZVOUS_BYTES, UcxApi
 class UcxLink:
     """`pdmesh.transport.send_links.Link` over a UCX endpoint."""
 
-    def __init__(self, peer: Peer, endpoint: Any, links: UcxLinks, no_progress_s: float) -> None:
+    def __init__(self, peer: Peer, endpoint: Any, links: UcxLinks) -> None:
         self.peer = peer
-        self.no_progress_s = no_progress_s
+        self.no_progress_s = links.no_progress_s
         self.endpoint = endpoint
         self.requests: dict[int, Any] = {}  # by the piece's number
         self._links = links
@@ -30,51 +30,50 @@ class UcxLink:
         return bool(self.endpoint.alive)
 
     def begin(self, send: Send) -> None:
-        self._links.begin(self, send)
+        api = self._links.api
+        size = send.num_bytes if send.is_notice else max(send.num_bytes, RENDEZVOUS_BYTES)
+        message = send.buffer.memory[:size]
+        try:
+            self.requests[send.number] = self.endpoint.tag_send(api.array(message), api.tag)
+        except api.ucx.UCXError as error:
+            raise KvTransferError(f"the peer cannot be reached: {error}") from error
+        self._links.wake()
 
     def shut(self) -> None:
-        self._links.shut(self)
+        with contextlib.suppress(self._links.api.ucx.UCXError):
+            self.endpoint.close_blocking()  # cancels what is in flight
+        self._links.forget(self)
 
 
 class UcxLinks:
     """All links of one UCX worker."""
 
     def __init__(self, api: UcxApi, links: Links, *, no_progress_s: float, wake: Callable[[], None]) -> None:
-        self._api = api
+        self.api = api
+        self.no_progress_s = no_progress_s
+        self.wake = wake
         self._all = links
-        self._wake = wake
-        self._no_progress_s = no_progress_s
         self._open: list[UcxLink] = []
         self._zombies: list[tuple[Any, Any]] = []  # endpoint, request: given up, but UCX has not let go of the request
 
     def open(self, peer: Peer) -> UcxLink:
         """Open a link to the peer at an address. Raises KvTransferError."""
-        ucx = self._api.ucx
+        ucx = self.api.ucx
         try:
             endpoint = ucx.UCXEndpoint.create_from_worker_address(
-                self._api.worker, ucx.UCXAddress.create_from_buffer(peer.facts.worker), endpoint_error_handling=True
+                self.api.worker, ucx.UCXAddress.create_from_buffer(peer.facts.worker), endpoint_error_handling=True
             )
         except ucx.UCXError as error:
             raise KvTransferError(f"the peer cannot be reached: {error}") from error
-        link = UcxLink(peer, endpoint, self, self._no_progress_s)
+        link = UcxLink(peer, endpoint, self)
         self._open.append(link)
         return link
 
-    def begin(self, link: UcxLink, send: Send) -> None:
-        size = send.num_bytes if send.is_notice else max(send.num_bytes, RENDEZVOUS_BYTES)
-        message = send.buffer.memory[:size]
-        try:
-            link.requests[send.number] = link.endpoint.tag_send(self._api.array(message), self._api.tag)
-        except self._api.ucx.UCXError as error:
-            raise KvTransferError(f"the peer cannot be reached: {error}") from error
-        self._wake()
-
-    def shut(self, link: UcxLink) -> None:
+    def forget(self, link: UcxLink) -> None:
+        """Note that a link was shut, and keep the requests that UCX has not ended yet."""
         self._open.remove(link)
-        with contextlib.suppress(self._api.ucx.UCXError):
-            link.endpoint.close_blocking()  # cancels what is in flight
         self._zombies += [(link.endpoint, request) for request in link.requests.values() if not request.completed]
-        self._wake()
+        self.wake()
 
     def reap(self) -> bool:
         """End the sends that UCX has completed. Return True if there were any."""
@@ -87,7 +86,7 @@ class UcxLinks:
                 if request.completed:
                     reaped = True
                     del link.requests[number]
-                    error = self._api.error_of(request)
+                    error = self.api.error_of(request)
                     self._all.ended(link, number, error)
                     broken = broken or error
             if broken is not None:

@@ -17,7 +17,7 @@ from pdmesh.instance.copy_state import Then
 from pdmesh.instance.sequence import PromptWork, Sequence
 from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.kv.offload.copies import KvLoad
-from pdmesh.kv.receiver import NO_BLOCK
+from pdmesh.kv.pages import NO_BLOCK
 from pdmesh.model import (
     GRANULE_TOKENS,
     NO_TRANSFER,

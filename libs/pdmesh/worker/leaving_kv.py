@@ -26,8 +26,8 @@ from pdmesh.instance.effects import (
 from pdmesh.instance.sequence import Sequence
 from pdmesh.instance.sequence_phases import CopyState, SeqPhase
 from pdmesh.kv.outcome import FailedTransfer, SentTransfer
-from pdmesh.kv.receiver import NO_BLOCK
-from pdmesh.kv.transfer import KvDestination
+from pdmesh.kv.pages import NO_BLOCK
+from pdmesh.kv.piece import KvDestination
 from pdmesh.model import GRANULE_TOKENS, IndexRange, InstanceId, KvPart, blocks_of_granule
 from pdmesh.plans import TransferPlan
 from pdmesh.worker.context import InstanceContext

@@ -7,10 +7,9 @@ by itself only before the commit.
 from __future__ import annotations
 
 from pdmesh.instance.copy_state import Copy
-from pdmesh.kv.moving import MoveSender
-from pdmesh.kv.receiver import FirstToken
+from pdmesh.kv.copy_out import KvSource
+from pdmesh.kv.piece import FirstToken, KvDestination
 from pdmesh.kv.transcript import pack_transcript
-from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import InstanceId
 from pdmesh.plans import TransferPlan
 from pdmesh.wire.messages import pack_token_ids
@@ -27,16 +26,17 @@ class MovingDecodes:
     def begin(self, request: LocalRequest, destination: KvDestination, transfer: TransferPlan) -> None:
         """Begin to send a request that decodes here."""
         num_kv_tokens = len(request.sequence.token_ids) - 1
-        request.move = self._context.mover.departures.move(
+        departures = self._context.mover.departures
+        request.move = departures.offer(
             request.request_id,
             request.epoch,
             block_ids=request.context_table,
+            num_context_tokens=None,
             transcript=pack_transcript(request.generation, request.sequence.token_ids[:num_kv_tokens]),
-            destination=destination,
-            capability=transfer.capability,
             on_caught_up=lambda: self._caught_up(request),
             first_held=request.held.first,
         )
+        departures.grant(request.request_id, request.epoch, destinations=[destination], capability=transfer.capability)
         request.num_tokens_told = num_kv_tokens
         request.move.advance(num_kv_tokens)
 
@@ -66,7 +66,7 @@ class MovingDecodes:
         self._context.gateways.give_turn(request, copy.transfer.destination_ids[0])
         self._freeze(request, copy, sender)
 
-    def _freeze(self, request: LocalRequest, copy: Copy, sender: MoveSender) -> None:
+    def _freeze(self, request: LocalRequest, copy: Copy, sender: KvSource) -> None:
         token_ids = request.sequence.token_ids
         num_kv_tokens = len(token_ids) - 1
         copy.freeze()
@@ -78,7 +78,7 @@ class MovingDecodes:
         )
 
 
-def _sending(request: LocalRequest) -> tuple[Copy | None, MoveSender | None]:
+def _sending(request: LocalRequest) -> tuple[Copy | None, KvSource | None]:
     """Return a move that is not frozen yet, and what sends it."""
     copy = request.state.move
     return (copy, request.move) if copy is not None and copy.is_sending else (None, None)

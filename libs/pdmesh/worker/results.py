@@ -10,7 +10,7 @@ from pdmesh.core.events import DecodeStepsDone
 from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.engine.base import SliceResult
 from pdmesh.instance.sequence_phases import SeqPhase
-from pdmesh.kv.receiver import FirstToken
+from pdmesh.kv.piece import FirstToken
 from pdmesh.model import FinishReason
 from pdmesh.worker.batch import Batch, BatchChunk, BatchDecode
 from pdmesh.worker.context import InstanceContext

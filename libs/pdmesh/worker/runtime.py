@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
 from pdmesh.transport.address import host_label
 from pdmesh.transport.kv_transport import KvTransport
 from pdmesh.transport.reading import why_unreadable
+from pdmesh.transport.ucx import UcxTransport
 from pdmesh.transport.ucx_api import check_ucx_installed, names_shared_memory, ucx_devices, ucx_tls
 from pdmesh.wire.endpoint import check_kv_devices
 from pdmesh.wire.messages import RegisterWorker
@@ -79,11 +80,10 @@ async def run_worker(
     started_at = time.time()
     if not config.scheduler_address:
         raise ConfigError("no scheduler is set: set scheduler_address (PDMESH_SCHEDULER_ADDRESS) to its host:port")
-    if config.transfer.transport == "ucx":
-        devices = ucx_devices(config.transfer)
-        check_kv_devices(devices, config.transfer, config.security)
-        if devices:
-            check_ucx_installed()
+    devices = ucx_devices(config.transfer)
+    check_kv_devices(devices, config.transfer, config.security)
+    if devices:
+        check_ucx_installed()
     degrees = config.degrees_of(role)
     check_ranks_can_compute(config, degrees)
     num_threads = fair_num_threads(config.worker.num_threads, degrees.num_ranks)
@@ -103,7 +103,7 @@ async def run_worker(
             if cores is not None:
                 cores = use_cores(engine, cores)
             config = replace(config, transfer=transfer_for(device_name(config), config.transfer, why_unreadable()))
-            async with _transport(config.transfer) as transport:
+            async with UcxTransport(config.transfer) as transport:
                 with rare_collections():  # a full one takes 100 ms, of a step or of a transfer
                     await serve_instance(
                         config,
@@ -270,7 +270,6 @@ async def serve_instance(
             announced = {
                 "instance_id": instance_id,
                 "role": str(role),
-                "transport": config.transfer.transport,
                 "compute": str(engine.compute_path),
                 "metrics_port": metrics_port,
                 "pid": number,
@@ -410,17 +409,7 @@ def transfer_for(device: str, config: TransferConfig, unreadable: str | None) ->
     """Return the settings for KV on ``device``; ``unreadable`` says why peers cannot read this process's memory."""
     if device != "cpu":
         config = replace(config, max_payload_bytes=config.device_payload_bytes)
-    if unreadable is None or config.transport != "ucx" or not names_shared_memory(ucx_tls(config)):
+    if unreadable is None or not names_shared_memory(ucx_tls(config)):
         return config
     log.warning("KV goes through UCX, about ten times slower than reading it in memory", reason=unreadable)
     return replace(config, ucx_tls="^sm")
-
-
-def _transport(config: TransferConfig) -> AbstractAsyncContextManager[KvTransport]:
-    if config.transport == "ucx":
-        from pdmesh.transport.ucx import UcxTransport  # loads UCX
-
-        return UcxTransport(config)
-    from pdmesh.transport.memory import MemoryFabric, MemoryTransport
-
-    return MemoryTransport(config, MemoryFabric())  # reaches no other process: for an instance that does both roles

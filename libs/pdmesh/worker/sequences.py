@@ -17,12 +17,11 @@ from pdmesh.engine.base import EngineSequence
 from pdmesh.instance.sequence import Sequence as SequenceState
 from pdmesh.instance.sequence_phases import CopyState, SeqPhase
 from pdmesh.kv.blocks import BlockGuard, BlockPool
+from pdmesh.kv.copy_out import KvSource
 from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.mover import KvMover
-from pdmesh.kv.moving import MoveSender
 from pdmesh.kv.offload.copies import KvLoad
-from pdmesh.kv.receiver import NO_BLOCK
-from pdmesh.kv.sender import KvSender
+from pdmesh.kv.pages import NO_BLOCK
 from pdmesh.kv.spread import PartHolder
 from pdmesh.model import (
     Epoch,
@@ -90,10 +89,10 @@ class LocalRequest:
     state: SequenceState  # phase, copies, members
     block_size: int
     max_kv_tokens: int  # that it may come to hold
-    sender: KvSender | None = None  # set if its KV moves on after its prefill
+    sender: KvSource | None = None  # set if its KV moves on after its prefill
     exchange: KvExchange | None = None  # set if a group computes its prompt
     load: KvLoad | None = None  # set while some of its KV comes from the offload tier
-    move: MoveSender | None = None  # set while it decodes, and moves to another instance
+    move: KvSource | None = None  # set while it decodes, and moves to another instance
     num_tokens_told: int = 0  # tokens of the transcript that was sent as the move began
     next_holders: list[PartHolder] | None = None  # addresses of `Sequence.next_members`
     trace: RequestTrace | None = None  # set if the request is traced

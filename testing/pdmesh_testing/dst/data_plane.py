@@ -12,8 +12,8 @@ from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
 from pdmesh.transport.buffers import HEADER_BYTES, PieceBuffer
 from pdmesh.transport.kv_transport import SendBuffer
-from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
 from pdmesh_testing.dst.process import running_process
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryFaults, MemoryTransport
 
 #: All simulated processes are parts of this one, which they do not see.
 _PID = os.getpid()

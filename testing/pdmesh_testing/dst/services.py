@@ -61,7 +61,6 @@ def config_of(plan: Plan) -> MeshConfig:
             prompt_lookup_min=1,  # what is drawn hardly ever repeats more
         ),
         transfer=TransferConfig(
-            transport="memory",
             num_backends=plan.num_backends,
             max_payload_bytes=plan.blocks_per_piece * FAKE_LAYOUT.block_bytes,
             num_send_buffers=plan.num_buffers,

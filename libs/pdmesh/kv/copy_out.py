@@ -1,0 +1,499 @@
+"""KV of one request on its way out, for whatever reason: what a source has of it, and a granted copy of this.
+
+A source holds a prompt that is computed, blocks that are all there, or a decode, whose context grows while it is sent.
+A copy sends what is in the source's ledger, layer by layer as it is computed. If its destinations fail, the source has
+all of it for the next copy.
+
+A decode goes on while its full blocks are sent, and pauses for the rest. The rest and the commit leave at once, without
+waiting for each other: the stream pauses for as long as one way takes (`docs/architecture/moves.md`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NotRequired, TypedDict, Unpack
+
+import anyio
+import anyio.abc
+
+from pdmesh.errors import KvTransferError
+from pdmesh.kv.lane import Lane, layers_a_step
+from pdmesh.kv.ledger import PageLedger
+from pdmesh.kv.outcome import SentTransfer
+from pdmesh.kv.outgoing import PieceWriter
+from pdmesh.kv.pages import NO_BLOCK, Blocks
+from pdmesh.kv.piece import FirstToken, KvDestination, PieceHeader, PieceKind, request_key
+from pdmesh.kv.store import KvStore
+from pdmesh.model import Epoch, IndexRange, KvPart, RequestId, num_blocks_for
+
+#: A piece of which even the header was damaged is lost; its receiver is told so late that all has been taken.
+COMMIT_AGAIN_S = 0.25
+
+#: A decode that has paused for so long without a buffer for its commit goes on where it is.
+FREEZE_LIMIT_S = 0.25
+
+#: Time limit for the acknowledgement of a decode's commit. Then the core asks the target, which answers for itself.
+LANDED_LIMIT_S = 2.0
+
+#: Runs a callback on the event loop soon, from any thread, without waiting for it.
+CallSoon = Callable[[Callable[[], object]], object]
+
+
+class Offered(TypedDict):
+    """What an instance has of a request's KV.
+
+    ``block_ids`` is the request's block table, whose first blocks hold the context. ``num_context_tokens`` is None for
+    a decode, whose table grows while it is sent. This instance is source number ``source`` of the copy, and sends
+    ``blocks`` of the table; None sends all. The first ``num_present_blocks`` of the table hold their KV already.
+
+    Of a decode: blocks before ``first_held`` are not there in layers with a window, and all others stay until the copy
+    has ended. ``on_caught_up`` is called whenever everything that was named has been sent.
+    """
+
+    block_ids: Sequence[int]
+    num_context_tokens: int | None
+    source: NotRequired[int]
+    blocks: NotRequired[IndexRange | None]
+    num_present_blocks: NotRequired[int]
+    first_held: NotRequired[int]
+    transcript: NotRequired[bytes]
+    on_caught_up: NotRequired[Callable[[], object]]
+
+
+class KvSource:
+    """What an instance has of a request's KV to send; made by `pdmesh.kv.departures.KvDepartures.offer`.
+
+    Of a decode call ``advance`` after each step to name what has become complete; once ``has_caught_up``, call
+    ``freeze`` to end the copy with the last of it. Until ``committed``, the decode may go on as if it were not sent.
+    """
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        epoch: Epoch,
+        *,
+        store: KvStore,
+        call_soon: CallSoon,
+        clock: Callable[[], float],
+        **offered: Unpack[Offered],
+    ) -> None:
+        block_ids, num_context_tokens = offered["block_ids"], offered["num_context_tokens"]
+        layout = store.layout
+        self.request_id = request_id
+        self.epoch = epoch
+        self.key = request_key(request_id)
+        self.source = offered.get("source", 0)
+        self.layout = layout
+        self.is_decode = num_context_tokens is None
+        self.num_context_tokens = num_context_tokens or 0
+        num_blocks = num_blocks_for(self.num_context_tokens, layout.block_size)
+        numbers = f"{num_context_tokens} tokens in {len(block_ids)} blocks"
+        assert self.is_decode or 0 < num_blocks <= len(block_ids), numbers
+        self._own_ids = list(block_ids[:num_blocks])
+        self.block_ids = block_ids if self.is_decode else self._own_ids
+        own = (offered.get("blocks") or IndexRange(0, num_blocks)).common(IndexRange(0, num_blocks))
+        self.part = KvPart(own, IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads))
+        first_held = offered.get("first_held", layout.first_held_block(self.num_context_tokens))
+        self.first_held = first_held if layout.windowed_layers else 0
+        self.transcript = offered.get("transcript", b"")
+        self.on_caught_up = offered.get("on_caught_up", lambda: None)
+        self.ledger = PageLedger(layout.num_layers, num_blocks)
+        present = self._in_all_layers(0, offered.get("num_present_blocks", 0)).within(self.part)
+        if present.num_pages:
+            self.ledger.place(present)
+        self.committed_s: float | None = None  # when all was computed that this source computes
+        self.first_token: FirstToken | None = None  # if this source drew it
+        self.gives_back = bool(self._own_ids) and self._own_ids[-1] == NO_BLOCK  # there is room for a part at once
+        self.copy: CopyOut | None = None  # under way
+        self.committed = False  # the commit of the last copy has left, so the request may decode at the destination
+        self._store = store
+        self._call_soon = call_soon
+        self._clock = clock
+
+    def blocks_ready(self, *, chunk: int, layer: int, first_block: int, num_blocks: int) -> None:
+        """Blocks ``first_block`` … of the request's block table are complete in this layer. The engine's thread; cheap.
+
+        The context's last block when its last token was computed. One that is named again has the same bits, and is
+        ignored: members of a group that lost one compute what they miss, and perhaps more.
+        """
+        if num_blocks > 0:
+            blocks = Blocks(chunk, layer, first_block, num_blocks)
+            self._store.when_written(lambda: self._call_soon(lambda: self._computed(blocks)))
+
+    def add_loaded(self, first_block: int, num_blocks: int) -> None:
+        """Send blocks that came from the offload tier, in all layers. Event loop only."""
+        self._computed(self._in_all_layers(first_block, num_blocks).within(self.part))
+
+    def add(self, blocks: Blocks) -> None:
+        """Send blocks that are new in the ledger, whichever instance computed them. Event loop only."""
+        assert self.part.blocks.holds(IndexRange(blocks.first_block, blocks.end)), f"{blocks} of {self.part.blocks}"
+        if self.copy is not None:
+            self.copy.add(blocks)
+
+    def commit(self, first_token: FirstToken | None) -> None:
+        """Note that all is computed that this source computes; ``first_token`` if it drew one. Event loop only.
+
+        From here on, the copy is what decode waits for: its exposed seconds begin.
+        """
+        self.committed_s = self._clock()
+        self.first_token = first_token
+        if self.copy is not None:
+            self.copy.flush()
+
+    def give_back(self, num_blocks: int) -> None:
+        """Note that the first blocks are here no more: their destinations have acknowledged them."""
+        self._own_ids[:num_blocks] = [NO_BLOCK] * num_blocks
+
+    def hold(self, first_block: int, block_ids: Sequence[int]) -> None:
+        """Note which blocks hold a context from ``first_block`` on, of which only a part is here at once."""
+        self._own_ids[first_block : first_block + len(block_ids)] = block_ids
+
+    def has(self, part: KvPart) -> bool:
+        """Whether all of a part was computed."""
+        return self.ledger.has(self.ledger.everything.within(part))
+
+    @property
+    def has_all(self) -> bool:
+        """Whether all was computed that this source sends."""
+        if not self.first_held:
+            return self.ledger.num_present == self.part.num_pages
+        everything = self.ledger.everything.within(self.part)
+        return all(map(self.ledger.has, everything.held(self.layout, self.first_held)))
+
+    @property
+    def may_have_landed(self) -> bool:
+        """Whether the request may decode at the destination of the copy that is under way."""
+        return self.copy is not None and self.committed_s is not None
+
+    # --- of a decode --------------------------------------------------------------------------------------------------
+
+    def advance(self, num_kv_tokens: int) -> None:
+        """Note that ``num_kv_tokens`` tokens have their KV, and send the blocks that they fill."""
+        if self.has_room_for(num_kv_tokens):
+            self._grow(num_kv_tokens // self.layout.block_size)
+        elif self.copy is not None:
+            self.copy.fail(f"{num_kv_tokens} tokens are more than there is room for at the destination")
+
+    def has_room_for(self, num_kv_tokens: int) -> bool:
+        """Whether the destination has room for so many tokens."""
+        return self.copy is None or num_kv_tokens <= self.copy.num_tokens_taken
+
+    @property
+    def has_caught_up(self) -> bool:
+        """Whether at most one block of each layer is left to send, and the tokens since the copy began."""
+        return self.copy is not None and self.copy.has_caught_up
+
+    def freeze(self, *, num_kv_tokens: int, tail: bytes, next_token: FirstToken) -> None:
+        """Send what is left and commit; the source computes nothing more of the request.
+
+        ``tail`` is the transcript's end, since the copy began; ``next_token`` has been sampled, and has no KV yet. All
+        of it is on its way once the event loop has had a turn, if there are buffers.
+        """
+        copy = self.copy
+        assert copy is not None, "no copy is under way"
+        assert copy.has_caught_up, "a decode pauses before its copy has caught up"
+        assert self.has_room_for(num_kv_tokens), f"{num_kv_tokens} tokens, there is room for {copy.num_tokens_taken}"
+        self._grow(num_blocks_for(num_kv_tokens, self.layout.block_size))
+        self.num_context_tokens = num_kv_tokens
+        copy.tell(tail)
+        self.commit(next_token)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _grow(self, num_blocks: int) -> None:
+        """The first ``num_blocks`` of every layer are complete."""
+        end = self.part.blocks.stop
+        if num_blocks > end:
+            self.ledger.grow(num_blocks)
+            self.part = self.part._replace(blocks=IndexRange(0, num_blocks))
+            for held in self._in_all_layers(end, num_blocks - end).held(self.layout, self.first_held):
+                self._computed(held)
+            if self.copy is not None:
+                self.copy.hold_nothing_back()
+
+    def _computed(self, blocks: Blocks) -> None:
+        for new in self.ledger.place(blocks):
+            self.add(new)
+
+    def _in_all_layers(self, first_block: int, num_blocks: int) -> Blocks:
+        return Blocks(0, 0, first_block, num_blocks, self.layout.num_layers)
+
+
+class CopyOut:
+    """A granted copy, until it has landed or failed. If ``scope`` is cancelled, it ends without an outcome.
+
+    Each destination gets what it and the source have in common. If only a part of the context is here at once, each
+    range of it lands by itself, as soon as it is computed.
+    """
+
+    def __init__(
+        self,
+        source: KvSource,
+        destinations: Sequence[KvDestination],
+        capability: int,
+        *,
+        writer: PieceWriter,
+        deadline_s: float,
+        clock: Callable[[], float],
+        on_paused: Callable[[CopyOut], None],
+    ) -> None:
+        self.source = source
+        self.request_id, self.epoch, self.key = source.request_id, source.epoch, source.key
+        self.capability = capability
+        self.destinations = tuple(destinations)
+        self.scope = anyio.CancelScope()
+        self._about = PieceHeader(
+            kind=PieceKind.KV, request_key=self.key, epoch=self.epoch, capability=capability, source=source.source
+        )
+        self._lanes = [
+            Lane(
+                destination.address,
+                self._about._replace(destination=index),
+                writer,
+                layout=source.layout,
+                on_taken=self._note,
+                on_failed=self.fail,
+            )
+            for index, destination in enumerate(destinations)
+        ]
+        self._layout = source.layout
+        self._writer = writer
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._on_paused = on_paused
+        self._work = anyio.CancelScope()  # of `run`
+        self._failure: str | None = None
+        self._unlanded = set(range(len(destinations)))  # have not acknowledged
+        self._committed: set[int] = set()  # may have taken their commits
+        self._num_told = 0  # bytes of the transcript that were sent
+        self._is_told = False  # the transcript as it was when the copy began
+        self._is_paused = False
+        self._is_pausing = False  # asked to stop, with pieces under way
+        self._changed = anyio.Event()
+        source.copy, source.committed = self, False
+        for blocks in source.ledger.present():
+            self.add(blocks)
+        self.flush()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._writer.num_bytes
+
+    @property
+    def num_pieces(self) -> int:
+        return self._writer.num_pieces
+
+    # --- called by the source -----------------------------------------------------------------------------------------
+
+    def add(self, blocks: Blocks) -> None:
+        """Send blocks that are here now, except those that no later token sees."""
+        stop = self.source.part.blocks.stop
+        for lane, destination in zip(self._lanes, self.destinations, strict=True):
+            for wanted in blocks.within(destination.part).held(self._layout, self.source.first_held):
+                num_layers = layers_a_step(self._layout, blocks, is_tail=blocks.end == stop)
+                lane.put_in_steps(wanted, num_layers, is_tail=wanted.end == stop)
+        if self.source.committed_s is not None:
+            self.flush()
+
+    def hold_nothing_back(self) -> None:
+        """Send what waits for more layers of its blocks."""
+        for lane in self._lanes:
+            lane.flush()
+
+    def flush(self) -> None:
+        """Hold nothing back, and look whether this was the last."""
+        self.hold_nothing_back()
+        self._note()
+
+    def tell(self, tail: bytes) -> None:
+        """Send the end of a transcript."""
+        self._tasks.start_soon(self._tell, tail)
+
+    @property
+    def num_tokens_taken(self) -> int:
+        """Maximum number of tokens that the destination of a decode has room for."""
+        return self.destinations[0].part.blocks.stop * self._layout.block_size
+
+    @property
+    def has_caught_up(self) -> bool:
+        return self._is_told and self._lanes[0].is_done and self._failure is None
+
+    # --- called by the departures -------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Begin no piece until granted again. Ignored if it is paused, or has all it waits for."""
+        if not self._is_paused and self.source.committed_s is None:
+            self._is_paused = self._is_pausing = True
+            for lane in self._lanes:
+                lane.pause()
+            self._note()
+
+    def grant_again(self) -> None:
+        self._is_paused = False
+        for lane in self._lanes:
+            lane.resume()
+        self._note()
+
+    def landed(self, destination: int) -> None:
+        """Note that a destination has all that goes there. Ignored before its commit has left."""
+        if destination in self._unlanded & self._committed:
+            if self.source.gives_back:
+                self._lanes[destination].close()  # what went there may be here no longer
+            self._unlanded.discard(destination)
+            self._note()
+
+    def close(self) -> None:
+        """Close the read window, so that blocks that peers could read may be used again. Idempotent."""
+        self._writer.close()
+        if self.source.copy is self:
+            self.source.copy = None
+
+    def send_again(self, header: PieceHeader) -> str | None:
+        """Send pages again that a destination could not use. Return why its request must be dropped, if it must."""
+        number = header.destination
+        if number not in self._unlanded:
+            return "range"
+        return self._lanes[number].send_again(header, self.source.ledger, self.destinations[number].part)
+
+    def fail(self, reason: str) -> None:
+        """End `run` with a KvTransferError, unless it has landed."""
+        if self._failure is None and self._unlanded:
+            self._failure = reason
+            self._work.cancel()
+
+    async def run(self) -> SentTransfer:
+        """Send everything and wait for the acknowledgement. Raises KvTransferError."""
+        began_s, landed_s = self._clock(), None
+        with self._work:
+            async with anyio.create_task_group() as self._tasks:
+                for lane in self._lanes:
+                    self._tasks.start_soon(lane.run)
+                await self._send()
+                await self._until(lambda: not self._unlanded)
+                landed_s = self._clock()
+                for lane in self._lanes:
+                    lane.close()
+        if landed_s is None:
+            raise KvTransferError(self._failure or self._why_late())
+        assert self.source.committed_s is not None
+        return SentTransfer(
+            request_id=self.request_id,
+            epoch=self.epoch,
+            num_bytes=self.num_bytes,
+            duration_s=landed_s - began_s,
+            exposed_s=landed_s - self.source.committed_s,
+            sent_s=self._sent_s,
+            carrier=self._writer.carrier_to(self.destinations[0].address),
+        )
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _sent_s(self) -> float:
+        """While pieces were under way; 0 if peers read the KV where it lay."""
+        was_read = self._writer.num_pushed_bytes < self._writer.num_bytes // 2
+        return 0.0 if was_read else sum(lane.sent_s for lane in self._lanes)
+
+    async def _send(self) -> None:
+        """Let the lanes send, and commit what they sent: of ranges that land by themselves the last one here."""
+        if self.source.is_decode:
+            await self._tell(self.source.transcript)
+            self._is_told = True
+            self._note()
+        last = range(len(self.destinations))
+        if self.source.gives_back:
+            for index in last[1:]:
+                self._tasks.start_soon(self._land_range, index)
+            last = last[:1]
+        await self._send_last(last)
+
+    async def _land_range(self, index: int) -> None:
+        """Commit a range as soon as it is computed. The request goes on here only if it lands, so that has a limit."""
+        await self._until(lambda: self.source.has(self.destinations[index].part))
+        self._lanes[index].flush()
+        with anyio.move_on_after(self._deadline_s):
+            await self._commit_until_landed((index,))
+            await self._until(lambda: index not in self._unlanded)
+            return
+        self.fail(f"a range did not land within {self._deadline_s:g} s")
+
+    async def _send_last(self, last: Sequence[int]) -> None:
+        """The commits leave beside the last pieces: decode waits for one way, not for an answer too.
+
+        They leave again if nothing has landed for a while although all was taken: the receiver sees what was lost.
+        The deadline runs once the whole KV is there: until then it waits for the computation, which may be long or
+        preempted. A piece under way has the transport's no-progress limit.
+        """
+        await self._until(lambda: self.source.committed_s is not None and not self._is_paused)
+        self._work.deadline = anyio.current_time() + (FREEZE_LIMIT_S if self.source.is_decode else self._deadline_s)
+        await self._until(lambda: self.source.has_all)
+        await self._commit_until_landed(last)
+
+    async def _commit_until_landed(self, indices: Sequence[int]) -> None:
+        """Tell these destinations that all was sent; once more if that was not enough."""
+        await self._tell_commits(indices)
+        await self._until(lambda: all(self._lanes[index].is_done for index in self._unlanded.intersection(indices)))
+        with anyio.move_on_after(COMMIT_AGAIN_S):
+            await self._until(lambda: self._unlanded.isdisjoint(indices))
+            return
+        await self._tell_commits([index for index in indices if index in self._unlanded])
+
+    async def _tell_commits(self, indices: Sequence[int]) -> None:
+        """Say that all was sent that a destination and the source have in common."""
+        source, token = self.source, self.source.first_token
+        try:
+            for index in indices:
+                address, part = self.destinations[index]
+                header = self._about._replace(
+                    kind=PieceKind.COMMIT,
+                    destination=index,
+                    part=source.part.common(part),
+                    chunk=source.first_held,
+                    num_context_tokens=source.num_context_tokens,
+                    has_token=token is not None,
+                    token_id=0 if token is None else token.token_id,
+                    token_index=0 if token is None else token.token_index,
+                )
+
+                def begins(index: int = index) -> None:
+                    self._commits(index)
+
+                await self._writer.tell(address, header, begins=begins, is_notice=True)
+        except KvTransferError as error:
+            self.fail(str(error))
+
+    def _commits(self, index: int) -> None:
+        """Note that a destination is sent its commit: from here on the request may go on there."""
+        if self.source.is_decode and not self.source.committed:
+            self._work.deadline = anyio.current_time() + LANDED_LIMIT_S
+        self._committed.add(index)
+        self.source.committed |= index == 0  # the destination that decodes, if any does
+
+    async def _tell(self, transcript: bytes) -> None:
+        start, self._num_told = self._num_told, self._num_told + len(transcript)
+        about = self._about._replace(kind=PieceKind.TRANSCRIPT)
+        try:
+            await self._writer.send_bytes(self.destinations[0].address, start, transcript, about)
+        except KvTransferError as error:
+            self.fail(str(error))
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._changed.wait()
+
+    def _note(self) -> None:
+        """Something was changed that `_until` may wait for."""
+        if self._is_pausing and not any(lane.num_under_way for lane in self._lanes):
+            self._is_pausing = False
+            self._on_paused(self)
+        self._changed.set()
+        self._changed = anyio.Event()
+        if self.has_caught_up and self.source.committed_s is None:
+            self.source.on_caught_up()  # which may freeze it
+
+    def _why_late(self) -> str:
+        if not self.source.is_decode:
+            return f"the KV did not land within {self._deadline_s:g} s"
+        if self.source.committed:
+            return f"not acknowledged within {LANDED_LIMIT_S:g} s of the commit"
+        return f"it stood still for {FREEZE_LIMIT_S:g} s"

@@ -1,0 +1,231 @@
+"""Pages that come from peers, the same way for copies and for exchange in a prefill group.
+
+A piece's pages are claimed, its payload is loaded and checked, then copied into its blocks, on the event loop or on a
+thread. The payload of a peer read says where the pages lie in the sender's cache, and they are copied from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from pdmesh.errors import KvTransferError
+from pdmesh.kv.blocks import BlockGuard, BlockPool
+from pdmesh.kv.context import KvContext
+from pdmesh.kv.lane import UNREADABLE, Lane
+from pdmesh.kv.ledger import PageLedger, PageState
+from pdmesh.kv.pages import Blocks
+from pdmesh.kv.peer_reads import CacheOwner, ReadNote, note_bytes
+from pdmesh.kv.piece import PieceHeader, PieceKind
+from pdmesh.transport.kv_transport import ReceivedPiece
+
+log = structlog.get_logger()
+
+#: Why a peer read was dropped: its sender has closed the window meanwhile.
+WINDOW_CLOSED = "window closed"
+
+#: Smaller caches are committed in no time.
+_LARGE_CACHE_BYTES = 64 << 20
+
+
+class Inlet(Protocol):
+    """One request's receiving side of a copy or group."""
+
+    is_over: bool  # its blocks may be another request's by now
+
+    @property
+    def block_ids(self) -> Sequence[int]: ...
+
+    @property
+    def ledger(self) -> PageLedger: ...
+
+    def lane_from(self, source: int) -> Lane | None:
+        """Return the lane to a source; None if that source was lost."""
+        ...
+
+    def expects(self, header: PieceHeader) -> bool:
+        """Whether a piece is about pages that one of its sources may send."""
+        ...
+
+    def place(self, header: PieceHeader, blocks: Blocks) -> None:
+        """Note that the pages of a piece are in their blocks."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """Fail, because a source's pages proved unusable too often."""
+        ...
+
+
+class PageIntake:
+    """Takes pieces of KV and peer reads: claims their pages, has them copied, and asks again for what came to nothing.
+
+    Blocks that are freed while a thread copies into them stay quarantined. The system commits a large cache's memory
+    when it is first written, which took up to 0.9 s for a piece of 16 layers on a busy virtual machine (2026-11-22):
+    long enough for a helper to pass for silent. So a thread copies the first piece of each page. Event loop only.
+    """
+
+    def __init__(self, context: KvContext, pool: BlockPool, beside: PageIntake | None = None) -> None:
+        """``beside`` takes pages into the same cache."""
+        self.num_pieces = self.num_bytes = 0  # that came
+        self.num_bytes_peer_read = 0  # of these
+        self._context = context
+        self._peer_reads = context.peer_reads
+        self._store = store = context.store
+        self._pool = pool
+        self._waiting: dict[Inlet, list[Callable[[], object]]] = {}  # until a peer's cache is no more copied
+        layout = store.layout
+        is_large = store.num_blocks * layout.block_bytes * layout.num_layers > _LARGE_CACHE_BYTES
+        #: By layer, 1 for each page that pieces have come for. Nothing of a small cache.
+        self._has_come = [bytearray(store.num_blocks) for _ in range(layout.num_layers)] if is_large else []
+        if beside is not None:
+            self._has_come = beside._has_come
+
+    def take(self, inlet: Inlet, header: PieceHeader, piece: ReceivedPiece) -> None:
+        """Take a piece of KV or a peer read.
+
+        Of a peer read, only pages that are neither here nor on their way are copied: what is copied too late means
+        nothing, and must not overwrite good pages. Pieces for the same pages wait meanwhile; there are no more of them
+        than buffers.
+        """
+        is_read, blocks = header.kind is PieceKind.PEER_READ, Blocks.of(header)
+        layout = self._store.layout
+        num_bytes = note_bytes(blocks.num_blocks, layout) if is_read else blocks.num_pages * layout.block_bytes
+        lane = inlet.lane_from(header.source)
+        if inlet.is_over:
+            self._context.drop(piece, "unknown")
+        elif lane is None or not inlet.expects(header) or not num_bytes == header.payload_bytes == len(piece.payload):
+            self._context.drop(piece, "range")
+        elif inlet.ledger.is_read(blocks):
+            self._waiting.setdefault(inlet, []).append(partial(self.take, inlet, header, piece))
+        elif not (missing := inlet.ledger.claim(blocks, header.source, PageState.of(is_read=is_read))):
+            self._context.drop(piece, "duplicate")
+        else:
+            lane.resume()  # it has heard of us
+            self._read(inlet, header, piece, lane.address, missing if is_read else [blocks])
+
+    # --- copying ------------------------------------------------------------------------------------------------------
+
+    def _read(
+        self, inlet: Inlet, header: PieceHeader, piece: ReceivedPiece, address: bytes, parts: Sequence[Blocks]
+    ) -> None:
+        """Copy a piece from the peer at ``address``, of a peer read only ``parts``, and release it."""
+        block_ids = inlet.block_ids[slice(*header.part.blocks)]
+        is_inline = header.part.num_pages * self._store.layout.block_bytes <= self._store.inline_copy_bytes
+        is_there = True
+        if header.kind is PieceKind.PEER_READ:
+            owner = None if self._peer_reads is None else self._peer_reads.owner(address)
+            is_there = owner is not None
+            is_inline = is_inline and self._peer_reads is not None and self._peer_reads.copies_inline
+            fetch: Callable[[], str | None] = partial(self._read_peer, header, piece, block_ids, parts, owner)
+        else:
+            fetch = partial(self._scatter, header, piece, block_ids)
+        guards = self._pool.guards_of(block_ids)
+        copy = partial(self._copy, header, piece, partial(_after, guards, fetch) if guards else fetch)
+        if not is_there or (is_inline and not guards and not self._is_first(header, block_ids)):
+            fault = copy()
+            piece.release()
+            self._copied(inlet, header, parts, fault)
+        else:
+            # As many of these at once as there are receive buffers.
+            self._context.tasks.start_soon(self._read_on_thread, inlet, header, piece, parts, block_ids, copy)
+
+    def _is_first(self, header: PieceHeader, block_ids: Sequence[int]) -> bool:
+        """Whether a piece is the first for one of its pages; it counts as having come."""
+        is_first = False
+        for has_come in self._has_come[slice(*header.part.layers)]:
+            if not all(map(has_come.__getitem__, block_ids)):
+                is_first = True
+                for block_id in block_ids:
+                    has_come[block_id] = 1
+        return is_first
+
+    async def _read_on_thread(
+        self,
+        inlet: Inlet,
+        header: PieceHeader,
+        piece: ReceivedPiece,
+        parts: Sequence[Blocks],
+        block_ids: Sequence[int],
+        copy: Callable[[], str | None],
+    ) -> None:
+        fault: str | None = "unknown"  # freed since: the blocks may be another request's by now
+        try:
+            if not inlet.is_over:
+                with self._pool.pinned(block_ids):
+                    fault = await self._context.copies.run(copy)
+        finally:
+            piece.release()
+        self._copied(inlet, header, parts, fault)
+
+    def _copy(self, header: PieceHeader, piece: ReceivedPiece, fetch: Callable[[], str | None]) -> str | None:
+        """Load the payload and check it, then copy with ``fetch``; return the fault, or None if the copy counts."""
+        if not piece.load():
+            return "not loaded"
+        if not self._context.key.opens_payload(piece.payload, header.check):
+            return "checksum"
+        return fetch()
+
+    def _scatter(self, header: PieceHeader, piece: ReceivedPiece, block_ids: Sequence[int]) -> None:
+        layers = header.part.layers
+        layer_bytes = header.payload_bytes // layers.size
+        for index in range(layers.size):
+            start = index * layer_bytes
+            self._store.scatter(layers.start + index, block_ids, piece.payload[start : start + layer_bytes])
+
+    def _read_peer(
+        self,
+        header: PieceHeader,
+        piece: ReceivedPiece,
+        block_ids: Sequence[int],
+        parts: Sequence[Blocks],
+        owner: CacheOwner | None,
+    ) -> str | None:
+        """Copy the ``parts`` from where they lie. If the window was closed meanwhile that means nothing."""
+        if self._peer_reads is None or owner is None:
+            return UNREADABLE
+        note, first_block = ReadNote.unpack(piece.payload), header.part.blocks.start
+        copies = [copy for part in parts for copy in note.copies(part, first_block, block_ids, self._store)]
+        try:
+            is_good = self._peer_reads.read(owner, note, copies)
+        except KvTransferError as error:
+            log.warning("cannot read a peer's KV in its memory; asking it to send the bytes", reason=str(error))
+            return UNREADABLE
+        return None if is_good else WINDOW_CLOSED
+
+    # --- what became of it --------------------------------------------------------------------------------------------
+
+    def _copied(self, inlet: Inlet, header: PieceHeader, parts: Sequence[Blocks], fault: str | None) -> None:
+        """Place what was claimed of a piece, or release it because of a fault."""
+        is_read, lane = header.kind is PieceKind.PEER_READ, inlet.lane_from(header.source)
+        if fault is None:
+            num_bytes = sum(blocks.num_pages for blocks in parts) * self._store.layout.block_bytes
+            self.num_pieces += 1
+            self.num_bytes += num_bytes
+            self.num_bytes_peer_read += num_bytes if is_read else 0
+            if lane is not None:
+                lane.add_sound()
+            for blocks in parts:
+                if not inlet.is_over:
+                    inlet.place(header, blocks)
+        else:
+            self._context.dropped[fault] += 1
+            inlet.ledger.release(Blocks.of(header), header.source)
+            # What was read too late its sender sends again, if it is to come.
+            if not inlet.is_over and lane is not None and fault != WINDOW_CLOSED:
+                if reason := lane.ask_again(header, fault):
+                    inlet.give_up(f"source {header.source}: {reason}")
+                else:
+                    self._context.num_asked_again += 1
+        if is_read:
+            for take in self._waiting.pop(inlet, ()):
+                take()
+
+
+def _after(guards: Sequence[BlockGuard], fetch: Callable[[], str | None]) -> str | None:
+    """Return what ``fetch`` does, once nothing else copies from or to its blocks."""
+    for guard in guards:
+        guard.wait()
+    return fetch()
