@@ -17,7 +17,7 @@ import anyio.lowlevel
 from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
 from pdmesh.transport.buffers import HEADER_BYTES, MESSAGE_BYTES, PieceBuffer, SendPool, allocate_buffers
-from pdmesh.transport.kv_transport import MEMORY, SendBuffer
+from pdmesh.transport.kv_transport import MEMORY
 
 #: Chooses pieces by their header.
 Chooser = Callable[[bytes], bool]
@@ -141,8 +141,7 @@ class MemoryTransport:
     def admit(self, address: bytes) -> None:
         """Do nothing: within one process every peer may send."""
 
-    async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
-        assert isinstance(buffer, PieceBuffer)
+    async def send(self, address: bytes, buffer: PieceBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
         assert payload_bytes <= self._config.max_payload_bytes
         for start, size in buffer.pieces(payload_bytes):
             await self._send_piece(address, buffer.memory[start : start + HEADER_BYTES + size])

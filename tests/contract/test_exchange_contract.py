@@ -15,7 +15,8 @@ from pdmesh.kv.outcome import FailedExchange
 from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
 from pdmesh.kv.repair import FREE_PIECES, SOUND_PIECES_EACH
 from pdmesh.model import Epoch, IndexRange, KvPart
-from pdmesh.transport.kv_transport import ReceivedPiece, SendBuffer
+from pdmesh.transport.buffers import PieceBuffer
+from pdmesh.transport.kv_transport import ReceivedPiece
 from pdmesh_testing.exchanges import (
     EPOCH,
     HEADS,
@@ -82,7 +83,7 @@ async def test_a_member_that_stopped_keeps_nobody_else_from_being_welcomed(monke
         send = first.transport.send
 
         async def send_to_the_living(
-            address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False
+            address: bytes, buffer: PieceBuffer, payload_bytes: int, *, is_notice: bool = False
         ) -> None:
             if address == stopped.transport.address:
                 await anyio.sleep_forever()

@@ -22,8 +22,7 @@ from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, PausedTransfer, Se
 from pdmesh.kv.piece import FirstToken, PieceHeader, PieceKind, pack_header, request_key, unpack_header, weights_word
 from pdmesh.kv.repair import FREE_PIECES
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
-from pdmesh.transport.buffers import MAX_PIECES, MESSAGE_BYTES
-from pdmesh.transport.kv_transport import SendBuffer
+from pdmesh.transport.buffers import MAX_PIECES, MESSAGE_BYTES, PieceBuffer
 from pdmesh.transport.seal import MeshKey
 from pdmesh_testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
 from pdmesh_testing.memory_transport import MemoryFaults
@@ -110,7 +109,7 @@ async def test_the_sender_is_told_before_decode_begins(
     async with open_pair(memory) as pair:
         send = pair.b.transport.send
 
-        async def tell(address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
+        async def tell(address: bytes, buffer: PieceBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
             assert unpack_header(buffer.header, KEY).kind is PieceKind.LANDED
             assert is_notice
             assert pair.b.outcomes == []
@@ -131,7 +130,7 @@ async def test_what_has_landed_does_not_fail_any_more(memory: TransportMaker, mo
     async with open_pair(memory) as pair:
         send = pair.b.transport.send
 
-        async def tell(address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
+        async def tell(address: bytes, buffer: PieceBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
             assert pair.b.mover.arrivals.take_abort(unpack_header(buffer.header, KEY))
             await send(address, buffer, payload_bytes, is_notice=is_notice)
 
@@ -348,7 +347,7 @@ async def test_small_pieces_that_wait_travel_together(name: str, monkeypatch: py
     async with open_pair(TransportMaker(name), config=config) as pair:
         sent, num_sends = pair.a.transport.send, 0
 
-        async def send(address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
+        async def send(address: bytes, buffer: PieceBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
             nonlocal num_sends
             num_sends += 1
             await sent(address, buffer, payload_bytes, is_notice=is_notice)
@@ -510,7 +509,7 @@ async def test_what_has_landed_is_sent_whatever_becomes_of_what_was_asked_for_ag
         send = pair.a.transport.send
 
         async def send_but_no_kv(
-            address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False
+            address: bytes, buffer: PieceBuffer, payload_bytes: int, *, is_notice: bool = False
         ) -> None:
             if payload_bytes:
                 await anyio.sleep_forever()
@@ -713,7 +712,7 @@ async def test_pieces_that_were_recorded_and_are_sent_again_change_nothing(
         recorded: list[tuple[bytes, bytes]] = []
         send = pair.a.transport.send
 
-        async def record(address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
+        async def record(address: bytes, buffer: PieceBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
             recorded.append((bytes(buffer.header), bytes(buffer.payload[:payload_bytes])))
             await send(address, buffer, payload_bytes, is_notice=is_notice)
 

@@ -32,7 +32,7 @@ from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.piece import PieceHeader, PieceKind, unpack_header
 from pdmesh.kv.transcript import pack_transcript
 from pdmesh.model import Epoch, KvPart, RequestId, Role, SamplingParams, TransferId, num_blocks_for
-from pdmesh.transport.kv_transport import SendBuffer
+from pdmesh.transport.buffers import PieceBuffer
 from pdmesh.transport.seal import MeshKey
 from pdmesh.wire.messages import Generation, TurnOver
 from pdmesh_testing.fake_engine import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
@@ -418,7 +418,7 @@ async def test_a_commit_may_overtake_what_went_before_it(
     held: list[None] = []
 
     async def slowly(
-        self: MemoryTransport, address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False
+        self: MemoryTransport, address: bytes, buffer: PieceBuffer, payload_bytes: int, *, is_notice: bool = False
     ) -> None:
         if held and is_kind(bytes(buffer.header), late):
             held.append(None)

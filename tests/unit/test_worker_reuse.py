@@ -363,7 +363,7 @@ async def test_nothing_that_comes_late_lands_in_what_is_shared() -> None:
         await run(decode, a_generation("before", prompt))
         generation = a_generation("r", prompt)
         decode.expect(generation, prefill, num_reused=2)
-        (receiver,) = decode.mover.arrivals._receivers.values()
+        (receiver,) = decode.mover.arrivals._copies.values()
         assert isinstance(receiver, CopyIn)
         layout = prefill.engine.kv.layout
         everything = KvPart(IndexRange(0, 75), IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads))

@@ -22,12 +22,12 @@ from pdmesh.kv.transcript import is_complete
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId, num_blocks_for
 from pdmesh.transport.kv_transport import ReceivedPiece
 
-#: Maximum bytes of a transcript before its tokens: how they are drawn, and for whom.
+#: Maximum bytes of a transcript before its tokens: parameters of sampling, and the gateway.
 MAX_TRANSCRIPT_HEAD_BYTES = 1 << 20
 
 
 class Expected(TypedDict):
-    """What comes of a request, and where it goes.
+    """KV of a request that is to come, and its place.
 
     ``num_context_tokens`` is None for a decode: as many as the blocks hold at most, which the commit tells. ``hold`` is
     asked for room for blocks of a decode that come in layers with a window; False: there is none. This instance is
@@ -50,7 +50,7 @@ class Expected(TypedDict):
 class CopyIn:
     """A destination's side of a copy: its ledger, and a lane to each source to ask for pages again.
 
-    Every source ends with a commit that says what it sends; together
+    Every source ends with a commit that names its part; together
     they must send all pages. A commit may overtake the last pieces, and those of a move's transcript. One that comes
     again says that all were taken: what is neither here nor to come again then was lost.
     """
@@ -91,7 +91,7 @@ class CopyIn:
         self.transcript = bytearray()
         self.ledger = PageLedger(layout.num_layers, num_blocks)
         self.block_ids = list(block_ids[:num_blocks])
-        self.has_landed = False  # everything is in place, whoever has heard of it
+        self.has_landed = False  # everything is in place; the outcome may still be to come
         self.is_over = False
         self._on_placed, self._on_failed = on_placed, on_failed
         self._is_decode = num_context_tokens is None
@@ -123,7 +123,7 @@ class CopyIn:
             )
             for source, address in enumerate(expected["source_addresses"])
         ]
-        self._committed: dict[int, KvPart] = {}  # by source
+        self._committed: dict[int, KvPart] = {}  # key: number of the source
         if num_context_tokens is not None:
             self._discard_before(layout.first_held_block(num_context_tokens))
 

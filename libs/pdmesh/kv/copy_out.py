@@ -1,4 +1,4 @@
-"""KV of one request on its way out, for whatever reason: what a source has of it, and a granted copy of this.
+"""KV of one request on its way out, for whatever reason: the source of the KV, and a granted copy of a source.
 
 A source holds a prompt that is computed, blocks that are all there, or a decode, whose context grows while it is sent.
 A copy sends what is in the source's ledger, layer by layer as it is computed. If its destinations fail, the source has
@@ -26,10 +26,10 @@ from pdmesh.kv.piece import FirstToken, KvDestination, PieceHeader, PieceKind, r
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId, num_blocks_for
 
-#: A piece of which even the header was damaged is lost; its receiver is told so late that all has been taken.
+#: A piece whose header was damaged is lost. The commit leaves again after this time, to tell the receiver.
 COMMIT_AGAIN_S = 0.25
 
-#: A decode that has paused for so long without a buffer for its commit goes on where it is.
+#: Time after which a paused decode without a buffer for its commit continues where it is.
 FREEZE_LIMIT_S = 0.25
 
 #: Time limit for the acknowledgement of a decode's commit. Then the core asks the target, which answers for itself.
@@ -40,7 +40,7 @@ CallSoon = Callable[[Callable[[], object]], object]
 
 
 class Offered(TypedDict):
-    """What an instance has of a request's KV.
+    """KV of a request on this instance.
 
     ``block_ids`` is the request's block table, whose first blocks hold the context. ``num_context_tokens`` is None for
     a decode, whose table grows while it is sent. This instance is source number ``source`` of the copy, and sends
@@ -61,9 +61,9 @@ class Offered(TypedDict):
 
 
 class KvSource:
-    """What an instance has of a request's KV to send; made by `pdmesh.kv.departures.KvDepartures.offer`.
+    """KV of a request that an instance can send; made by `pdmesh.kv.departures.KvDepartures.offer`.
 
-    Of a decode call ``advance`` after each step to name what has become complete; once ``has_caught_up``, call
+    For a decode, call ``advance`` after each step to name the blocks that are complete; once ``has_caught_up``, call
     ``freeze`` to end the copy with the last of it. Until ``committed``, the decode may go on as if it were not sent.
     """
 
@@ -103,7 +103,7 @@ class KvSource:
             self.ledger.place(present)
         self.committed_s: float | None = None  # when all was computed that this source computes
         self.first_token: FirstToken | None = None  # if this source drew it
-        self.gives_back = bool(self._own_ids) and self._own_ids[-1] == NO_BLOCK  # there is room for a part at once
+        self.gives_back = bool(self._own_ids) and self._own_ids[-1] == NO_BLOCK  # only a part is here at once
         self.copy: CopyOut | None = None  # under way
         self.committed = False  # the commit of the last copy has left, so the request may decode at the destination
         self._store = store
@@ -145,7 +145,7 @@ class KvSource:
         self._own_ids[:num_blocks] = [NO_BLOCK] * num_blocks
 
     def hold(self, first_block: int, block_ids: Sequence[int]) -> None:
-        """Note which blocks hold a context from ``first_block`` on, of which only a part is here at once."""
+        """Note the blocks from ``first_block`` on of a context that is never here as a whole."""
         self._own_ids[first_block : first_block + len(block_ids)] = block_ids
 
     def has(self, part: KvPart) -> bool:
@@ -175,7 +175,7 @@ class KvSource:
             self.copy.fail(f"{num_kv_tokens} tokens are more than there is room for at the destination")
 
     def has_room_for(self, num_kv_tokens: int) -> bool:
-        """Whether the destination has room for so many tokens."""
+        """Whether the destination has room for ``num_kv_tokens`` tokens."""
         return self.copy is None or num_kv_tokens <= self.copy.num_tokens_taken
 
     @property
@@ -184,7 +184,7 @@ class KvSource:
         return self.copy is not None and self.copy.has_caught_up
 
     def freeze(self, *, num_kv_tokens: int, tail: bytes, next_token: FirstToken) -> None:
-        """Send what is left and commit; the source computes nothing more of the request.
+        """Send the rest and commit; the source computes nothing more of the request.
 
         ``tail`` is the transcript's end, since the copy began; ``next_token`` has been sampled, and has no KV yet. All
         of it is on its way once the event loop has had a turn, if there are buffers.
@@ -222,8 +222,8 @@ class KvSource:
 class CopyOut:
     """A granted copy, until it has landed or failed. If ``scope`` is cancelled, it ends without an outcome.
 
-    Each destination gets what it and the source have in common. If only a part of the context is here at once, each
-    range of it lands by itself, as soon as it is computed.
+    Each destination gets the blocks of its part that the source has. If only a part of the context is here at once,
+    each range of it lands by itself, as soon as it is computed.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class CopyOut:
         self._deadline_s = deadline_s
         self._clock = clock
         self._on_paused = on_paused
-        self._work = anyio.CancelScope()  # of `run`
+        self._work = anyio.CancelScope()  # around `run`
         self._failure: str | None = None
         self._unlanded = set(range(len(destinations)))  # have not acknowledged
         self._committed: set[int] = set()  # may have taken their commits
@@ -286,7 +286,7 @@ class CopyOut:
     # --- called by the source -----------------------------------------------------------------------------------------
 
     def add(self, blocks: Blocks) -> None:
-        """Send blocks that are here now, except those that no later token sees."""
+        """Send blocks that are here now, without the blocks that no later token sees."""
         stop = self.source.part.blocks.stop
         for lane, destination in zip(self._lanes, self.destinations, strict=True):
             for wanted in blocks.within(destination.part).held(self._layout, self.source.first_held):
@@ -296,7 +296,7 @@ class CopyOut:
             self.flush()
 
     def hold_nothing_back(self) -> None:
-        """Send what waits for more layers of its blocks."""
+        """Send the layers that wait for more layers of the same blocks."""
         for lane in self._lanes:
             lane.flush()
 
@@ -338,7 +338,7 @@ class CopyOut:
         """Note that a destination has all that goes there. Ignored before its commit has left."""
         if destination in self._unlanded & self._committed:
             if self.source.gives_back:
-                self._lanes[destination].close()  # what went there may be here no longer
+                self._lanes[destination].close()  # its blocks may be here no longer
             self._unlanded.discard(destination)
             self._note()
 
@@ -395,7 +395,7 @@ class CopyOut:
         return 0.0 if was_read else sum(lane.sent_s for lane in self._lanes)
 
     async def _send(self) -> None:
-        """Let the lanes send, and commit what they sent: of ranges that land by themselves the last one here."""
+        """Let the lanes send, and commit. Ranges that land by themselves are committed one by one."""
         if self.source.is_decode:
             await self._tell(self.source.transcript)
             self._is_told = True
@@ -408,7 +408,7 @@ class CopyOut:
         await self._send_last(last)
 
     async def _land_range(self, index: int) -> None:
-        """Commit a range as soon as it is computed. The request goes on here only if it lands, so that has a limit."""
+        """Commit a range as soon as it is computed. The request waits for it to land, so that has a limit."""
         await self._until(lambda: self.source.has(self.destinations[index].part))
         self._lanes[index].flush()
         with anyio.move_on_after(self._deadline_s):
@@ -418,11 +418,11 @@ class CopyOut:
         self.fail(f"a range did not land within {self._deadline_s:g} s")
 
     async def _send_last(self, last: Sequence[int]) -> None:
-        """The commits leave beside the last pieces: decode waits for one way, not for an answer too.
+        """Commit beside the last pieces: decode waits for one way, not for an answer too.
 
-        They leave again if nothing has landed for a while although all was taken: the receiver sees what was lost.
-        The deadline runs once the whole KV is there: until then it waits for the computation, which may be long or
-        preempted. A piece under way has the transport's no-progress limit.
+        The commits leave again if nothing has landed for a while although all was taken: the receiver sees which pages
+        were lost. The deadline runs once the whole KV is there: until then the copy waits for the computation, which
+        may be long or preempted. A piece under way has the transport's no-progress limit.
         """
         await self._until(lambda: self.source.committed_s is not None and not self._is_paused)
         self._work.deadline = anyio.current_time() + (FREEZE_LIMIT_S if self.source.is_decode else self._deadline_s)
@@ -489,7 +489,7 @@ class CopyOut:
         self._changed.set()
         self._changed = anyio.Event()
         if self.has_caught_up and self.source.committed_s is None:
-            self.source.on_caught_up()  # which may freeze it
+            self.source.on_caught_up()  # may freeze the source
 
     def _why_late(self) -> str:
         if not self.source.is_decode:

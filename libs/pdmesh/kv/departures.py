@@ -20,7 +20,7 @@ class KvDepartures:
     def __init__(self, context: KvContext) -> None:
         self._context = context
         self._sources: dict[bytes, KvSource] = {}
-        self._granted: dict[bytes, CopyOut] = {}  # of these, and of what decodes
+        self._granted: dict[bytes, CopyOut] = {}  # copies under way
         self._num_pieces = self._num_bytes = 0  # of those that have ended
 
     def __len__(self) -> int:

@@ -324,7 +324,7 @@ class KvGroups:
         self._context = context
         self.pages = pages
         self._exchanges: dict[bytes, KvExchange] = {}
-        self._num_bytes_sent = 0  # by those that have ended
+        self._num_bytes_sent = 0  # by exchanges that have ended
 
     def __len__(self) -> int:
         return len(self._exchanges)
@@ -347,10 +347,10 @@ class KvGroups:
         ledger: PageLedger | None = None,
         on_new: Callable[[Blocks], object] | None = None,
     ) -> KvExchange:
-        """Pass KV of the request on to the other members of its group, and take theirs, into all of ``block_ids``.
+        """Send KV of the request to the other members of its group, and take theirs into ``block_ids``.
 
         `set_members` says which members there are. ``wakeup`` wakes the thread that waits for their KV. ``ledger`` is
-        the request's, if it has one, and ``on_new`` is called with what is new there. An older epoch is ended.
+        the request's, if it has one, and ``on_new`` is called with pages that are new there. An older epoch is ended.
         """
         context = self._context
         ledger = ledger or PageLedger(context.store.layout.num_layers, len(block_ids))
@@ -373,10 +373,9 @@ class KvGroups:
         return exchange
 
     def set_members(self, request_id: RequestId, epoch: Epoch, number: int, addresses: Sequence[bytes]) -> None:
-        """All members' data addresses, those set before and more; this is member number ``number``.
+        """Set all members' data addresses, known ones and more; this is member number ``number``.
 
-        Those of members that were lost are empty.
-        Ignored if the exchange is not there: the request was freed meanwhile.
+        Addresses of lost members are empty. Ignored if the exchange is not there: the request was freed meanwhile.
         """
         exchange = self._exchanges.get(exchange_key(request_id))
         if exchange is not None and exchange.epoch == epoch:

@@ -32,9 +32,9 @@ _LARGE_CACHE_BYTES = 64 << 20
 
 
 class Inlet(Protocol):
-    """One request's receiving side of a copy or group."""
+    """Receiving side of a copy or group, for one request."""
 
-    is_over: bool  # its blocks may be another request's by now
+    is_over: bool  # the blocks may be another request's by now
 
     @property
     def block_ids(self) -> Sequence[int]: ...
@@ -60,7 +60,7 @@ class Inlet(Protocol):
 
 
 class PageIntake:
-    """Takes pieces of KV and peer reads: claims their pages, has them copied, and asks again for what came to nothing.
+    """Takes pieces of KV and peer reads: claims their pages, has them copied, and asks again for useless ones.
 
     Blocks that are freed while a thread copies into them stay quarantined. The system commits a large cache's memory
     when it is first written, which took up to 0.9 s for a piece of 16 layers on a busy virtual machine (2026-11-22):
@@ -69,13 +69,13 @@ class PageIntake:
 
     def __init__(self, context: KvContext, pool: BlockPool, beside: PageIntake | None = None) -> None:
         """``beside`` takes pages into the same cache."""
-        self.num_pieces = self.num_bytes = 0  # that came
-        self.num_bytes_peer_read = 0  # of these
+        self.num_pieces = self.num_bytes = 0
+        self.num_bytes_peer_read = 0
         self._context = context
         self._peer_reads = context.peer_reads
         self._store = store = context.store
         self._pool = pool
-        self._waiting: dict[Inlet, list[Callable[[], object]]] = {}  # until a peer's cache is no more copied
+        self._waiting: dict[Inlet, list[Callable[[], object]]] = {}  # pieces for pages that a peer read is copying
         layout = store.layout
         is_large = store.num_blocks * layout.block_bytes * layout.num_layers > _LARGE_CACHE_BYTES
         #: By layer, 1 for each page that pieces have come for. Nothing of a small cache.
@@ -86,7 +86,7 @@ class PageIntake:
     def take(self, inlet: Inlet, header: PieceHeader, piece: ReceivedPiece) -> None:
         """Take a piece of KV or a peer read.
 
-        Of a peer read, only pages that are neither here nor on their way are copied: what is copied too late means
+        Of a peer read, only pages that are neither here nor on their way are copied: a copy that ends too late means
         nothing, and must not overwrite good pages. Pieces for the same pages wait meanwhile; there are no more of them
         than buffers.
         """
@@ -103,7 +103,7 @@ class PageIntake:
         elif not (missing := inlet.ledger.claim(blocks, header.source, PageState.of(is_read=is_read))):
             self._context.drop(piece, "duplicate")
         else:
-            lane.resume()  # it has heard of us
+            lane.resume()  # the peer knows this request
             self._read(inlet, header, piece, lane.address, missing if is_read else [blocks])
 
     # --- copying ------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class PageIntake:
     # --- what became of it --------------------------------------------------------------------------------------------
 
     def _copied(self, inlet: Inlet, header: PieceHeader, parts: Sequence[Blocks], fault: str | None) -> None:
-        """Place what was claimed of a piece, or release it because of a fault."""
+        """Place the claimed pages of a piece, or release them because of a fault."""
         is_read, lane = header.kind is PieceKind.PEER_READ, inlet.lane_from(header.source)
         if fault is None:
             num_bytes = sum(blocks.num_pages for blocks in parts) * self._store.layout.block_bytes
@@ -213,7 +213,7 @@ class PageIntake:
         else:
             self._context.dropped[fault] += 1
             inlet.ledger.release(Blocks.of(header), header.source)
-            # What was read too late its sender sends again, if it is to come.
+            # The sender that closed the window sends the pages again, if they are to come.
             if not inlet.is_over and lane is not None and fault != WINDOW_CLOSED:
                 if reason := lane.ask_again(header, fault):
                     inlet.give_up(f"source {header.source}: {reason}")

@@ -14,8 +14,8 @@ from pdmesh.kv.piece import PieceHeader, pack_header
 from pdmesh.kv.store import KvStore
 from pdmesh.model import IndexRange, KvPart
 from pdmesh.threads import CallThreads
-from pdmesh.transport.buffers import MAX_PIECES
-from pdmesh.transport.kv_transport import KvTransport, SendBuffer
+from pdmesh.transport.buffers import PieceBuffer
+from pdmesh.transport.kv_transport import KvTransport
 from pdmesh.transport.seal import MeshKey
 
 #: Blocks to send, and what the headers of their pieces say.
@@ -85,10 +85,13 @@ class PieceWriter:
         """Let peers read nothing any more: what they have not copied by now does not count. Idempotent."""
 
     async def send(self, address: bytes, blocks: Sequence[BlocksAbout]) -> None:
-        """Send blocks in pieces, as many in a message as fit. Raises KvTransferError."""
+        """Send blocks that fit into a message, each as a piece. Raises KvTransferError.
+
+        Blocks that are more than a piece holds go one piece after the other.
+        """
         limit = self._pages_taken(address)
         pieces = [(piece, about) for some, about in blocks for piece in some.cut(limit)]
-        for message in self._messages(pieces, self._transport.message_limit(address)):
+        for message in [pieces] if len(pieces) == len(blocks) else [[piece] for piece in pieces]:
             async with self._transport.lend() as buffer:
                 await self._send_message(address, message, buffer)
 
@@ -161,20 +164,7 @@ class PieceWriter:
             raise KvTransferError(f"the receiver takes pieces of {limit} bytes, less than one KV block")
         return limit // self._store.layout.block_bytes
 
-    def _messages(self, pieces: Sequence[BlocksAbout], message_bytes: int) -> Iterator[list[BlocksAbout]]:
-        """Divide pieces into messages of so many bytes of pages, or of one piece."""
-        message, num_left, block_bytes = list[BlocksAbout](), message_bytes, self._store.layout.block_bytes
-        for piece in pieces:
-            num_bytes = piece[0].num_pages * block_bytes
-            if message and (num_left < num_bytes or len(message) == MAX_PIECES):
-                yield message
-                message, num_left = [], message_bytes
-            message.append(piece)
-            num_left -= num_bytes
-        if message:
-            yield message
-
-    async def _send_message(self, address: bytes, pieces: Sequence[BlocksAbout], buffer: SendBuffer) -> None:
+    async def _send_message(self, address: bytes, pieces: Sequence[BlocksAbout], buffer: PieceBuffer) -> None:
         num_bytes = sum(blocks.num_pages for blocks, _ in pieces) * self._store.layout.block_bytes
         if num_bytes <= self._store.inline_copy_bytes:
             payload_bytes = self._fill(pieces, buffer)
@@ -187,7 +177,7 @@ class PieceWriter:
         self.num_bytes += num_bytes
         self.num_pushed_bytes += num_bytes
 
-    def _fill(self, pieces: Sequence[BlocksAbout], buffer: SendBuffer) -> int:
+    def _fill(self, pieces: Sequence[BlocksAbout], buffer: PieceBuffer) -> int:
         """Write pieces into a buffer; the payload bytes of the last one."""
         payload_bytes = 0
         for number, (blocks, about) in enumerate(pieces):
@@ -197,7 +187,7 @@ class PieceWriter:
             self._fill_piece(blocks, about, buffer, payload_bytes)
         return payload_bytes
 
-    def _fill_piece(self, blocks: Blocks, about: PieceHeader, buffer: SendBuffer, payload_bytes: int) -> None:
+    def _fill_piece(self, blocks: Blocks, about: PieceHeader, buffer: PieceBuffer, payload_bytes: int) -> None:
         payload = buffer.payload[:payload_bytes]
         block_ids, layer_bytes = self._block_ids[blocks.first_block : blocks.end], payload_bytes // blocks.num_layers
         for index in range(blocks.num_layers):

@@ -162,23 +162,17 @@ class KvParts:
 
     def rehome(self, request_id: RequestId, epoch: Epoch, address: bytes) -> None:
         """Answer questions that come from this address, too."""
-        part = self._held.get(request_key(request_id))
-        if part is not None and part.epoch == epoch:
+        if self._part(request_id, epoch) is not None:
             self._context.admit(address)
 
     def landed(self, request_id: RequestId, epoch: Epoch) -> None:
         """Answer from now on: a range is here."""
-        part = self._held.get(request_key(request_id))
-        if part is not None and part.epoch == epoch:
+        part = self._part(request_id, epoch)
+        if part is not None:
             part.has_landed = True
             for question in part.waiting:
                 self._context.tasks.start_soon(self._answer, *question)
             part.waiting.clear()
-
-    def holds(self, request_id: RequestId, epoch: Epoch) -> bool:
-        """Whether a range is here, whole."""
-        part = self._held.get(request_key(request_id))
-        return part is not None and part.epoch == epoch and part.has_landed
 
     def close(self, request_id: RequestId, epoch: Epoch) -> None:
         """Ask nobody about a context any more. A range of it that is here stays."""
@@ -301,6 +295,10 @@ class KvParts:
             self._lines.close()
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _part(self, request_id: RequestId, epoch: Epoch) -> HeldPart | None:
+        part = self._held.get(request_key(request_id))
+        return part if part is not None and part.epoch == epoch else None
 
     async def run(self) -> None:
         """Make the calls that other threads ask for. A task that they start has the context of this one."""

@@ -41,7 +41,8 @@ from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.sharing import PeerCache, SharedCache
 from pdmesh.kv.store import KvStore
 from pdmesh.model import IndexRange, KvLayout
-from pdmesh.transport.kv_transport import KvTransport, SendBuffer
+from pdmesh.transport.buffers import PieceBuffer
+from pdmesh.transport.kv_transport import KvTransport
 from pdmesh.transport.reading import FORBIDDEN, read_memory
 
 #: Transfers of one instance whose KV peers may read at once; that of further ones travels as bytes.
@@ -324,7 +325,7 @@ class PeerReadWriter(PieceWriter):
     def close(self) -> None:
         self._window.end()
 
-    async def _send_message(self, address: bytes, pieces: Sequence[BlocksAbout], buffer: SendBuffer) -> None:
+    async def _send_message(self, address: bytes, pieces: Sequence[BlocksAbout], buffer: PieceBuffer) -> None:
         await super()._send_message(address, pieces, buffer)
         num_pages = sum(blocks.num_pages for blocks, _ in pieces)
         num_counted = min(num_pages, self._num_refused[address])  # when they were offered

@@ -54,7 +54,7 @@ class KvDestination(NamedTuple):
 
 
 class FirstToken(NamedTuple):
-    """The token that a request goes on from, which a COMMIT brings."""
+    """The next token of a request, which a COMMIT brings."""
 
     token_id: int
     token_index: int

@@ -19,9 +19,10 @@ MESSAGE_BYTES, MAX_PIECES = 1 << 19, 64
 
 
 class PieceBuffer:
-    """Room for one message of one piece, or of several.
+    """Room for one message of one piece, or of several, which arrive as if each had been sent alone.
 
-    Each is a transport's own prefix, a header and a payload, one after the other.
+    Each is a transport's own prefix, a header and a payload, one after the other. At most `MAX_PIECES` travel together,
+    with payloads of `KvTransport.message_limit` in all.
     """
 
     __slots__ = (

@@ -11,28 +11,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from pdmesh.transport.buffers import PieceBuffer
+
 #: The carrier of pieces that a peer on the same host reads in the sender's memory. See `KvTransport.carrier_to`.
 MEMORY = "memory"
-
-
-class SendBuffer(Protocol):
-    """A registered buffer lent by the transport: room for a header and a payload, one after the other.
-
-    Pieces may travel in one message, at most `pdmesh.transport.buffers.MAX_PIECES` with payloads of
-    `KvTransport.message_limit` together. They arrive as if each had been sent alone.
-    """
-
-    @property
-    def header(self) -> memoryview: ...
-
-    @property
-    def payload(self) -> memoryview:
-        """Room for ``max_payload_bytes``; `KvTransport.send` is told how much of it to send."""
-        ...
-
-    def end_piece(self, payload_bytes: int) -> None:
-        """End this piece, of so many payload bytes: ``header`` and ``payload`` are those of another one behind it."""
-        ...
 
 
 class ReceivedPiece(Protocol):
@@ -94,7 +76,7 @@ class KvTransport(Protocol):
         """All send and receive buffers, each beginning on a page."""
         ...
 
-    def lend(self) -> AbstractAsyncContextManager[SendBuffer]:
+    def lend(self) -> AbstractAsyncContextManager[PieceBuffer]:
         """Lend a send buffer for the length of a block, waiting while all are in use.
 
         A buffer whose send was cancelled or timed out is *quarantined* when the block is left (the hardware may still
@@ -109,7 +91,7 @@ class KvTransport(Protocol):
         """
         ...
 
-    async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
+    async def send(self, address: bytes, buffer: PieceBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
         """Send the header and the first ``payload_bytes``, behind the pieces that were ended before.
 
         Return when the buffer may be reused.

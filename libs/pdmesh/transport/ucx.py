@@ -36,7 +36,7 @@ from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
 from pdmesh.transport.address import WorkerAddress, host_id, pack_address
 from pdmesh.transport.buffers import MAX_PIECES, MESSAGE_BYTES, PieceBuffer, SendPool, allocate_buffers
-from pdmesh.transport.kv_transport import MEMORY, SendBuffer
+from pdmesh.transport.kv_transport import MEMORY
 from pdmesh.transport.local import LocalLink, LocalPort, answers_here
 from pdmesh.transport.peers import KnownPeers, Peer
 from pdmesh.transport.prefix import HEAD_BYTES, PREFIX_BYTES
@@ -180,8 +180,7 @@ class UcxTransport:
     def admit(self, address: bytes) -> None:
         self._peers.admit(address)
 
-    async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
-        assert isinstance(buffer, PieceBuffer)
+    async def send(self, address: bytes, buffer: PieceBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
         assert payload_bytes <= (0 if is_notice else self._config.max_payload_bytes)
         await self._links.send(address, buffer, payload_bytes, is_notice=is_notice)
 

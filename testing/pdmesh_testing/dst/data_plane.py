@@ -11,7 +11,6 @@ import anyio
 from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
 from pdmesh.transport.buffers import HEADER_BYTES, PieceBuffer
-from pdmesh.transport.kv_transport import SendBuffer
 from pdmesh_testing.dst.process import running_process
 from pdmesh_testing.memory_transport import MemoryFabric, MemoryFaults, MemoryTransport
 
@@ -66,8 +65,7 @@ class SimulatedTransport(MemoryTransport):
     def process_of(self, address: bytes) -> int | None:
         return _PID
 
-    async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
-        assert isinstance(buffer, PieceBuffer)
+    async def send(self, address: bytes, buffer: PieceBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
         copies = list[bytes]()
         if self._plane.is_repeated():
             for start, size in buffer.pieces(payload_bytes):
