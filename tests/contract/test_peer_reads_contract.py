@@ -14,11 +14,10 @@ import pytest
 from pdmesh.config import TransferConfig
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.peer_reads import MAX_WINDOWS, PeerReadWriter, ReadWindow
-from pdmesh.kv.piece import PieceHeader, PieceKind
+from pdmesh.kv.piece import PieceKind
 from pdmesh.kv.repair import FREE_PIECES
 from pdmesh.model import IndexRange, KvPart
 from pdmesh.policy.pacing import ChunkPace
-from pdmesh.transport.kv_transport import ReceivedPiece
 from pdmesh_testing.exchanges import HEADS, NUM_BLOCKS, NUM_LAYERS, Member, a_piece, open_members
 from pdmesh_testing.hooked import HookedStore
 from pdmesh_testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, TransportMaker
@@ -243,25 +242,6 @@ async def test_a_peer_read_that_cannot_be_made_is_asked_for_once_whatever_of_it_
             member.free()
 
 
-async def test_blocks_that_a_peer_read_goes_to_stay_quarantined(maker: TransportMaker) -> None:
-    async with open_members(maker, 2, store=a_store) as members:
-        leader, helper = members
-        for member in members:
-            member.join(members)
-        await anyio.wait_all_tasks_blocked()
-        reader = store_of(helper)
-        reader.hold()
-        leader.compute(0, 4)
-        await reader.until_held()
-        helper.free()
-        assert helper.pool.num_quarantined == 4
-        reader.go_on()
-        with anyio.fail_after(20):
-            while helper.pool.num_quarantined:
-                await anyio.lowlevel.checkpoint()
-        leader.free()
-
-
 async def test_pages_wait_for_a_peer_read_to_the_same_blocks(maker: TransportMaker) -> None:
     """If it is over, what was copied of it does not lie over theirs; nor does a chunk begin there meanwhile."""
     async with open_members(maker, 3, store=a_store) as members:
@@ -296,53 +276,6 @@ async def test_pages_wait_for_a_peer_read_to_the_same_blocks(maker: TransportMak
             member.free()
 
 
-#: What is dropped, by the reason; changes of a good note, and of its header.
-REFUSED: dict[str, tuple[dict[str, object], dict[str, object]]] = {
-    "unreadable: no cache there": ({"card_address": 0}, {}),
-    "unreadable: nor there": ({"card_address": (1 << 64) - 8}, {}),
-    "unreadable: not its cache": ({"card_address": "word"}, {}),
-    "unreadable: no such block": ({"pages": [2 * NUM_BLOCKS]}, {}),
-    "unreadable: far away": ({"pages": [(1 << 32) - 1]}, {}),
-    "window closed: another word": ({"word": 1}, {}),
-    "window closed: no word": ({"word_address": 8}, {}),
-    "range: too short": ({"pages": []}, {}),
-    "range: too long": ({"pages": [0, 1]}, {}),
-    "checksum": ({}, {"check": b"wrong"}),
-    "capability": ({}, {"capability": 1}),
-    "epoch": ({}, {"epoch": 2}),
-    "duplicate": ({}, {"part": KvPart(IndexRange(8, 9), IndexRange(0, 1), HEADS)}),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-async def test_a_peer_read_that_is_none_is_dropped(maker: TransportMaker, name: str) -> None:
-    """Nothing is taken of it, and the request goes on."""
-    async with open_members(maker, 2, store=a_store) as members:
-        leader, helper = members
-        for member in members:
-            member.join(members)
-        leader.compute(8, 8)
-        await helper.until_here(0)
-        await anyio.wait_all_tasks_blocked()
-        peer_reads = helper.mover._context.peer_reads
-        window = window_of(helper)
-        assert peer_reads is not None
-        good = peer_reads.note(window, [0])
-        changes, header = REFUSED[name]
-        if changes.get("card_address") == "word":
-            changes = {"card_address": good.word_address}
-        note = good._replace(**changes).pack()  # type: ignore[arg-type]
-        await helper.say(leader, a_piece(PieceKind.PEER_READ, len(note))._replace(**header), note)  # type: ignore[arg-type]
-        await leader.until_dropped(name.partition(":")[0])
-        assert not leader.exchange.ledger.has_first(0, 1)
-        helper.compute(0, 8)
-        await leader.until_here(NUM_BLOCKS)
-        assert leader.content(0, 8) == helper.content(0, 8)
-        assert leader.outcomes == []
-        for member in members:
-            member.free()
-
-
 async def test_a_peer_read_too_late_leaves_pages_as_they_are_that_are_here(maker: TransportMaker) -> None:
     """One of the two that it is of."""
     async with open_members(maker, 2, store=a_store) as members:
@@ -361,35 +294,6 @@ async def test_a_peer_read_too_late_leaves_pages_as_they_are_that_are_here(maker
         assert leader.content(8, 8) == before
         helper.compute(0, 8)
         await leader.until_here(NUM_BLOCKS)
-        for member in members:
-            member.free()
-
-
-async def test_a_peer_read_that_comes_damaged_is_offered_again_and_others_are_made(
-    maker: TransportMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with open_members(maker, 2, store=a_store) as members:
-        leader, helper = members
-        take, damaged = leader.mover.groups.take, 0
-
-        def take_damaged(header: PieceHeader, piece: ReceivedPiece) -> None:
-            nonlocal damaged
-            if header.kind is PieceKind.PEER_READ and damaged < 2:
-                damaged += 1
-                piece.payload[-1] ^= 1
-            take(header, piece)
-
-        monkeypatch.setattr(leader.mover.groups, "take", take_damaged)
-        for member in members:
-            member.join(members)
-        helper.compute(0, NUM_BLOCKS)
-        await leader.until_here(NUM_BLOCKS)
-        assert leader.content(0, NUM_BLOCKS) == helper.content(0, NUM_BLOCKS)
-        counters = leader.mover.counters()
-        assert counters.dropped == {"checksum": 2}
-        assert counters.num_asked_again == 2
-        assert counters.num_bytes_peer_read == counters.num_bytes_exchanged.received
-        assert store_of(leader).num_staged == 0
         for member in members:
             member.free()
 
