@@ -5,22 +5,57 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import anyio
+import anyio.abc
 import anyio.lowlevel
 
 from pdmesh.config import TransferConfig
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.context import KvContext
 from pdmesh.kv.copy_out import KvSource
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import TransferOutcome
 from pdmesh.kv.piece import KvDestination
+from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, KvLayout, RequestId
+from pdmesh.threads import CallThreads
 from pdmesh.transport.kv_transport import KvTransport
+from pdmesh.transport.seal import MeshKey
 from pdmesh_testing.kv import EVERYTHING, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
+from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 
 REQUEST, EPOCH, CAPABILITY = RequestId("request"), Epoch(3), 0x1234_5678_9ABC_DEF0
 NUM_BLOCKS = 32
+
+
+class NoTasks:
+    """Runs no lane: nothing is sent."""
+
+    def start_soon(self, run: object) -> None:
+        pass
+
+
+def a_context(
+    store: KvStore,
+    tasks: anyio.abc.TaskGroup | None = None,
+    copies: CallThreads | None = None,
+    key: MeshKey | None = None,
+) -> KvContext:
+    """Return what one side of a copy works with, on a transport that is not open."""
+    config = TransferConfig(max_payload_bytes=1 << 30)
+    return KvContext(
+        transport=MemoryTransport(config, MemoryFabric()),
+        store=store,
+        config=config,
+        key=key or MeshKey(""),
+        copies=cast(CallThreads, copies),
+        tasks=tasks or cast(anyio.abc.TaskGroup, NoTasks()),
+        call_soon=lambda callback: callback(),
+        clock=lambda: 0.0,
+        on_outcome=lambda outcome: None,
+    )
 
 
 @dataclass

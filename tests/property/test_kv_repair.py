@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import cast
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,13 +10,13 @@ from hypothesis import strategies as st
 from pdmesh.kv.copy_in import CopyIn
 from pdmesh.kv.lane import UNREADABLE
 from pdmesh.kv.outbox import Outgoing
-from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.peer_reads import note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.repair import FREE_PIECES, DamageLimit, RefusalLimit
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
-from pdmesh_testing.kv import SMALL_LAYOUT
+from pdmesh_testing.kv import SMALL_LAYOUT, ByteStore
+from pdmesh_testing.transfers import a_context
 
 NUM_BLOCKS = 6
 NUM_LAYERS = SMALL_LAYOUT.num_layers
@@ -95,31 +94,21 @@ def test_every_page_may_be_refused_once_and_nothing_for_ever(num_pages: int, win
     assert num_refused <= 2 * num_pages
 
 
-class NoWriter:
-    """Nothing is sent: lanes do not run."""
-
-    def pages_a_piece(self, address: bytes) -> int:
-        return 1
-
-
 @given(parts(), st.data(), st.booleans())
 def test_a_receiver_lands_once_every_page_came_sound_whatever_was_damaged(
     pieces: list[KvPart], data: st.DataObject, is_move: bool
 ) -> None:
     """The commit comes after all were taken, of which some are damaged, checked late, read in vain, or come twice."""
     receiver = CopyIn(
+        a_context(ByteStore(SMALL_LAYOUT, NUM_BLOCKS)),
         RequestId("r"),
         Epoch(0),
         capability=1,
         block_ids=range(NUM_BLOCKS),
         num_context_tokens=None if is_move else A_COMMIT.num_context_tokens,
         source_addresses=(b"source",),
-        destination=0,
-        layout=SMALL_LAYOUT,
-        writer=cast(PieceWriter, NoWriter()),
         on_placed=lambda receiver: None,
         on_failed=lambda receiver, reason: None,
-        start=lambda run: None,
     )
     (lane,) = receiver.lanes
 

@@ -5,39 +5,24 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from typing import cast
 
 import pytest
 
 from pdmesh.kv.exchange import KvExchange
-from pdmesh.kv.gate import GroupGate, Wakeup
-from pdmesh.kv.ledger import PageLedger
-from pdmesh.kv.outgoing import PieceWriter
+from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.pages import Blocks, marked, runs
 from pdmesh.kv.piece import PieceHeader, PieceKind
-from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
 from pdmesh.policy.pacing import ChunkPace
 from pdmesh_testing.calls import num_calls
 from pdmesh_testing.kv import ByteStore
+from pdmesh_testing.transfers import a_context
 
 pytestmark = pytest.mark.anyio
 
 LAYOUT = KvLayout(num_layers=8, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32")
 HEADS = IndexRange(0, LAYOUT.num_kv_heads)
 ADDRESSES = tuple(f"member {number}".encode() for number in range(4))
-
-
-class NoWriter:
-    """Nothing is sent: lanes do not run."""
-
-    max_pages = 1 << 20
-
-    def pages_a_piece(self, address: bytes) -> int:
-        return self.max_pages
-
-    def close(self) -> None:
-        """Nothing is read."""
 
 
 def a_leader(num_blocks: int) -> KvExchange:
@@ -48,20 +33,13 @@ def a_leader(num_blocks: int) -> KvExchange:
 
 
 def a_member(num_blocks: int) -> KvExchange:
-    store: KvStore = ByteStore(LAYOUT, 1)
-    ledger = PageLedger(LAYOUT.num_layers, num_blocks)
     return KvExchange(
+        a_context(ByteStore(LAYOUT, 1)),
         RequestId("request"),
         Epoch(0),
         capability=1,
         block_ids=range(num_blocks),
-        ledger=ledger,
-        gate=GroupGate(Wakeup(), ledger, no_progress_s=1, clock=lambda: 0.0),
-        store=store,
-        writer=cast(PieceWriter, NoWriter()),
-        call_soon=lambda callback: callback(),
-        start=lambda run: None,
-        on_new=lambda blocks: None,
+        wakeup=Wakeup(),
         on_failed=lambda exchange, reason: None,
     )
 

@@ -8,12 +8,9 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import anyio
-import anyio.abc
 import pytest
 
-from pdmesh.config import TransferConfig
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.context import KvContext
 from pdmesh.kv.intake import PageIntake
 from pdmesh.kv.lane import UNREADABLE, Lane
 from pdmesh.kv.ledger import PageLedger
@@ -24,7 +21,7 @@ from pdmesh.kv.store import HostKvStore
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart
 from pdmesh.threads import CallThreads
 from pdmesh.transport.seal import MeshKey
-from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
+from pdmesh_testing.transfers import a_context
 
 pytestmark = pytest.mark.anyio
 
@@ -97,21 +94,6 @@ class Noting(HostKvStore):
         self.copied_by.append(threading.get_ident())
 
 
-def a_context(store: Noting, tasks: anyio.abc.TaskGroup, copies: CallThreads) -> KvContext:
-    transport = MemoryTransport(TransferConfig(), MemoryFabric())
-    return KvContext(
-        transport=transport,
-        store=store,
-        config=TransferConfig(),
-        key=KEY,
-        copies=copies,
-        tasks=tasks,
-        call_soon=lambda callback: callback(),
-        clock=lambda: 0.0,
-        on_outcome=lambda outcome: None,
-    )
-
-
 async def test_a_peer_read_that_cannot_be_made_commits_no_memory() -> None:
     """The pieces that come in its place do, on a thread."""
     store, pool = Noting(1 << 16), BlockPool(1 << 16)
@@ -119,7 +101,7 @@ async def test_a_peer_read_that_cannot_be_made_commits_no_memory() -> None:
     part = KvPart(IndexRange(0, 2), IndexRange(0, 1), IndexRange(0, 1))
     inlet = OneInlet([0, 1])
     async with CallThreads("copies", 1) as copies, anyio.create_task_group() as tasks:
-        intake = PageIntake(a_context(store, tasks, copies), pool)
+        intake = PageIntake(a_context(store, tasks, copies, KEY), pool)
         for kind, num_bytes in (
             (PieceKind.PEER_READ, note_bytes(2)),
             (PieceKind.KV, part.num_pages * LAYOUT.block_bytes),
@@ -150,7 +132,7 @@ async def test_a_thread_copies_what_reaches_into_memory_that_may_not_be_committe
     pool.allocate(16)
     found: list[bool] = []
     async with CallThreads("copies", 1) as copies, anyio.create_task_group() as tasks:
-        intake = PageIntake(a_context(store, tasks, copies), pool)
+        intake = PageIntake(a_context(store, tasks, copies, KEY), pool)
         for layers, blocks in (
             *(((0, 2), [0, 1]), ((0, 2), [1, 0]), ((1, 3), [0, 1]), ((0, 3), [1])),
             *(((0, 1), [9]), ((0, 1), [5])),  # of two requests, of which the second one's KV comes first

@@ -3,57 +3,34 @@
 from __future__ import annotations
 
 import random
-from typing import cast
 
 import pytest
 
 from pdmesh.kv.copy_out import CopyOut, KvSource
 from pdmesh.kv.lane import STEPS_A_CHUNK
-from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import FirstToken, KvDestination
 from pdmesh.model import Epoch, KvLayout, RequestId
 from pdmesh_testing.kv import EVERYTHING, ByteStore
+from pdmesh_testing.transfers import a_context
 
 pytestmark = pytest.mark.anyio
 
 LAYOUT = KvLayout(num_layers=8, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32")
 
 
-class NoWriter:
-    """Nothing is sent: lanes do not run."""
-
-    def may_read(self, address: bytes) -> bool:
-        return False
-
-    def pages_a_piece(self, address: bytes) -> int:
-        return 1 << 20
-
-
 def a_sender(num_blocks: int) -> KvSource:
     return KvSource(
+        a_context(ByteStore(LAYOUT, num_blocks)),
         RequestId("request"),
         Epoch(0),
         block_ids=range(num_blocks),
         num_context_tokens=num_blocks * LAYOUT.block_size,
-        source=0,
-        blocks=None,
-        store=ByteStore(LAYOUT, num_blocks),
-        call_soon=lambda callback: callback(),
-        clock=lambda: 0.0,
     )
 
 
 def grant(sender: KvSource) -> CopyOut:
-    return CopyOut(
-        sender,
-        [KvDestination(b"destination", EVERYTHING)],
-        1,
-        writer=cast(PieceWriter, NoWriter()),
-        deadline_s=1.0,
-        clock=lambda: 0.0,
-        on_paused=lambda push: None,
-    )
+    return CopyOut(sender._context, sender, [KvDestination(b"destination", EVERYTHING)], 1)
 
 
 def land(sender: KvSource, blocks: Blocks) -> None:

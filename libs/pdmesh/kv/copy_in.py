@@ -12,14 +12,13 @@ import anyio.lowlevel
 
 from pdmesh.kv.context import KvContext, mismatch
 from pdmesh.kv.intake import PageIntake
-from pdmesh.kv.lane import Lane, StartTask
+from pdmesh.kv.lane import Lane
 from pdmesh.kv.ledger import PageLedger
 from pdmesh.kv.outcome import LandedTransfer
-from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.pages import NO_BLOCK, Blocks
 from pdmesh.kv.piece import FirstToken, PieceHeader, PieceKind, request_key
 from pdmesh.kv.transcript import is_complete
-from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId, num_blocks_for
+from pdmesh.model import Epoch, IndexRange, KvPart, RequestId, num_blocks_for
 from pdmesh.transport.kv_transport import ReceivedPiece
 
 #: Maximum bytes of a transcript before its tokens: parameters of sampling, and the gateway.
@@ -57,16 +56,15 @@ class CopyIn:
 
     def __init__(
         self,
+        context: KvContext,
         request_id: RequestId,
         epoch: Epoch,
         *,
-        layout: KvLayout,
-        writer: PieceWriter,
-        start: StartTask,
         on_placed: Callable[[CopyIn], object],
         on_failed: Callable[[CopyIn, str], object],
         **expected: Unpack[Expected],
     ) -> None:
+        layout, writer = context.store.layout, context.writer()
         block_ids, num_context_tokens = expected["block_ids"], expected["num_context_tokens"]
         num_present_blocks, blocks = expected.get("num_present_blocks", 0), expected.get("blocks")
         if blocks is not None:
@@ -119,7 +117,7 @@ class CopyIn:
                 layout=layout,
                 num_pages=self._part.num_pages,
                 max_in_flight=1,  # a source that takes nothing holds one buffer here
-                start=start,
+                start=context.tasks.start_soon,
             )
             for source, address in enumerate(expected["source_addresses"])
         ]
@@ -256,16 +254,7 @@ class KvArrivals:
         An older epoch of the request is cancelled.
         """
         context = self._context
-        copy = CopyIn(
-            request_id,
-            epoch,
-            layout=context.store.layout,
-            writer=context.writer(),
-            start=context.tasks.start_soon,
-            on_placed=self._check_landed,
-            on_failed=self._give_up,
-            **expected,
-        )
+        copy = CopyIn(context, request_id, epoch, on_placed=self._check_landed, on_failed=self._give_up, **expected)
         if (older := self._copies.get(copy.key)) is not None:
             self._forget(older)
         self._copies[copy.key] = copy

@@ -17,13 +17,12 @@ import anyio
 import anyio.abc
 
 from pdmesh.errors import KvTransferError
+from pdmesh.kv.context import KvContext
 from pdmesh.kv.lane import Lane, layers_a_step
 from pdmesh.kv.ledger import PageLedger
-from pdmesh.kv.outcome import SentTransfer
-from pdmesh.kv.outgoing import PieceWriter
+from pdmesh.kv.outcome import PausedTransfer, SentTransfer
 from pdmesh.kv.pages import NO_BLOCK, Blocks
 from pdmesh.kv.piece import FirstToken, KvDestination, PieceHeader, PieceKind, request_key
-from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId, num_blocks_for
 
 #: A piece whose header was damaged is lost. The commit leaves again after this time, to tell the receiver.
@@ -34,9 +33,6 @@ FREEZE_LIMIT_S = 0.25
 
 #: Time limit for the acknowledgement of a decode's commit. Then the core asks the target, which answers for itself.
 LANDED_LIMIT_S = 2.0
-
-#: Runs a callback on the event loop soon, from any thread, without waiting for it.
-CallSoon = Callable[[Callable[[], object]], object]
 
 
 class Offered(TypedDict):
@@ -67,18 +63,9 @@ class KvSource:
     ``freeze`` to end the copy with the last of it. Until ``committed``, the decode may go on as if it were not sent.
     """
 
-    def __init__(
-        self,
-        request_id: RequestId,
-        epoch: Epoch,
-        *,
-        store: KvStore,
-        call_soon: CallSoon,
-        clock: Callable[[], float],
-        **offered: Unpack[Offered],
-    ) -> None:
+    def __init__(self, context: KvContext, request_id: RequestId, epoch: Epoch, **offered: Unpack[Offered]) -> None:
         block_ids, num_context_tokens = offered["block_ids"], offered["num_context_tokens"]
-        layout = store.layout
+        layout = context.store.layout
         self.request_id = request_id
         self.epoch = epoch
         self.key = request_key(request_id)
@@ -106,9 +93,7 @@ class KvSource:
         self.gives_back = bool(self._own_ids) and self._own_ids[-1] == NO_BLOCK  # only a part is here at once
         self.copy: CopyOut | None = None  # under way
         self.committed = False  # the commit of the last copy has left, so the request may decode at the destination
-        self._store = store
-        self._call_soon = call_soon
-        self._clock = clock
+        self._context = context
 
     def blocks_ready(self, *, chunk: int, layer: int, first_block: int, num_blocks: int) -> None:
         """Blocks ``first_block`` … of the request's block table are complete in this layer. The engine's thread; cheap.
@@ -118,7 +103,8 @@ class KvSource:
         """
         if num_blocks > 0:
             blocks = Blocks(chunk, layer, first_block, num_blocks)
-            self._store.when_written(lambda: self._call_soon(lambda: self._computed(blocks)))
+            context = self._context
+            context.store.when_written(lambda: context.call_soon(lambda: self._computed(blocks)))
 
     def add_loaded(self, first_block: int, num_blocks: int) -> None:
         """Send blocks that came from the offload tier, in all layers. Event loop only."""
@@ -135,7 +121,7 @@ class KvSource:
 
         From here on, the copy is what decode waits for: its exposed seconds begin.
         """
-        self.committed_s = self._clock()
+        self.committed_s = self._context.clock()
         self.first_token = first_token
         if self.copy is not None:
             self.copy.flush()
@@ -227,15 +213,7 @@ class CopyOut:
     """
 
     def __init__(
-        self,
-        source: KvSource,
-        destinations: Sequence[KvDestination],
-        capability: int,
-        *,
-        writer: PieceWriter,
-        deadline_s: float,
-        clock: Callable[[], float],
-        on_paused: Callable[[CopyOut], None],
+        self, context: KvContext, source: KvSource, destinations: Sequence[KvDestination], capability: int
     ) -> None:
         self.source = source
         self.request_id, self.epoch, self.key = source.request_id, source.epoch, source.key
@@ -245,11 +223,13 @@ class CopyOut:
         self._about = PieceHeader(
             kind=PieceKind.KV, request_key=self.key, epoch=self.epoch, capability=capability, source=source.source
         )
+        self._context = context
+        self._writer = context.writer(source.block_ids)
         self._lanes = [
             Lane(
                 destination.address,
                 self._about._replace(destination=index),
-                writer,
+                self._writer,
                 layout=source.layout,
                 on_taken=self._note,
                 on_failed=self.fail,
@@ -257,10 +237,7 @@ class CopyOut:
             for index, destination in enumerate(destinations)
         ]
         self._layout = source.layout
-        self._writer = writer
-        self._deadline_s = deadline_s
-        self._clock = clock
-        self._on_paused = on_paused
+        self._deadline_s = context.config.deadline_s
         self._work = anyio.CancelScope()  # around `run`
         self._failure: str | None = None
         self._unlanded = set(range(len(destinations)))  # have not acknowledged
@@ -363,14 +340,14 @@ class CopyOut:
 
     async def run(self) -> SentTransfer:
         """Send everything and wait for the acknowledgement. Raises KvTransferError."""
-        began_s, landed_s = self._clock(), None
+        began_s, landed_s = self._context.clock(), None
         with self._work:
             async with anyio.create_task_group() as self._tasks:
                 for lane in self._lanes:
                     self._tasks.start_soon(lane.run)
                 await self._send()
                 await self._until(lambda: not self._unlanded)
-                landed_s = self._clock()
+                landed_s = self._context.clock()
                 for lane in self._lanes:
                     lane.close()
         if landed_s is None:
@@ -485,7 +462,7 @@ class CopyOut:
         """Something was changed that `_until` may wait for."""
         if self._is_pausing and not any(lane.num_under_way for lane in self._lanes):
             self._is_pausing = False
-            self._on_paused(self)
+            self._context.on_outcome(PausedTransfer(request_id=self.request_id, epoch=self.epoch))
         self._changed.set()
         self._changed = anyio.Event()
         if self.has_caught_up and self.source.committed_s is None:

@@ -8,7 +8,7 @@ from typing import Unpack
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.context import KvContext, mismatch
 from pdmesh.kv.copy_out import CopyOut, KvSource, Offered
-from pdmesh.kv.outcome import PausedTransfer, SentTransfer
+from pdmesh.kv.outcome import SentTransfer
 from pdmesh.kv.piece import KvDestination, PieceHeader, PieceKind, request_key
 from pdmesh.model import Epoch, RequestId
 from pdmesh.transport.kv_transport import ReceivedPiece
@@ -38,10 +38,7 @@ class KvDepartures:
 
     def offer(self, request_id: RequestId, epoch: Epoch, **offered: Unpack[Offered]) -> KvSource:
         """Get ready to send. An older epoch of the request is cancelled."""
-        context = self._context
-        source = KvSource(
-            request_id, epoch, store=context.store, call_soon=context.call_soon, clock=context.clock, **offered
-        )
+        source = KvSource(self._context, request_id, epoch, **offered)
         self.cancel(request_id, epoch)
         self._sources[source.key] = source
         return source
@@ -116,20 +113,11 @@ class KvDepartures:
 
     def _begin(self, source: KvSource, destinations: Sequence[KvDestination], capability: int) -> None:
         """Take the place of the copy of the request that is under way."""
-        context = self._context
         for destination in destinations:
-            context.admit(destination.address)
+            self._context.admit(destination.address)
         self._end(source.key)
-        copy = self._granted[source.key] = CopyOut(
-            source,
-            destinations,
-            capability,
-            writer=context.writer(source.block_ids),
-            deadline_s=context.config.deadline_s,
-            clock=context.clock,
-            on_paused=self._paused,
-        )
-        context.tasks.start_soon(self._run, copy)
+        copy = self._granted[source.key] = CopyOut(self._context, source, destinations, capability)
+        self._context.tasks.start_soon(self._run, copy)
 
     def _end(self, key: bytes) -> None:
         transfer = self._granted.get(key)
@@ -168,6 +156,3 @@ class KvDepartures:
                     self._context.on_outcome(outcome)
         finally:
             self._forget(transfer)
-
-    def _paused(self, copy: CopyOut) -> None:
-        self._context.on_outcome(PausedTransfer(request_id=copy.request_id, epoch=copy.epoch))

@@ -38,15 +38,13 @@ import structlog
 from pdmesh.kv.context import KvContext, mismatch
 from pdmesh.kv.gate import GroupGate, Wakeup
 from pdmesh.kv.intake import PageIntake
-from pdmesh.kv.lane import Lane, StartTask
+from pdmesh.kv.lane import Lane
 from pdmesh.kv.ledger import PageLedger
 from pdmesh.kv.outbox import Outgoing
 from pdmesh.kv.outcome import FailedExchange
-from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind
-from pdmesh.kv.store import KvStore
-from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
+from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.plans import MAX_GROUP_MEMBERS
 from pdmesh.policy.pacing import ChunkPace, layers_a_piece
 from pdmesh.transport.kv_transport import ReceivedPiece
@@ -77,39 +75,36 @@ class KvExchange:
 
     def __init__(
         self,
+        context: KvContext,
         request_id: RequestId,
         epoch: Epoch,
         *,
         capability: int,
         block_ids: Sequence[int],
-        ledger: PageLedger,
-        gate: GroupGate,
-        store: KvStore,
-        writer: PieceWriter,
-        call_soon: Callable[[Callable[[], object]], object],
-        start: StartTask,
-        on_new: Callable[[Blocks], object],
+        wakeup: Wakeup,
+        ledger: PageLedger | None = None,
+        on_new: Callable[[Blocks], object] | None = None,
         on_failed: Callable[[KvExchange, str], object],
     ) -> None:
+        layout = context.store.layout
         self.request_id = request_id
         self.epoch = epoch
         self.key = exchange_key(request_id)
         self.capability = capability
-        self.ledger = ledger
-        self.gate = gate  # where steps wait for KV
+        self.ledger = ledger or PageLedger(layout.num_layers, len(block_ids))
+        #: Where steps wait for KV.
+        self.gate = GroupGate(
+            wakeup, self.ledger, no_progress_s=context.config.group_no_progress_s, clock=context.clock
+        )
         self._number: int | None = None  # until the members are known
         self.block_ids = block_ids
-        self._layout: KvLayout = store.layout
+        self._layout = layout
         self._everything = KvPart(
-            IndexRange(0, len(block_ids)),
-            IndexRange(0, store.layout.num_layers),
-            IndexRange(0, store.layout.num_kv_heads),
+            IndexRange(0, len(block_ids)), IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads)
         )
-        self._store = store
-        self._writer = writer
-        self._call_soon = call_soon
-        self._start = start
-        self._on_new = on_new
+        self._context = context
+        self._writer = context.writer(block_ids)
+        self._on_new = on_new or (lambda blocks: None)
         self._on_failed = on_failed
         self._addresses: tuple[bytes, ...] = ()
         self._peers: dict[int, _Peer] = {}
@@ -141,7 +136,8 @@ class KvExchange:
     def publish(self, blocks: Blocks, pace: ChunkPace = ChunkPace.IN_TURN) -> None:
         """Announce blocks computed in this layer; ``pace`` says when others need them. Engine thread; cheap."""
         self.ledger.write(blocks)
-        self._store.when_written(lambda: self._call_soon(lambda: self._push(blocks, pace)))
+        context = self._context
+        context.store.when_written(lambda: context.call_soon(lambda: self._push(blocks, pace)))
 
     def add_computed(self, first_block: int, num_blocks: int) -> None:
         """Announce blocks computed in all layers by a step that began before the group existed."""
@@ -255,7 +251,7 @@ class KvExchange:
             self._writer,
             layout=self._layout,
             num_pages=self._everything.num_pages,
-            start=self._start,
+            start=self._context.tasks.start_soon,
             on_failed=lambda reason: log.warning(
                 "a member does not accept KV",
                 request_id=self.request_id,
@@ -352,20 +348,15 @@ class KvGroups:
         `set_members` says which members there are. ``wakeup`` wakes the thread that waits for their KV. ``ledger`` is
         the request's, if it has one, and ``on_new`` is called with pages that are new there. An older epoch is ended.
         """
-        context = self._context
-        ledger = ledger or PageLedger(context.store.layout.num_layers, len(block_ids))
         exchange = KvExchange(
+            self._context,
             request_id,
             epoch,
             capability=capability,
             block_ids=block_ids,
+            wakeup=wakeup,
             ledger=ledger,
-            gate=GroupGate(wakeup, ledger, no_progress_s=context.config.group_no_progress_s, clock=context.clock),
-            store=context.store,
-            writer=context.writer(block_ids),
-            call_soon=context.call_soon,
-            start=context.tasks.start_soon,
-            on_new=on_new or (lambda blocks: None),
+            on_new=on_new,
             on_failed=self._failed,
         )
         self.end(request_id, epoch, "a newer epoch began")

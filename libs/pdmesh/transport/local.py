@@ -18,7 +18,6 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Protocol
 
 import structlog
 
@@ -119,10 +118,8 @@ class LocalLink:
                 return
 
 
-class OnOffer(Protocol):
-    """Called when a peer offers a piece in one of its buffers."""
-
-    def __call__(self, caller: Caller, number: int, buffer: int, num_bytes: int) -> None: ...
+#: Called when a peer offers a piece: with the caller, the piece's number, the buffer's number, and the bytes.
+OnOffer = Callable[["Caller", int, int, int], None]
 
 
 class LocalPort:
