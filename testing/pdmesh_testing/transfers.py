@@ -16,7 +16,7 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.context import KvContext
 from pdmesh.kv.copy_out import KvSource
 from pdmesh.kv.mover import KvMover
-from pdmesh.kv.outcome import TransferOutcome
+from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.piece import KvDestination
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, KvLayout, RequestId
@@ -120,6 +120,12 @@ class Pair:
         for chunk, (first_block, num_blocks) in enumerate(chunks):
             for layer in range(self.a.store.layout.num_layers):
                 sender.blocks_ready(chunk=chunk, layer=layer, first_block=first_block, num_blocks=num_blocks)
+
+    async def lands(self) -> None:
+        """Wait until both sides report that all KV has arrived."""
+        with anyio.fail_after(30):
+            assert isinstance(await self.b.outcome(), LandedTransfer)
+            assert isinstance(await self.a.outcome(), SentTransfer)
 
     def check_moved(self) -> None:
         for layer in range(self.a.store.layout.num_layers):

@@ -136,8 +136,7 @@ async def test_what_has_landed_does_not_fail_any_more(memory: TransportMaker, mo
 
         monkeypatch.setattr(pair.b.transport, "send", tell)
         hand_over(pair)
-        assert isinstance(await pair.b.outcome(), LandedTransfer)
-        assert isinstance(await pair.a.outcome(), SentTransfer)
+        await pair.lands()
         pair.free_all()
 
 
@@ -150,8 +149,7 @@ async def test_the_last_layers_are_pushed_in_small_pieces_and_read_as_a_whole(ma
         pair.grant()
         await anyio.to_thread.run_sync(lambda: pair.compute(sender))
         sender.commit(FirstToken(7, 2))
-        assert isinstance(await pair.b.outcome(), LandedTransfer)
-        assert isinstance(await pair.a.outcome(), SentTransfer)
+        await pair.lands()
         pair.check_moved()
         assert pair.a.mover.counters().num_pieces_sent == (6 if maker.peer_reads else 3 + 1 + 3 + 3)
         pair.free_all()
@@ -244,9 +242,7 @@ async def test_a_paused_transfer_moves_nothing_until_it_is_granted_again(maker: 
             assert pair.a.mover.counters().num_pieces_sent == num_sent
             assert pair.b.outcomes == []
             pair.grant()
-            with anyio.fail_after(30):
-                assert isinstance(await pair.b.outcome(), LandedTransfer)
-                assert isinstance(await pair.a.outcome(), SentTransfer)
+            await pair.lands()
             pair.check_moved()
             pair.free_all()
 
@@ -262,9 +258,7 @@ async def test_only_what_was_granted_and_is_not_whole_can_be_paused(memory: Tran
         pair.a.mover.departures.pause(REQUEST, Epoch(EPOCH + 1))
         sender.commit(FirstToken(7, 0))
         pair.a.mover.departures.pause(REQUEST, EPOCH)
-        with anyio.fail_after(30):
-            assert isinstance(await pair.b.outcome(), LandedTransfer)
-            assert isinstance(await pair.a.outcome(), SentTransfer)
+        await pair.lands()
         pair.free_all()
 
 
@@ -354,8 +348,7 @@ async def test_small_pieces_that_wait_travel_together(name: str, monkeypatch: py
 
         monkeypatch.setattr(pair.a.transport, "send", send)
         hand_over(pair)
-        assert isinstance(await pair.b.outcome(), LandedTransfer)
-        assert isinstance(await pair.a.outcome(), SentTransfer)
+        await pair.lands()
         pair.check_moved()
         num_pieces = pair.total_bytes // SMALL_LAYOUT.block_bytes
         assert pair.a.mover.counters().num_pieces_sent == pair.b.mover.counters().num_pieces_received == num_pieces
@@ -431,8 +424,7 @@ async def test_what_is_asked_for_again_waits_for_the_grant_of_a_paused_transfer(
             assert pair.a.mover.counters().num_pieces_sent == num_sent
             assert pair.b.outcomes == []
             pair.grant()
-            assert isinstance(await pair.b.outcome(), LandedTransfer)
-            assert isinstance(await pair.a.outcome(), SentTransfer)
+            await pair.lands()
             pair.check_moved()
             pair.free_all()
 
@@ -469,8 +461,7 @@ async def test_only_what_was_sent_is_sent_again(maker: TransportMaker, reason: s
             await anyio.lowlevel.checkpoint()
         pair.compute(sender, chunks=((4, 5),))
         sender.commit(FirstToken(1, 0))
-        assert isinstance(await pair.b.outcome(), LandedTransfer)
-        assert isinstance(await pair.a.outcome(), SentTransfer)
+        await pair.lands()
         assert pair.b.mover.counters().dropped == {}
         pair.free_all()
 
@@ -489,8 +480,7 @@ async def test_whoever_asks_for_ever_is_not_answered_for_ever(maker: TransportMa
             await anyio.lowlevel.checkpoint()
         pair.compute(sender, chunks=((4, 5),))
         sender.commit(FirstToken(1, 0))
-        assert isinstance(await pair.b.outcome(), LandedTransfer)
-        assert isinstance(await pair.a.outcome(), SentTransfer)
+        await pair.lands()
         assert set(pair.b.mover.counters().dropped) <= {"duplicate", "unknown"}
         pair.check_moved()
         pair.free_all()
@@ -519,8 +509,7 @@ async def test_what_has_landed_is_sent_whatever_becomes_of_what_was_asked_for_ag
         await send_raw(pair, AGAIN, b"", backwards=True)
         await anyio.wait_all_tasks_blocked()
         sender.commit(FirstToken(1, 0))
-        assert isinstance(await pair.b.outcome(), LandedTransfer)
-        assert isinstance(await pair.a.outcome(), SentTransfer)
+        await pair.lands()
         pair.check_moved()
         pair.free_all()
 
@@ -685,8 +674,7 @@ async def test_a_forged_piece_is_dropped_and_the_transfer_goes_on(maker: Transpo
         pair.compute(sender)
         sender.commit(FirstToken(1, 0))
         pair.grant()
-        assert isinstance(await pair.b.outcome(), LandedTransfer)
-        assert isinstance(await pair.a.outcome(), SentTransfer)
+        await pair.lands()
         assert pair.b.mover.counters().dropped == {forgery.reason: 1}
         pair.check_moved()
         pair.free_all()
@@ -734,8 +722,7 @@ async def test_pieces_that_were_recorded_and_are_sent_again_change_nothing(
         pair.compute(sender)
         sender.commit(FirstToken(1, 0))
         pair.grant()
-        assert isinstance(await pair.b.outcome(), LandedTransfer)
-        assert isinstance(await pair.a.outcome(), SentTransfer)
+        await pair.lands()
         monkeypatch.setattr(pair.a.transport, "send", send)
         assert await replay() == len(recorded) > 0
         pair.check_moved()
@@ -770,8 +757,7 @@ async def test_who_does_not_know_the_mesh_token_forges_nothing(maker: TransportM
         pair.compute(sender)
         sender.commit(FirstToken(1, 0))
         pair.grant()
-        assert isinstance(await pair.b.outcome(), LandedTransfer)
-        assert isinstance(await pair.a.outcome(), SentTransfer)
+        await pair.lands()
         assert pair.b.mover.counters().dropped == {"malformed": 1}
         pair.check_moved()
         pair.free_all()
@@ -795,8 +781,7 @@ async def test_pieces_of_other_weights_are_dropped_and_counted(maker: TransportM
         pair.compute(sender)
         sender.commit(FirstToken(1, 0))
         pair.grant()
-        assert isinstance(await pair.b.outcome(), LandedTransfer)
-        assert isinstance(await pair.a.outcome(), SentTransfer)
+        await pair.lands()
         assert pair.b.mover.counters().dropped == {"weights": 1}
         pair.check_moved()
         pair.free_all()
@@ -837,8 +822,7 @@ async def test_a_newer_epoch_takes_the_place_of_an_older_one(memory: TransportMa
         pair.compute(sender)
         sender.commit(FirstToken(1, 0))
         pair.grant()
-        assert isinstance(await pair.b.outcome(), LandedTransfer)
-        assert isinstance(await pair.a.outcome(), SentTransfer)
+        await pair.lands()
         pair.free_all()
 
 
