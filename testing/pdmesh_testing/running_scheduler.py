@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, overload
 
 import anyio
 import anyio.lowlevel
@@ -17,9 +17,11 @@ from pdmesh.core.events import GatewayEvent, InstanceEvent
 from pdmesh.errors import InstanceUnavailable
 from pdmesh.model import Epoch, GatewayId, InstanceProfile, RequestId, Resident
 from pdmesh.service import ServiceContext
+from pdmesh.wire.admin import QuestionRefused, ask_one
 from pdmesh.wire.endpoint import MeshChannel, open_channel
 from pdmesh.wire.link import FrameLink, open_link
 from pdmesh.wire.messages import (
+    AdminError,
     AdminRequest,
     AdminResponse,
     CommandMessage,
@@ -38,6 +40,7 @@ from pdmesh_scheduler.standby.leadership import LeaseRecord
 from pdmesh_scheduler.standby.lease_store import StoredRecord, StoreUnavailable
 
 MessageT = TypeVar("MessageT")
+AnswerT = TypeVar("AnswerT", bound=AdminResponse)
 
 REGISTRATION = RegisterGateway(gateway_id=GatewayId("g"), waiting=())
 WORKER_METHOD = "/pdmesh.v1.Scheduler/Worker"
@@ -145,9 +148,29 @@ class SchedulerBench:
             await peer.expect(MeshStatus)
             yield peer
 
-    async def ask(self, question: AdminRequest) -> AdminResponse:
-        call: Any = self.channel.unary_unary("/pdmesh.v1.Scheduler/Admin")
-        (answer,) = msgspec.msgpack.decode(await call(msgspec.msgpack.encode([question])), type=list[AdminResponse])
+    @overload
+    async def ask(
+        self, question: AdminRequest, kind: None = None, *, operator_token: str = "", mesh_token: str = ""
+    ) -> AdminResponse: ...
+    @overload
+    async def ask(
+        self, question: AdminRequest, kind: type[AnswerT], *, operator_token: str = "", mesh_token: str = ""
+    ) -> AnswerT: ...
+    async def ask(
+        self,
+        question: AdminRequest,
+        kind: type[AdminResponse] | None = None,
+        *,
+        operator_token: str = "",
+        mesh_token: str = "",
+    ) -> AdminResponse:
+        """Ask with these tokens, and return the answer, which must be of this ``kind``."""
+        security = SecurityConfig(operator_token=operator_token, mesh_token=mesh_token)
+        try:
+            answer = await ask_one(self.context.facts["address"], security, question)
+        except QuestionRefused as error:
+            answer = AdminError(message=str(error))
+        assert kind is None or isinstance(answer, kind), answer
         return answer
 
 

@@ -22,14 +22,12 @@ from pdmesh.core.operator_events import (
     ResizeRequested,
     RollingRequested,
 )
-from pdmesh.errors import ConfigError, PdmeshError
+from pdmesh.errors import ConfigError
 from pdmesh.model import InstanceId, ManagedProcess, OperationId, OperationKind, PoolCounts, ProcessKind, Role
-from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.endpoint import OPERATOR_METADATA
 from pdmesh.wire.messages import (
     AdminError,
     AdminRequest,
-    AdminResponse,
     CancelOperation,
     CheckMesh,
     ExpectInstances,
@@ -58,7 +56,7 @@ from pdmesh_scheduler.operator_tokens import Operators
 from pdmesh_testing.core import a_report
 from pdmesh_testing.modelled import modelled_profile
 from pdmesh_testing.running_scheduler import CONFIG as DEFAULTS
-from pdmesh_testing.running_scheduler import SchedulerBench, running_scheduler
+from pdmesh_testing.running_scheduler import running_scheduler
 
 pytestmark = pytest.mark.anyio
 
@@ -79,16 +77,6 @@ def kept_in(path: Path) -> MeshConfig:
     return replace(CONFIG, scheduler=replace(CONFIG.scheduler, operations_file=path))
 
 
-async def ask(
-    mesh: SchedulerBench, question: AdminRequest, *, operator_token: str = "", mesh_token: str = ""
-) -> AdminResponse:
-    security = SecurityConfig(operator_token=operator_token, mesh_token=mesh_token)
-    try:
-        return await ask_scheduler(mesh.context.facts["address"], security, question)
-    except PdmeshError as error:
-        return AdminError(message=str(error))
-
-
 async def test_a_role_is_changed_and_the_operation_can_be_looked_at() -> None:
     async with (
         running_scheduler(CONFIG) as mesh,
@@ -96,13 +84,12 @@ async def test_a_role_is_changed_and_the_operation_can_be_looked_at() -> None:
         mesh.worker(DECODE),
         mesh.worker(PREFILLS[1]) as p1,
     ):
-        done = await ask(mesh, asking(OperationKind.ROLE, "p1", role=Role.MIXED))
-        assert isinstance(done, OperationStatus)
+        done = await mesh.ask(asking(OperationKind.ROLE, "p1", role=Role.MIXED), OperationStatus)
         assert (done.state, done.num_left) == ("done", 0)
         assert (await p1.expect(SetRole)).role is Role.MIXED
-        assert await ask(mesh, WaitOperation(operation_id=OperationId("x"), num_left=0, wait_s=1.0)) == done
-        assert await ask(mesh, ListOperations()) == OperationList(operations=(done,))
-        assert await ask(mesh, CancelOperation(operation_id=OperationId("x"))) == done, "it is over"
+        assert await mesh.ask(WaitOperation(operation_id=OperationId("x"), num_left=0, wait_s=1.0)) == done
+        assert await mesh.ask(ListOperations()) == OperationList(operations=(done,))
+        assert await mesh.ask(CancelOperation(operation_id=OperationId("x"))) == done, "it is over"
 
 
 async def test_gateways_hear_at_once_of_a_shorter_context_when_an_instance_that_holds_ranges_is_drained() -> None:
@@ -115,40 +102,36 @@ async def test_gateways_hear_at_once_of_a_shorter_context_when_an_instance_that_
         mesh.worker(spread[2]),
     ):
         assert (await g.expect(MeshStatus)).max_model_len == 128
-        await ask(mesh, asking(OperationKind.DRAIN, "d1"))
+        await mesh.ask(asking(OperationKind.DRAIN, "d1"))
         assert (await g.expect(MeshStatus)).max_model_len == 64
-        await ask(mesh, asking(OperationKind.UNDRAIN, "d1", "y"))
+        await mesh.ask(asking(OperationKind.UNDRAIN, "d1", "y"))
         assert (await g.expect(MeshStatus)).max_model_len == 128
 
 
 async def test_who_waits_is_told_when_it_changes() -> None:
     async with running_scheduler(CONFIG) as mesh, mesh.worker(PREFILLS[0]), mesh.worker(DECODE):
         lost = asking(OperationKind.DRAIN, "nobody", "gone")
-        assert isinstance(refused := await ask(mesh, lost), OperationStatus)
+        refused = await mesh.ask(lost, OperationStatus)
         assert (refused.state, refused.detail) == ("refused", "no instance 'nobody' is there: there are d0, p0")
-        refusal = await ask(mesh, asking(OperationKind.DRAIN, "p0"))
-        assert isinstance(refusal, OperationStatus)
+        refusal = await mesh.ask(asking(OperationKind.DRAIN, "p0"), OperationStatus)
         assert refusal.state == "refused"
-        status = await ask(mesh, GetStatus())
-        assert isinstance(status, MeshStatus)
+        status = await mesh.ask(GetStatus(), MeshStatus)
         assert status.ready
-        assert isinstance(await ask(mesh, CancelOperation(operation_id=OperationId("none"))), AdminError)
-        assert isinstance(await ask(mesh, asking(OperationKind.ROLE, "p0", "y")), AdminError), "without a role"
-        assert isinstance(await ask(mesh, asking(OperationKind.DRAIN, "p0", "")), AdminError), "without an id"
+        assert isinstance(await mesh.ask(CancelOperation(operation_id=OperationId("none"))), AdminError)
+        assert isinstance(await mesh.ask(asking(OperationKind.ROLE, "p0", "y")), AdminError), "without a role"
+        assert isinstance(await mesh.ask(asking(OperationKind.DRAIN, "p0", "")), AdminError), "without an id"
 
 
 async def test_changes_need_the_operators_token_where_there_is_one() -> None:
     security = SecurityConfig(operator_token="sesame")
     async with running_scheduler(replace(CONFIG, security=security)) as mesh:
-        assert isinstance(await ask(mesh, GetPolicies()), Policies), "who has the mesh token may look"
+        assert isinstance(await mesh.ask(GetPolicies()), Policies), "who has the mesh token may look"
         for token in ("", "wrong"):
-            refusal = await ask(mesh, SetPolicy(bundle="fcfs"), operator_token=token)
-            assert isinstance(refusal, AdminError)
+            refusal = await mesh.ask(SetPolicy(bundle="fcfs"), AdminError, operator_token=token)
             assert "security.operator_token" in refusal.message
-        assert isinstance(before := await ask(mesh, GetPolicies()), Policies)
+        before = await mesh.ask(GetPolicies(), Policies)
         assert before.bundle == "pdmesh"
-        changed = await ask(mesh, SetPolicy(bundle="fcfs"), operator_token="sesame")
-        assert isinstance(changed, Policies)
+        changed = await mesh.ask(SetPolicy(bundle="fcfs"), Policies, operator_token="sesame")
         assert changed.bundle == "fcfs", "answered once it is applied"
 
 
@@ -163,19 +146,16 @@ async def test_operators_have_tokens_and_scopes_of_their_own_and_changes_bear_th
     async with running_scheduler(replace(CONFIG, security=security)) as mesh:
         with capture_logs() as logs:
             for token in ("", "wrong"):
-                stranger = await ask(mesh, GetPolicies(), operator_token=token)
-                assert isinstance(stranger, AdminError)
+                stranger = await mesh.ask(GetPolicies(), AdminError, operator_token=token)
                 assert "wrong mesh token" in stranger.message
-            assert isinstance(await ask(mesh, GetPolicies(), operator_token="e"), Policies), "without the mesh token"
-            refusal = await ask(mesh, SetPolicy(bundle="fcfs"), operator_token="e")
-            assert isinstance(refusal, AdminError)
+            assert isinstance(await mesh.ask(GetPolicies(), operator_token="e"), Policies), "without the mesh token"
+            refusal = await mesh.ask(SetPolicy(bundle="fcfs"), AdminError, operator_token="e")
             assert refusal.message.startswith("the operator 'eve' may not change the mesh")
             for question in (FOLLOWING, ExpectInstances(instance_ids=())):
-                refusal = await ask(mesh, question, operator_token="b")
-                assert isinstance(refusal, AdminError)
+                refusal = await mesh.ask(question, AdminError, operator_token="b")
                 assert "it needs the mesh token" in refusal.message, "an operator does not start processes"
-            assert isinstance(await ask(mesh, SetPolicy(bundle="fcfs"), operator_token="b"), Policies)
-            inside = await ask(mesh, SetPolicy(bundle="sjf"), mesh_token="ours")
+            assert isinstance(await mesh.ask(SetPolicy(bundle="fcfs"), operator_token="b"), Policies)
+            inside = await mesh.ask(SetPolicy(bundle="sjf"), mesh_token="ours")
             assert isinstance(inside, AdminError), "a worker's token changes nothing"
             assert "an operator token" in inside.message
         audit = [(each["operator"], each["log_level"]) for each in logs if "operator" in each]
@@ -234,7 +214,7 @@ async def test_each_question_and_change_is_for_those_who_may_alone(
         for tokens, reasons in cases:
             for questions, reason in zip((ASKS, CHANGES, ours), reasons, strict=True):
                 for question in questions:
-                    answer = await ask(mesh, question, **tokens)
+                    answer = await mesh.ask(question, **tokens)
                     said = answer.message if isinstance(answer, AdminError) else ""
                     given = next((each for each in (stranger, look, token, inside) if each in said), "")
                     assert given == reason, (tokens, question, said)
@@ -292,7 +272,7 @@ async def test_the_last_operator_who_leaves_the_file_may_do_nothing_and_nobody_e
     security = SecurityConfig(mesh_token="ours", operators_file=file)
     async with running_scheduler(replace(CONFIG, security=security)) as mesh:  # the next one starts all the same
         for token in ("b", ""):
-            refusal = await ask(mesh, SetPolicy(bundle="fcfs"), operator_token=token, mesh_token="ours")
+            refusal = await mesh.ask(SetPolicy(bundle="fcfs"), operator_token=token, mesh_token="ours")
             assert isinstance(refusal, AdminError), "from this machine, too"
             assert "changing the mesh needs an operator token" in refusal.message
 
@@ -343,9 +323,9 @@ async def test_the_next_scheduler_knows_what_operators_asked_for(tmp_path: Path)
         mesh.worker(PREFILLS[1]),
         mesh.worker(DECODE),
     ):
-        await ask(mesh, SetPolicy(bundle="fcfs"))
-        await ask(mesh, SetBatching(batching="ebplus"))
-        await ask(mesh, asking(OperationKind.DRAIN, "p0"))
+        await mesh.ask(SetPolicy(bundle="fcfs"))
+        await mesh.ask(SetBatching(batching="ebplus"))
+        await mesh.ask(asking(OperationKind.DRAIN, "p0"))
     assert len(read_desired(path, now=0.0, patience_s=0.0).operations) == 1
     assert path.stat().st_mode & 0o777 == 0o600
     async with (
@@ -354,8 +334,7 @@ async def test_the_next_scheduler_knows_what_operators_asked_for(tmp_path: Path)
         mesh.worker(PREFILLS[1]),
         mesh.worker(DECODE),
     ):
-        status = await ask(mesh, GetStatus())
-        assert isinstance(status, MeshStatus)
+        status = await mesh.ask(GetStatus(), MeshStatus)
         assert (status.bundle, status.batching) == ("fcfs", "ebplus")
         assert {row.instance_id: row.draining for row in status.instances} == {"p0": True, "p1": False, "d0": False}
 
@@ -367,7 +346,7 @@ async def test_a_damaged_file_ends_no_start(tmp_path: Path, content: bytes) -> N
     path = tmp_path / "operations.json"
     path.write_bytes(content)
     async with running_scheduler(kept_in(path)) as mesh:
-        assert isinstance(await ask(mesh, GetPolicies()), Policies)
+        assert isinstance(await mesh.ask(GetPolicies()), Policies)
 
 
 async def test_a_disk_that_takes_nothing_ends_no_operation(tmp_path: Path) -> None:
@@ -379,8 +358,7 @@ async def test_a_disk_that_takes_nothing_ends_no_operation(tmp_path: Path) -> No
         mesh.worker(PREFILLS[1]),
         mesh.worker(DECODE),
     ):
-        done = await ask(mesh, asking(OperationKind.DRAIN, "p0"))
-        assert isinstance(done, OperationStatus)
+        done = await mesh.ask(asking(OperationKind.DRAIN, "p0"), OperationStatus)
         assert done.state == "done"
 
 
@@ -399,16 +377,15 @@ async def test_a_new_scheduler_refuses_nothing_for_those_whom_it_has_not_heard_o
     """The last instance of a kind is one of two: the other one registers a moment later."""
     answers: list[OperationStatus] = []
     async with running_scheduler(CONFIG) as mesh, mesh.worker(PREFILLS[0]), mesh.worker(DECODE):
-        await ask(mesh, FOLLOWING)
+        await mesh.ask(FOLLOWING)
 
         async def drain() -> None:
-            answer = await ask(mesh, asking(OperationKind.DRAIN, "p0"))
-            assert isinstance(answer, OperationStatus)
+            answer = await mesh.ask(asking(OperationKind.DRAIN, "p0"), OperationStatus)
             answers.append(answer)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(drain)
-            await ask(mesh, GetStatus())
+            await mesh.ask(GetStatus())
             await anyio.wait_all_tasks_blocked()
             async with mesh.worker(PREFILLS[1]):
                 with anyio.fail_after(20):
@@ -425,31 +402,24 @@ def resizing(prefill: int, decode: int, name: str = "r") -> StartResize:
 async def test_an_actuator_is_told_what_to_start_and_the_next_scheduler_tells_it_too(tmp_path: Path) -> None:
     path = tmp_path / "operations.json"
     async with running_scheduler(kept_in(path)) as mesh, mesh.worker(PREFILLS[0]), mesh.worker(DECODE):
-        nobody = await ask(mesh, resizing(1, 2, "before"))
-        assert isinstance(nobody, OperationStatus)
+        nobody = await mesh.ask(resizing(1, 2, "before"), OperationStatus)
         assert (nobody.state, nobody.needs_actuator) == ("refused", True)
-        nothing = await ask(mesh, following("p0", "d0"))
-        assert isinstance(nothing, PoolsDesired)
+        nothing = await mesh.ask(following("p0", "d0"), PoolsDesired)
         assert nothing.processes == DesiredProcesses()
-        other = await ask(mesh, following("p0", "d0", actuator_id="b"))
+        other = await mesh.ask(following("p0", "d0", actuator_id="b"))
         assert isinstance(other, AdminError), "there is one at a time"
-        begun = await ask(mesh, resizing(1, 2))
-        assert isinstance(begun, OperationStatus)
+        begun = await mesh.ask(resizing(1, 2), OperationStatus)
         assert (begun.state, begun.detail) == ("running", "decode-0 to start")
-        wanted = await ask(mesh, following("p0", "d0", revision=nothing.revision, wait_s=4.0))
-        assert isinstance(wanted, PoolsDesired)
+        wanted = await mesh.ask(following("p0", "d0", revision=nothing.revision, wait_s=4.0), PoolsDesired)
         assert [member.instance_id for member in wanted.processes.start] == ["decode-0"]
     async with running_scheduler(kept_in(path)) as mesh:
-        wanted = await ask(mesh, FOLLOWING)
-        assert isinstance(wanted, PoolsDesired)
+        wanted = await mesh.ask(FOLLOWING, PoolsDesired)
         assert [member.instance_id for member in wanted.processes.start] == ["decode-0"]
-        status = await ask(mesh, GetStatus())
-        assert isinstance(status, MeshStatus)
+        status = await mesh.ask(GetStatus(), MeshStatus)
         assert status.pools == PoolCounts(prefill=1, decode=2)
         failed = FailedStart(instance_id=InstanceId("decode-0"), reason="no memory")
-        await ask(mesh, following("p0", "p1", "d0", failed=(failed,)))
-        over = await ask(mesh, WaitOperation(operation_id=OperationId("r"), num_left=0, wait_s=0.0))
-        assert isinstance(over, OperationStatus)
+        await mesh.ask(following("p0", "p1", "d0", failed=(failed,)))
+        over = await mesh.ask(WaitOperation(operation_id=OperationId("r"), num_left=0, wait_s=0.0), OperationStatus)
         assert (over.state, over.detail) == ("failed", "decode-0 could not be started: no memory")
 
 
@@ -459,25 +429,19 @@ async def test_a_service_is_replaced_by_the_actuator_also_past_the_end_of_a_sche
     monkeypatch.setattr("pdmesh_scheduler.startup_grace.REGISTER_S", 0.0)  # none of those followed is there
     path = tmp_path / "operations.json"
     async with running_scheduler(kept_in(path)) as mesh:
-        refused = await ask(mesh, asking(OperationKind.RESTART, "gateway"))
-        assert isinstance(refused, OperationStatus)
+        refused = await mesh.ask(asking(OperationKind.RESTART, "gateway"), OperationStatus)
         assert refused.state == "refused", "nobody is there to do it"
-        await ask(mesh, FOLLOWING)
-        begun = await ask(mesh, asking(OperationKind.RESTART, "scheduler", "s"))
-        assert isinstance(begun, OperationStatus)
+        await mesh.ask(FOLLOWING)
+        begun = await mesh.ask(asking(OperationKind.RESTART, "scheduler", "s"), OperationStatus)
         assert begun.state == "running"
-        again = await ask(mesh, asking(OperationKind.RESTART, "scheduler", "t"))
-        assert isinstance(again, OperationStatus)
+        again = await mesh.ask(asking(OperationKind.RESTART, "scheduler", "t"), OperationStatus)
         assert (again.state, again.detail) == ("refused", "operation s (restart) runs on scheduler: wait for it")
-        wanted = await ask(mesh, FOLLOWING)
-        assert isinstance(wanted, PoolsDesired)
+        wanted = await mesh.ask(FOLLOWING, PoolsDesired)
         assert wanted.processes.replace == (ManagedProcess(name="scheduler", pid=1, kind=ProcessKind.SCHEDULER),)
     async with running_scheduler(kept_in(path)) as mesh:
-        wanted = await ask(mesh, following("p0", "p1", "d0", scheduler_pid=9))
-        assert isinstance(wanted, PoolsDesired)
+        wanted = await mesh.ask(following("p0", "p1", "d0", scheduler_pid=9), PoolsDesired)
         assert wanted.processes.replace == ()
-        over = await ask(mesh, WaitOperation(operation_id=OperationId("s"), num_left=0, wait_s=0.0))
-        assert isinstance(over, OperationStatus)
+        over = await mesh.ask(WaitOperation(operation_id=OperationId("s"), num_left=0, wait_s=0.0), OperationStatus)
         assert over.state == "done"
 
 

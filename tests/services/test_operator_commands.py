@@ -23,10 +23,9 @@ from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.core.operator_events import OperationRequested
 from pdmesh.errors import InstanceUnavailable, PdmeshError
 from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, Role
-from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import (
     MAX_WAIT_S,
-    AdminRequest,
+    AdminError,
     AdminResponse,
     FollowPools,
     GetStatus,
@@ -71,10 +70,6 @@ async def printed(mesh: SchedulerBench, *arguments: str) -> str:
     """Standard output of a command, and what the scheduler logs meanwhile."""
     dial = ("--scheduler", mesh.context.facts["address"])
     return (await anyio.to_thread.run_sync(lambda: CliRunner().invoke(app, [*arguments, *dial]))).stdout
-
-
-async def ask(mesh: SchedulerBench, question: AdminRequest) -> AdminResponse:
-    return await ask_scheduler(mesh.context.facts["address"], SecurityConfig(), question)
 
 
 @asynccontextmanager
@@ -149,8 +144,7 @@ async def test_a_restart_of_everything_is_one_operation_that_nobody_has_to_wait_
         assert "no supervisor is connected to start another" in refused.said
         begun = await typed(mesh, "restart", "--rolling", "--force", "--no-wait")
         assert begun.code == 0
-        answer = await ask(mesh, ListOperations())
-        assert isinstance(answer, OperationList)
+        answer = await mesh.ask(ListOperations(), OperationList)
         (rolling,) = (each for each in answer.operations if each.kind == "rolling" and each.state == "running")
         assert rolling.num_left == 3
         assert (await typed(mesh, "ops", "show", rolling.operation_id)).code == 0
@@ -238,8 +232,7 @@ async def test_what_is_asked_of_a_scheduler_that_is_being_started_again_is_done_
                 with anyio.fail_after(20):
                     while not results:
                         await anyio.lowlevel.checkpoint()
-                answer = await ask(again, ListOperations())
-                assert isinstance(answer, OperationList)
+                answer = await again.ask(ListOperations(), OperationList)
                 assert [(each.instance_id, each.state) for each in answer.operations] == [("p1", "done")]
     (result,) = results
     assert result.code == 0
@@ -262,20 +255,18 @@ async def test_a_restart_whose_answer_was_lost_is_not_done_again() -> None:
         mesh.worker(modelled_profile("d0", Role.DECODE)),
         mesh.worker(replace(profile, pid=8)),
     ):
-        done = await ask(mesh, StartOperation(requested=requested))
-        assert isinstance(done, OperationStatus)
+        done = await mesh.ask(StartOperation(requested=requested), OperationStatus)
         assert (done.state, done.detail) == ("done", "another process registered as this instance before")
         again = replace(requested, operation_id=OperationId("y"), pid=8)
-        begun = await ask(mesh, StartOperation(requested=again))
-        assert isinstance(begun, OperationStatus)
+        begun = await mesh.ask(StartOperation(requested=again), OperationStatus)
         assert begun.state == "running"
         for forged in (
             replace(requested, again=True),
             replace(requested, stopped_pid=8),
             replace(requested, role_before=Role.MIXED),
         ):
-            with pytest.raises(PdmeshError, match="only a scheduler may send an operation again"):
-                await ask(mesh, StartOperation(requested=forged))
+            refused = await mesh.ask(StartOperation(requested=forged), AdminError)
+            assert "only a scheduler may send an operation again" in refused.message
 
 
 async def test_nobody_is_asked_again_who_has_said_no(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,13 +286,13 @@ FOLLOWING = FollowPools(report=a_report(*NAMES), revision=-1, wait_s=0.0)
 
 async def resized(mesh: SchedulerBench, pools: PoolCounts, start_timeout_s: float) -> OperationStatus:
     """What becomes of a resize while the supervisor says and does nothing."""
-    await ask(mesh, FOLLOWING)
-    await ask(
-        mesh,
+    await mesh.ask(FOLLOWING)
+    await mesh.ask(
         StartResize(operation_id=OperationId("r"), pools=pools, timeout_s=5.0, start_timeout_s=start_timeout_s),
     )
-    status = await ask(mesh, WaitOperation(operation_id=OperationId("r"), num_left=1, wait_s=MAX_WAIT_S))
-    assert isinstance(status, OperationStatus)
+    status = await mesh.ask(
+        WaitOperation(operation_id=OperationId("r"), num_left=1, wait_s=MAX_WAIT_S), OperationStatus
+    )
     return status
 
 
@@ -315,8 +306,7 @@ async def test_a_supervisor_that_stands_still_fails_a_resize_and_nothing_is_lost
     async with three_instances() as mesh:
         shrunk = await resized(mesh, PoolCounts(prefill=1, decode=1), start_timeout_s=60.0)
         assert (shrunk.state, shrunk.detail) == ("failed", "the process of p1 did not end within 0.2 s")
-        state = await ask(mesh, GetStatus())
-        assert isinstance(state, MeshStatus)
+        state = await mesh.ask(GetStatus(), MeshStatus)
         assert [row.draining for row in state.instances] == [False] * 3, "it is used again"
 
 
@@ -341,7 +331,7 @@ async def test_what_a_full_disk_did_not_take_is_written_once_there_is_room(
     monkeypatch.setattr(Path, "replace", replaced)
     monkeypatch.setattr("pdmesh_scheduler.desired_file.WRITE_AGAIN_S", 0.02)
     async with three_instances(replace(CONFIG, scheduler=replace(CONFIG.scheduler, operations_file=path))) as mesh:
-        await ask(mesh, SetPolicy(bundle="fcfs"))
+        await mesh.ask(SetPolicy(bundle="fcfs"))
         await written[-1].wait()
         with monkeypatch.context() as full:
             full.setattr(os, "fsync", no_room)

@@ -12,16 +12,9 @@ import anyio.abc
 import msgspec
 import pytest
 
-from pdmesh.config import SecurityConfig
 from pdmesh.core.commands import StopInstance
-from pdmesh.errors import InstanceUnavailable, PdmeshError
 from pdmesh.model import InstanceId, OperationId, PoolMember, Role
-from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import (
-    AdminError,
-    AdminRequest,
-    AdminResponse,
-    CancelOperation,
     FollowPools,
     GetStatus,
     Goodbye,
@@ -41,22 +34,14 @@ pytestmark = pytest.mark.anyio
 ROLLING = StartRolling(operation_id=OperationId("x"), timeout_s=5.0, start_timeout_s=20.0)
 
 
-async def ask(mesh: SchedulerBench, question: AdminRequest) -> AdminResponse:
-    try:
-        return await ask_scheduler(mesh.context.facts["address"], SecurityConfig(), question)
-    except InstanceUnavailable:
-        raise
-    except PdmeshError as error:
-        return AdminError(message=str(error))
-
-
 async def over(mesh: SchedulerBench, name: str = "x") -> OperationStatus:
     """The operation, once it is."""
     num_left = -1
     with anyio.fail_after(30):
         while True:
-            status = await ask(mesh, WaitOperation(operation_id=OperationId(name), num_left=num_left, wait_s=2.0))
-            assert isinstance(status, OperationStatus), status
+            status = await mesh.ask(
+                WaitOperation(operation_id=OperationId(name), num_left=num_left, wait_s=2.0), OperationStatus
+            )
             if status.state != "running":
                 return status
             num_left = status.num_left
@@ -64,13 +49,8 @@ async def over(mesh: SchedulerBench, name: str = "x") -> OperationStatus:
 
 async def rows(mesh: SchedulerBench) -> dict[str, int]:
     """Instances, and the pids of their processes."""
-    state = await ask(mesh, GetStatus())
-    assert isinstance(state, MeshStatus)
+    state = await mesh.ask(GetStatus(), MeshStatus)
     return {row.instance_id: row.pid for row in state.instances}
-
-
-_NOW = anyio.Event()
-_NOW.set()
 
 
 @dataclass
@@ -81,7 +61,6 @@ class Machine:
     instances: dict[str, int]
     num_pids: int = 100
     available_bytes: int = 1 << 40
-    held: dict[str, anyio.Event] = field(default_factory=dict[str, anyio.Event])  # they do not come back before
     told: list[str] = field(default_factory=list[str])
     _news: anyio.Event = field(default_factory=anyio.Event)
 
@@ -130,7 +109,6 @@ class Machine:
                     assert await worker.ended() == "OK"
                 self.instances[name] = self.next_pid()
                 self.does(name)
-                await self.held.get(name, _NOW).wait()
                 task_status = anyio.TASK_STATUS_IGNORED
 
     async def _follow(
@@ -143,8 +121,7 @@ class Machine:
                 available_bytes=self.available_bytes,
             )
             question = FollowPools(report=report, revision=revision, wait_s=0.05)
-            answer = await ask(mesh, question)
-            assert isinstance(answer, PoolsDesired), answer
+            answer = await mesh.ask(question, PoolsDesired)
             revision, wanted = answer.revision, answer.processes
             for member in wanted.start:
                 if member.instance_id not in self.instances:
@@ -174,14 +151,11 @@ PAIR = ("prefill-0", "decode-0")
 async def test_one_and_one_are_restarted_beside_another_one_and_are_there_as_before() -> None:
     there = machine(*PAIR)
     async with running_scheduler() as mesh, there.serving(mesh):
-        begun = await ask(mesh, ROLLING)
-        assert isinstance(begun, OperationStatus)
+        begun = await mesh.ask(ROLLING, OperationStatus)
         assert (begun.state, begun.num_left) == ("running", 4), "who asks need not wait"
-        again = await ask(mesh, ROLLING)
-        assert isinstance(again, OperationStatus)
+        again = await mesh.ask(ROLLING, OperationStatus)
         assert again.began_at == begun.began_at, "asked again it is the same one"
-        other = await ask(mesh, msgspec.structs.replace(ROLLING, operation_id=OperationId("y")))
-        assert isinstance(other, OperationStatus)
+        other = await mesh.ask(msgspec.structs.replace(ROLLING, operation_id=OperationId("y")), OperationStatus)
         assert (other.state, other.detail) == ("refused", "operation x (rolling) runs: wait for it")
         assert (await over(mesh)).detail == ""
         assert there.told == [
@@ -194,21 +168,13 @@ async def test_one_and_one_are_restarted_beside_another_one_and_are_there_as_bef
         assert not set(after.values()) & {10, 11}
 
 
-async def test_two_and_two_need_nobody_beside_them() -> None:
-    there = machine(*PAIR, "prefill-1", "decode-1")
-    async with running_scheduler() as mesh, there.serving(mesh):
-        await ask(mesh, ROLLING)
-        assert (await over(mesh)).detail == ""
-    assert there.told == ["prefill-0", "prefill-1", "decode-0", "decode-1", "gateway", "scheduler"]
-
-
 @pytest.mark.parametrize("at", ["+prefill-1", "prefill-0", "-prefill-1", "gateway", "scheduler"])
 async def test_the_next_scheduler_goes_on_with_it_and_restarts_nothing_twice(tmp_path: Path, at: str) -> None:
     path = tmp_path / "operations.json"
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, operations_file=path))
     there = machine(*PAIR)
     async with running_scheduler(config) as mesh, there.serving(mesh):
-        await ask(mesh, ROLLING)
+        await mesh.ask(ROLLING)
         await there.did(at)
     assert read_desired(path, now=0.0, patience_s=0.0).rolling is not None
     async with running_scheduler(config) as mesh, there.serving(mesh):
@@ -219,63 +185,6 @@ async def test_the_next_scheduler_goes_on_with_it_and_restarts_nothing_twice(tmp
     assert read_desired(path, now=0.0, patience_s=0.0).rolling is None
 
 
-async def test_a_cancelled_one_begins_nothing_more_and_takes_away_what_it_had_started() -> None:
-    there = machine(*PAIR)
-    there.held["prefill-0"] = anyio.Event()
-    async with running_scheduler() as mesh, there.serving(mesh):
-        await ask(mesh, ROLLING)
-        await there.did("prefill-0")
-        ends = await ask(mesh, CancelOperation(operation_id=OperationId("x")))
-        assert isinstance(ends, OperationStatus)
-        assert ends.state == "running", "what has begun ends first"
-        assert ends.detail.startswith("an operator took it back; prefill-0: ")
-        there.held["prefill-0"].set()
-        ended = await over(mesh)
-        assert (ended.state, ended.detail) == ("cancelled", "an operator took it back")
-        assert set(await rows(mesh)) == set(PAIR)
-    assert there.told == ["+prefill-1", "prefill-0", "-prefill-1"]
-
-
-async def test_one_that_is_cancelled_while_it_waits_for_somebody_starts_nobody() -> None:
-    there = machine(*PAIR, "prefill-1")
-    there.held["prefill-1"] = anyio.Event()
-    async with running_scheduler() as mesh, there.serving(mesh):
-        await ask(mesh, ROLLING)
-        await there.did("prefill-1")
-        there.instances["mixed-9"] = 99  # died, and is started again by its supervisor
-        with anyio.fail_after(10):
-            told: set[str] = set()
-            while "mixed-9" not in told:
-                state = await ask(mesh, GetStatus())
-                assert isinstance(state, MeshStatus)
-                told = {each.name for each in state.services}
-            there.held["prefill-1"].set()
-            detail = ""
-            while detail != "waits for mixed-9 to come back":
-                status = await ask(mesh, WaitOperation(operation_id=OperationId("x"), num_left=3, wait_s=0.05))
-                assert isinstance(status, OperationStatus)
-                detail = status.detail
-            await ask(mesh, CancelOperation(operation_id=OperationId("x")))
-            ended = await over(mesh)
-        assert (ended.state, ended.detail) == ("cancelled", "an operator took it back")
-        assert there.told == ["prefill-0", "prefill-1"]
-
-
-async def test_one_of_which_a_part_fails_is_over_once_all_are_there_and_nobody_else() -> None:
-    there = machine(*PAIR)
-    there.held["prefill-0"] = anyio.Event()
-    async with running_scheduler() as mesh, there.serving(mesh):
-        await ask(mesh, ROLLING)
-        await there.did("prefill-0")
-        await ask(mesh, CancelOperation(operation_id=OperationId("x/prefill-0")))
-        there.held["prefill-0"].set()
-        ended = await over(mesh)
-        reason = "the restart of prefill-0 was cancelled: an operator took it back"
-        assert (ended.state, ended.detail) == ("failed", reason)
-        assert set(await rows(mesh)) == set(PAIR)
-    assert there.told == ["+prefill-1", "prefill-0", "-prefill-1"]
-
-
 async def test_it_is_refused_before_anything_changes() -> None:
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, orphan_grace_s=0.05))
     async with (
@@ -283,19 +192,16 @@ async def test_it_is_refused_before_anything_changes() -> None:
         mesh.worker(modelled_profile("p", Role.PREFILL)),
         mesh.worker(modelled_profile("d", Role.DECODE)),
     ):
-        refused = await ask(mesh, ROLLING)
-        assert isinstance(refused, OperationStatus)
+        refused = await mesh.ask(ROLLING, OperationStatus)
         assert (refused.state, refused.needs_actuator) == ("refused", True)
         assert "no supervisor is connected to start another" in refused.detail
         forced = msgspec.structs.replace(ROLLING, operation_id=OperationId("y"), force=True)
-        begun = await ask(mesh, forced)
-        assert isinstance(begun, OperationStatus)
+        begun = await mesh.ask(forced, OperationStatus)
         assert (begun.state, begun.num_left) == ("running", 2), "instances alone: nobody is there for the rest"
     there = machine(*PAIR)
     there.available_bytes = 0
     async with running_scheduler() as mesh, there.serving(mesh):
-        refused = await ask(mesh, ROLLING)
-        assert isinstance(refused, OperationStatus)
+        refused = await mesh.ask(ROLLING, OperationStatus)
         assert refused.state == "refused"
         assert "GiB of memory" in refused.detail
         assert there.told == []

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.core.commands import PlaceDecode, RunStep, StopInstance
-from pdmesh.core.events import InstanceJoined, InstanceLost, Tick
+from pdmesh.core.events import Event, InstanceJoined, InstanceLost, Tick
 from pdmesh.core.operator_events import (
     ActuatorLost,
     FailedStart,
@@ -275,7 +275,22 @@ def test_one_at_a_time_and_not_beside_a_resize() -> None:
     assert machine.bench.operation("y").detail == "operation x (rolling) runs: wait for it"
 
 
-def test_who_is_away_is_waited_for_before_the_pools_change() -> None:
+@pytest.mark.parametrize(
+    ("then", "at_s", "state", "detail"),
+    [
+        (
+            Tick(),
+            100.0,
+            OperationState.FAILED,
+            "the change of the pools was refused: mixed-9 is restarting: try again when it is back",
+        ),
+        (OperationCancelled(OperationId("x")), 0.0, OperationState.CANCELLED, TAKEN_BACK),
+    ],
+    ids=["for so long", "until it is cancelled"],
+)
+def test_who_is_away_is_waited_for_before_the_pools_change(
+    then: Event, at_s: float, state: OperationState, detail: str
+) -> None:
     machine = Machine("prefill-0", "prefill-1", "decode-0")
     machine.bench.feed(ROLLING)
     assert machine.stopped() == ["prefill-0"]
@@ -285,13 +300,21 @@ def test_who_is_away_is_waited_for_before_the_pools_change() -> None:
     machine.report()
     machine.restart("prefill-1")
     assert machine.bench.operation("x").detail == "waits for mixed-9 to come back"
-    machine.bench.now_s += 100.0
-    machine.bench.feed(Tick())
-    view = machine.bench.operation("x")
-    assert (view.state, view.detail) == (
-        OperationState.FAILED,
-        "the change of the pools was refused: mixed-9 is restarting: try again when it is back",
-    )
+    machine.bench.feed(then, at_s)
+    assert machine.act_until_over() is state
+    assert machine.bench.operation("x").detail == detail
+    assert machine.did == ["prefill-0", "prefill-1"], "nobody is started beside them"
+
+
+def test_one_of_which_a_part_fails_is_over_once_all_are_there_and_nobody_else() -> None:
+    machine = Machine("prefill-0", "decode-0")
+    machine.bench.feed(ROLLING)
+    machine.act()
+    machine.bench.feed(InstanceLost(InstanceId("prefill-0")))
+    machine.bench.feed(OperationCancelled(OperationId("x/prefill-0")))
+    assert machine.act_until_over() is OperationState.FAILED
+    assert machine.bench.operation("x").detail == f"the restart of prefill-0 was cancelled: {TAKEN_BACK}"
+    assert machine.did == ["+prefill-1", "prefill-0", "-prefill-1"]
 
 
 def test_a_service_whose_supervisor_is_gone_is_not_replaced() -> None:
