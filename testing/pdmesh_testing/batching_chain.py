@@ -31,11 +31,9 @@ def exact_throughputs(num_slots: int, costs: StepCosts, lengths: LengthMoments) 
     """Requests a second under EB(k), for k = 1 to N, where outputs are geometric.
 
     A request costs its prompt's tokens and its decodes under any k; a cycle costs one switch and the constants of its
-    steps. So the rate is E[ended] / (switch + step E[steps] + E[ended] work). Raises ValueError for an output of less
-    than one token in the mean.
+    steps. So the rate is E[ended] / (switch + step E[steps] + E[ended] work). An output has one token or more in the
+    mean.
     """
-    if lengths.mean_output_tokens < 1:
-        raise ValueError(f"outputs are {lengths.mean_output_tokens} tokens in the mean: a chain takes one at least")
     ends = 1 / lengths.mean_output_tokens
     flow = [_binomial(num_busy, 1 - ends) for num_busy in range(num_slots + 1)]
     visits = _visits(num_slots, flow)

@@ -112,6 +112,28 @@ def a_report(
     )
 
 
+def step_done(
+    instance_id: str,
+    plan: StepPlan,
+    duration_s: float = 0.01,
+    *,
+    num_tokens: int | None = None,
+    num_decodes: int = 0,
+    **more: Any,
+) -> StepDone:
+    """Report all of ``plan``, or ``num_tokens`` of each of its chunks."""
+    chunks = tuple(
+        ChunkDone(
+            request_id=chunk.request_id,
+            epoch=chunk.epoch,
+            num_tokens=chunk.num_tokens if num_tokens is None else num_tokens,
+            is_last=chunk.is_last,
+        )
+        for chunk in plan.chunks
+    )
+    return StepDone(InstanceId(instance_id), plan.plan_id, duration_s, chunks, num_decodes, **more)
+
+
 def a_view(instance_id: str = "a", role: Role = Role.MIXED, **fields: Any) -> InstanceView:
     """An instance with nothing on it, but for ``fields``."""
     empty = InstanceView(
@@ -195,11 +217,7 @@ class CoreBench:
 
     def done(self, instance_id: str, plan: StepPlan) -> list[Command]:
         """The instance did all of ``plan``."""
-        chunks = tuple(
-            ChunkDone(request_id=c.request_id, epoch=c.epoch, num_tokens=c.num_tokens, is_last=c.is_last)
-            for c in plan.chunks
-        )
-        return self.feed(StepDone(InstanceId(instance_id), plan.plan_id, 0.01, chunks, 0))
+        return self.feed(step_done(instance_id, plan))
 
     def finish(self, instance_id: str, request_id: str, epoch: int = 0, *, num_output_tokens: int = 1) -> list[Command]:
         """The instance drew the last token of a request."""

@@ -88,8 +88,3 @@ class HfReference:
         base = self._model.base_model
         if hasattr(base, "rotary_emb"):
             base.rotary_emb = type(base.rotary_emb)(config=self._model.config)
-
-
-def hf_greedy(directory: Path, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
-    """Greedy continuation by transformers. For more than one prompt, keep an `HfReference`."""
-    return HfReference(directory).greedy(prompt_ids, max_new_tokens)

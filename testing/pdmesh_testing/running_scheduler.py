@@ -159,7 +159,7 @@ class SchedulerBench:
     async def ask(
         self,
         question: AdminRequest,
-        kind: type[AdminResponse] | None = None,
+        kind: type[Any] | None = None,
         *,
         operator_token: str = "",
         mesh_token: str = "",

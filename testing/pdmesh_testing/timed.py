@@ -95,7 +95,3 @@ async def send(mesh: RunningMesh, load: Sequence[TimedRequest]) -> list[TimedAns
 
 def ttft_p50_s(answered: Sequence[TimedAnswer]) -> float:
     return statistics.median(each.ttft_s for each in answered)
-
-
-def share_in_time(answered: Sequence[TimedAnswer], ttft_s: float) -> float:
-    return sum(each.ttft_s <= ttft_s for each in answered) / len(answered)

@@ -15,13 +15,13 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import DecodeStepsDone, InstanceJoined, InstanceLost, RequestArrived, RequestFinished, StepDone
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, OwnDecodeSteps, Request, RequestId, Role
-from pdmesh.plans import ChunkDone
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.wire.messages import Activity, ActivityMark, GatewayDown, StepBar
 from pdmesh_scheduler.activity import MAX_REQUESTS, MAX_STEPS, ActivityFeed
 from pdmesh_scheduler.observing import Handled
 from pdmesh_scheduler.peer_streams import Peers
+from pdmesh_testing.core import step_done
 from pdmesh_testing.modelled import modelled_profile
 from pdmesh_testing.scripted_mesh import READY
 
@@ -99,10 +99,7 @@ async def test_steps_marks_and_requests_are_told_once() -> None:
         drive(feed, core, InstanceJoined(modelled_profile("m", Role.MIXED), ()), 1.0)
         commands = drive(feed, core, RequestArrived(request(1)), 2.0)
         (plan,) = [command.plan for command in commands if isinstance(command, RunStep)]
-        done = tuple(
-            ChunkDone(request_id=c.request_id, epoch=ZERO, num_tokens=c.num_tokens, is_last=True) for c in plan.chunks
-        )
-        drive(feed, core, StepDone(InstanceId("m"), plan.plan_id, 0.25, done, 2), 3.0)
+        drive(feed, core, step_done("m", plan, 0.25, num_decodes=2), 3.0)
         frame = await next_frame(feed, mailboxes)
         assert frame.marks == (ActivityMark(InstanceId("m"), 1.0, "joined", ""),)
         assert frame.steps == (StepBar(InstanceId("m"), 2.75, 3.0, 8, 2, False),)

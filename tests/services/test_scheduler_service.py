@@ -50,7 +50,6 @@ from pdmesh.model import (
     Role,
     SamplingParams,
 )
-from pdmesh.plans import ChunkDone
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency_profile import Subject
 from pdmesh.profiles import save_profile
@@ -85,6 +84,7 @@ from pdmesh.wire.messages import (
 from pdmesh_scheduler import gateway_streams as gateways
 from pdmesh_scheduler import peer_streams as peers
 from pdmesh_scheduler.main import serve
+from pdmesh_testing.core import step_done
 from pdmesh_testing.modelled import modelled_profile
 from pdmesh_testing.profiles import profile_file
 from pdmesh_testing.running_scheduler import (
@@ -137,11 +137,7 @@ def submit(request_id: str = R, *, prompt: int = 8, **params: Any) -> Submit:
 
 
 def step_report(run: RunStep) -> StepDone:
-    chunks = tuple(
-        ChunkDone(request_id=c.request_id, epoch=c.epoch, num_tokens=c.num_tokens, is_last=c.is_last)
-        for c in run.plan.chunks
-    )
-    return StepDone(run.instance_id, run.plan.plan_id, 0.01, chunks, 0)
+    return step_done(run.instance_id, run.plan)
 
 
 async def told(mesh: Mesh, what: str, count: int) -> list[str]:

@@ -316,11 +316,6 @@ def test_the_shell_completes(machine: Machine) -> None:
     assert done.stdout == "requests\n"
 
 
-def test_wrong_usage_is_code_2(machine: Machine) -> None:
-    assert machine.run_here("no-such-command").returncode == 2
-    assert machine.run_here("up", "--no-such-option").returncode == 2
-
-
 def test_config_show_tells_what_is_in_force(machine: Machine) -> None:
     done = machine.run("config", "show", "-o", "json", "--set", "policy.chunk_tokens=64", PDMESH_WORKER_DTYPE="float32")
     tree = json.loads(done.stdout)

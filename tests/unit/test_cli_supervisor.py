@@ -7,7 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,17 @@ def stop_ourselves(number: signal.Signals = signal.SIGTERM) -> None:
     os.kill(os.getpid(), number)
 
 
+@asynccontextmanager
+async def running(mesh: Mesh) -> AsyncGenerator[None]:
+    """Stop the mesh as its user does when the block is left, which begins once all its services are there."""
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(mesh.supervisor.run)
+            await mesh.ready.wait()
+            yield
+            stop_ourselves()
+
+
 async def test_starts_the_scheduler_first_and_drains_with_the_traffic(tmp_path: Path) -> None:
     mesh = Mesh(tmp_path)
     pids: list[int] = []
@@ -187,15 +199,11 @@ async def test_a_killed_child_is_started_again_with_its_port(tmp_path: Path, mon
     monkeypatch.setattr(supervisor_module, "FIRST_DELAY_S", 0.001)
     mesh = Mesh(tmp_path)
     pids: dict[str, int] = {}
-    with anyio.fail_after(DEADLINE_S):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(mesh.supervisor.run)
-            await mesh.ready.wait()
-            for name in ("prefill-0", "scheduler"):
-                pids[name] = mesh.pid(name)
-                os.kill(pids[name], signal.SIGKILL)
-                await mesh.until(lambda name=name: f"{name} serves again" in mesh.said)  # type: ignore[misc]
-            stop_ourselves()
+    async with running(mesh):
+        for name in ("prefill-0", "scheduler"):
+            pids[name] = mesh.pid(name)
+            os.kill(pids[name], signal.SIGKILL)
+            await mesh.until(lambda name=name: f"{name} serves again" in mesh.said)  # type: ignore[misc]
     assert "prefill-0 was killed by SIGKILL; starting it again in 0.001 s" in mesh.said
     ended = [(each.name, each.pid, each.cause, each.has_served) for each in mesh.supervisor.ended]
     assert ended == [(name, pid, "was killed by SIGKILL", True) for name, pid in pids.items()]
@@ -240,13 +248,9 @@ async def test_a_child_that_the_kernel_kills_for_want_of_memory_is_told_so(
     monkeypatch.setattr(supervisor_module, "memory_limit_bytes", lambda: 3 << 29)
     monkeypatch.setattr(supervisor_module, "FIRST_DELAY_S", 0.001)
     mesh = Mesh(tmp_path)
-    with anyio.fail_after(DEADLINE_S):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(mesh.supervisor.run)
-            await mesh.ready.wait()
-            os.kill(mesh.pid("prefill-0"), signal.SIGKILL)
-            await mesh.until(lambda: "prefill-0 serves again" in mesh.said)
-            stop_ourselves()
+    async with running(mesh):
+        os.kill(mesh.pid("prefill-0"), signal.SIGKILL)
+        await mesh.until(lambda: "prefill-0 serves again" in mesh.said)
     assert (
         "prefill-0 was killed by the kernel because the 1.5 GiB of its control group's memory ran out" in mesh.said[0]
     )
@@ -284,11 +288,8 @@ async def test_a_child_that_does_not_drain_is_told_again_and_then_killed(
     mesh = Mesh(tmp_path, {"prefill-0": "stubborn"}, drain_s=0.0)
     monkeypatch.setattr(supervisor_module, "MIN_DRAIN_S", 0.02)
     monkeypatch.setattr(supervisor_module, "END_S", 0.05)
-    with anyio.fail_after(DEADLINE_S):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(mesh.supervisor.run)
-            await mesh.ready.wait()
-            stop_ourselves()
+    async with running(mesh):
+        pass
     told = [line for line in mesh.said if line.startswith("prefill-0")]
     assert told == [
         "prefill-0 did not drain within 0.02 s: its last requests are ended",
@@ -300,23 +301,19 @@ async def test_the_scheduler_hears_which_instances_are_coming(tmp_path: Path, mo
     """Also one that could not be told at first, and one that was started again itself."""
     monkeypatch.setattr(supervisor_module, "TELL_AGAIN_S", 0.01)
     mesh = Mesh(tmp_path)
-    with anyio.fail_after(DEADLINE_S):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(mesh.supervisor.run)
-            await mesh.ready.wait()
-            mesh.scheduler_hears = False
-            hold = tmp_path / "events.prefill-0.hold"
-            hold.touch()
-            os.kill(mesh.pid("prefill-0"), signal.SIGKILL)
-            await mesh.until(lambda: any(line.startswith("prefill-0 was killed") for line in mesh.said))
-            mesh.scheduler_hears = True
-            await mesh.until(lambda: mesh.expected == [["prefill-0"]])
-            os.kill(mesh.pid("scheduler"), signal.SIGKILL)
-            # One that is told as it starts is told again once it serves: it may not have heard.
-            await mesh.until(lambda: "scheduler serves again" in mesh.said and mesh.expected == [["prefill-0"]] * 3)
-            hold.unlink()
-            await mesh.until(lambda: mesh.expected[-1] == [])
-            stop_ourselves()
+    async with running(mesh):
+        mesh.scheduler_hears = False
+        hold = tmp_path / "events.prefill-0.hold"
+        hold.touch()
+        os.kill(mesh.pid("prefill-0"), signal.SIGKILL)
+        await mesh.until(lambda: any(line.startswith("prefill-0 was killed") for line in mesh.said))
+        mesh.scheduler_hears = True
+        await mesh.until(lambda: mesh.expected == [["prefill-0"]])
+        os.kill(mesh.pid("scheduler"), signal.SIGKILL)
+        # One that is told as it starts is told again once it serves: it may not have heard.
+        await mesh.until(lambda: "scheduler serves again" in mesh.said and mesh.expected == [["prefill-0"]] * 3)
+        hold.unlink()
+        await mesh.until(lambda: mesh.expected[-1] == [])
     assert "prefill-0 serves again" in mesh.said
 
 
@@ -324,19 +321,15 @@ async def test_workers_start_and_stop_as_the_scheduler_wants(tmp_path: Path, mon
     monkeypatch.setattr(actuator_module, "AWAY_PAUSE_S", 0.01)
     mesh = Mesh(tmp_path)
     first = {"scheduler", "gateway", "prefill-0", "decode-0"}
-    with anyio.fail_after(DEADLINE_S):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(mesh.supervisor.run)
-            await mesh.ready.wait()
-            mesh.want("decode-1", "decode-2", beside="decode-2")
-            await mesh.until(lambda: mesh.serving == first | {"decode-1", "decode-2"})
-            assert set(mesh.shares.values()) == {3}, "decode-2 leaves again, and does not count"
-            os.kill(mesh.pid("decode-2"), signal.SIGKILL)
-            await mesh.until(lambda: "decode-2 serves again" in mesh.said)
-            mesh.want("decode-1", "decode-2", stop=("decode-0", "never-there"))
-            await mesh.until(lambda: "decode-0 stopped" in mesh.events() and "decode-0" not in mesh.serving)
-            mesh.want("decode-1", "decode-2")
-            stop_ourselves()
+    async with running(mesh):
+        mesh.want("decode-1", "decode-2", beside="decode-2")
+        await mesh.until(lambda: mesh.serving == first | {"decode-1", "decode-2"})
+        assert set(mesh.shares.values()) == {3}, "decode-2 leaves again, and does not count"
+        os.kill(mesh.pid("decode-2"), signal.SIGKILL)
+        await mesh.until(lambda: "decode-2 serves again" in mesh.said)
+        mesh.want("decode-1", "decode-2", stop=("decode-0", "never-there"))
+        await mesh.until(lambda: "decode-0 stopped" in mesh.events() and "decode-0" not in mesh.serving)
+        mesh.want("decode-1", "decode-2")
     assert mesh.events().count("decode-1 starting") == 1, "what is there is not started again"
     assert "decode-2 stopped" in mesh.events()
 
@@ -344,16 +337,12 @@ async def test_workers_start_and_stop_as_the_scheduler_wants(tmp_path: Path, mon
 async def test_a_gateway_is_replaced_without_a_gap_and_the_scheduler_where_it_was(tmp_path: Path) -> None:
     mesh = Mesh(tmp_path)
     mesh.want()
-    with anyio.fail_after(DEADLINE_S):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(mesh.supervisor.run)
-            await mesh.ready.wait()
-            before = {name: mesh.pid(name) for name in ("gateway", "scheduler")}
-            for name, pid in before.items():
-                mesh.want(replace={name: pid})
-                await mesh.until(lambda name=name, pid=pid: mesh.pids_told(name) not in ({0}, {pid}, set(), {0, pid}))  # type: ignore[misc]
-                await mesh.until(lambda name=name, pid=pid: pid not in mesh.pids_told(name))  # type: ignore[misc]
-            stop_ourselves()
+    async with running(mesh):
+        before = {name: mesh.pid(name) for name in ("gateway", "scheduler")}
+        for name, pid in before.items():
+            mesh.want(replace={name: pid})
+            await mesh.until(lambda name=name, pid=pid: mesh.pids_told(name) not in ({0}, {pid}, set(), {0, pid}))  # type: ignore[misc]
+            await mesh.until(lambda name=name, pid=pid: pid not in mesh.pids_told(name))  # type: ignore[misc]
     events = [event for event in mesh.events() if event.startswith("gateway")]
     assert events == ["gateway starting", "gateway starting", "gateway stopped", "gateway stopped"]
     events = [event for event in mesh.events() if event.startswith("scheduler")]
@@ -363,15 +352,11 @@ async def test_a_gateway_is_replaced_without_a_gap_and_the_scheduler_where_it_wa
 async def test_a_worker_that_cannot_be_started_is_told_once_and_ends_nothing(tmp_path: Path) -> None:
     mesh = Mesh(tmp_path, {"decode-1": "crash"})
     mesh.want()
-    with anyio.fail_after(DEADLINE_S):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(mesh.supervisor.run)
-            await mesh.ready.wait()
-            mesh.want("decode-1")
-            await mesh.until(lambda: any(question.report.failed for question in mesh.asked))
-            mesh.want("decode-1")
-            await mesh.until(lambda: mesh.asked[-1].revision == mesh.wanted.revision)  # type: ignore[union-attr]
-            stop_ourselves()
+    async with running(mesh):
+        mesh.want("decode-1")
+        await mesh.until(lambda: any(question.report.failed for question in mesh.asked))
+        mesh.want("decode-1")
+        await mesh.until(lambda: mesh.asked[-1].revision == mesh.wanted.revision)  # type: ignore[union-attr]
     (failed,) = next(question.report.failed for question in mesh.asked if question.report.failed)
     assert failed.instance_id == "decode-1"
     assert "decode-1 did not start: it exited with code 1" in failed.reason
@@ -381,18 +366,14 @@ async def test_a_worker_that_cannot_be_started_is_told_once_and_ends_nothing(tmp
 async def test_a_worker_that_is_wanted_no_longer_while_it_starts_is_ended(tmp_path: Path) -> None:
     mesh = Mesh(tmp_path, {"decode-1": "silent"})
     mesh.want()
-    with anyio.fail_after(DEADLINE_S):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(mesh.supervisor.run)
-            await mesh.ready.wait()
-            mesh.want("decode-1")
-            while "decode-1 starting" not in mesh.events():  # noqa: ASYNC110  # written by another process
-                await anyio.sleep(0.01)
-            child = next(service.child for service in mesh.supervisor.services if service.name == "decode-1")
-            assert child is not None
-            mesh.want(stop=("decode-1",))
-            assert await child.wait() == -signal.SIGKILL, "nothing is on it yet"
-            stop_ourselves()
+    async with running(mesh):
+        mesh.want("decode-1")
+        while "decode-1 starting" not in mesh.events():  # noqa: ASYNC110  # written by another process
+            await anyio.sleep(0.01)
+        child = next(service.child for service in mesh.supervisor.services if service.name == "decode-1")
+        assert child is not None
+        mesh.want(stop=("decode-1",))
+        assert await child.wait() == -signal.SIGKILL, "nothing is on it yet"
     assert not mesh.asked[-1].report.failed
     assert "decode-1 stopped" not in mesh.events()
 
@@ -404,13 +385,9 @@ async def test_a_child_that_hangs_is_killed_and_started_again(tmp_path: Path) ->
             return name != "gateway" or await super()._answers(name, facts)
 
     mesh = Probed(tmp_path, hang_s=0.3)
-    with anyio.fail_after(DEADLINE_S):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(mesh.supervisor.run)
-            await mesh.ready.wait()
-            os.kill(mesh.pid("gateway"), signal.SIGSTOP)
-            await mesh.until(lambda: "gateway serves again" in mesh.said)
-            stop_ourselves()
+    async with running(mesh):
+        os.kill(mesh.pid("gateway"), signal.SIGSTOP)
+        await mesh.until(lambda: "gateway serves again" in mesh.said)
     assert "gateway has not answered for 0.3 s and is killed" in mesh.said
     assert not any(line.startswith(("scheduler", "prefill-0", "decode-0")) for line in mesh.said)
 
@@ -432,12 +409,8 @@ async def test_a_child_that_stands_still_for_less_is_left_alone(tmp_path: Path) 
             return answer is not False
 
     mesh = Probed(tmp_path, hang_s=0.06)
-    with anyio.fail_after(DEADLINE_S):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(mesh.supervisor.run)
-            await mesh.ready.wait()
-            await mesh.until(lambda: asked > 12)
-            stop_ourselves()
+    async with running(mesh):
+        await mesh.until(lambda: asked > 12)
     assert not any("killed" in line for line in mesh.said)
 
 
@@ -455,14 +428,10 @@ async def test_what_the_supervisor_cannot_write_does_not_end_it(tmp_path: Path) 
     logs = tmp_path / "logs"
     logs.mkdir()
     mesh.log_folder = logs
-    with anyio.fail_after(DEADLINE_S):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(mesh.supervisor.run)
-            await mesh.ready.wait()
-            shutil.rmtree(logs)
-            os.kill(mesh.pid("prefill-0"), signal.SIGKILL)
-            await mesh.until(lambda: "prefill-0 serves again" in mesh.said)
-            stop_ourselves()
+    async with running(mesh):
+        shutil.rmtree(logs)
+        os.kill(mesh.pid("prefill-0"), signal.SIGKILL)
+        await mesh.until(lambda: "prefill-0 serves again" in mesh.said)
 
 
 def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:

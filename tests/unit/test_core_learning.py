@@ -16,16 +16,14 @@ from pdmesh.core.events import (
     InstanceJoined,
     RequestArrived,
     RequestFinished,
-    StepDone,
 )
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import Epoch, FinishReason, InstanceProfile, KvLayout, MeasuredStep, OwnDecodeSteps, RequestId, Role
-from pdmesh.plans import ChunkDone
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
-from pdmesh_testing.core import GATEWAY, a_request, of
+from pdmesh_testing.core import GATEWAY, a_request, of, step_done
 from pdmesh_testing.modelled import modelled_profile
 
 PRIOR = LinearLatencyModel(a_s=0.01, b_s=1e-4, c_s=1e-9, d_s=1e-9)
@@ -69,12 +67,7 @@ def run_prompts(core: SchedulerCore, number: int, factor: float, *, lent_share: 
             shape = StepShape(tuple(ChunkShape(chunk.num_tokens, chunk.start) for chunk in plan.chunks), 0, 0)
             duration_s = factor * PRIOR.step_s(shape)
             now_s += duration_s
-            chunks = tuple(
-                ChunkDone(request_id=c.request_id, epoch=c.epoch, num_tokens=c.num_tokens, is_last=c.is_last)
-                for c in plan.chunks
-            )
-            done = StepDone(measured(1.0).instance_id, plan.plan_id, duration_s, chunks, 0, lent_share=lent_share)
-            steps += feed(done)
+            steps += feed(step_done("m", plan, duration_s, lent_share=lent_share))
     return events
 
 
@@ -182,12 +175,8 @@ def test_steps_that_end_a_request_or_precede_a_plan_are_learnt_from_too() -> Non
     core = core_of(LatencyLearning.REFINED)
     core.handle(InstanceJoined(measured(0.001), ()), 0.0)
     (run,) = of(RunStep, core.handle(RequestArrived(a_request("r", 100, 4000)), 0.0))
-    done = tuple(
-        ChunkDone(request_id=c.request_id, epoch=c.epoch, num_tokens=c.num_tokens, is_last=c.is_last)
-        for c in run.plan.chunks
-    )
     name = measured(1.0).instance_id
-    core.handle(StepDone(name, run.plan.plan_id, PRIOR.step_s(CHUNK), done, 0, own_steps=own_steps(0.05)), 1.0)
+    core.handle(step_done(name, run.plan, PRIOR.step_s(CHUNK), own_steps=own_steps(0.05)), 1.0)
     for number in range(40):  # repeated ones are learnt from, and change nothing else
         finished = RequestFinished(name, RequestId("x"), Epoch(0), FinishReason.STOP, 9, own_steps(0.05))
         core.handle(finished, 2.0 + number)
@@ -198,12 +187,8 @@ def test_the_context_of_residents_is_what_they_attend_to_not_what_they_have_room
     core = core_of(LatencyLearning.REFINED)
     core.handle(InstanceJoined(measured(0.001), ()), 0.0)
     (run,) = of(RunStep, core.handle(RequestArrived(a_request("r", 100, 4000)), 0.0))
-    done = tuple(
-        ChunkDone(request_id=c.request_id, epoch=c.epoch, num_tokens=c.num_tokens, is_last=c.is_last)
-        for c in run.plan.chunks
-    )
     name = measured(1.0).instance_id
-    core.handle(StepDone(name, run.plan.plan_id, 0.01, done, 0), 1.0)
+    core.handle(step_done(name, run.plan), 1.0)
     assert core.instances[0].num_resident_tokens >= 4099
     core.handle(DecodeStepsDone(name, own_steps(0.02, num_tokens=1, context=120)), 2.0)
     assert core.instances[0].num_resident_tokens == pytest.approx(120, abs=1)

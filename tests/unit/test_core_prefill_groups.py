@@ -22,15 +22,14 @@ from pdmesh.core.events import (
     RequestArrived,
     RequestCancelled,
     RequestDropped,
-    StepDone,
 )
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.model import Epoch, InstanceId, PrefixHash, RequestId, Role
-from pdmesh.plans import ChunkDone, ChunkPlan, StepPlan
+from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.improvement import MinimumGain
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
-from pdmesh_testing.core import GATEWAY, CoreBench, a_request, of, regrouped, stopped
+from pdmesh_testing.core import GATEWAY, CoreBench, a_request, of, regrouped, step_done, stopped
 from pdmesh_testing.modelled import modelled_profile
 
 #: A second for each token, and for each step half of one. Chunks of groups have 64 tokens.
@@ -118,12 +117,7 @@ class Running:
 
     def end_without(self, instance_id: str) -> list[Command]:
         """The first of one ends with nothing computed."""
-        plan = self.plans()[instance_id][0]
-        chunks = tuple(
-            ChunkDone(request_id=chunk.request_id, epoch=chunk.epoch, num_tokens=0, is_last=chunk.is_last)
-            for chunk in plan.chunks
-        )
-        return self.bench.feed(StepDone(InstanceId(instance_id), plan.plan_id, 0.0, chunks, 0))
+        return self.bench.feed(step_done(instance_id, self.plans()[instance_id][0], 0.0, num_tokens=0))
 
 
 def test_whoever_has_an_opening_takes_the_next_chunk() -> None:

@@ -53,9 +53,8 @@ from pdmesh.model import (
     Role,
     TransferId,
 )
-from pdmesh.plans import ChunkDone
 from pdmesh.policy.config import PolicyConfig
-from pdmesh_testing.core import GATEWAY, CoreBench, a_request, a_role, of, stopped
+from pdmesh_testing.core import GATEWAY, CoreBench, a_request, a_role, of, step_done, stopped
 from pdmesh_testing.modelled import modelled_profile
 
 P, D, M = InstanceId("p"), InstanceId("d"), InstanceId("m")
@@ -218,18 +217,13 @@ def test_a_plan_whose_requests_are_gone_still_counts_until_it_is_done() -> None:
     plans = [step.plan for step in of(RunStep, bench.arrive("a", prompt=12))]
     bench.feed(RequestCancelled(GATEWAY, RequestId("a"), Epoch(0)))
     assert not of(RunStep, bench.arrive("b", prompt=4))
-    nothing = tuple(replace_tokens(plan.chunks[0].request_id) for plan in plans[:1])
-    assert of(RunStep, bench.feed(StepDone(P, plans[0].plan_id, 0.0, nothing, 0)))
-
-
-def replace_tokens(request_id: RequestId) -> ChunkDone:
-    return ChunkDone(request_id=request_id, epoch=Epoch(0), num_tokens=0, is_last=False)
+    assert of(RunStep, bench.feed(step_done(P, plans[0], 0.0, num_tokens=0)))
 
 
 def test_a_dropped_chunk_restarts_its_request() -> None:
     bench = CoreBench(prefill(), decode())
     (step,) = of(RunStep, bench.arrive("a"))
-    commands = bench.feed(StepDone(P, step.plan.plan_id, 0.0, (replace_tokens(RequestId("a")),), 0))
+    commands = bench.feed(step_done(P, step.plan, 0.0, num_tokens=0))
     assert of(Restart, commands)
     assert {free.instance_id for free in of(FreeKv, commands)} == {P, D}
 

@@ -84,14 +84,6 @@ def test_the_exact_chain_is_what_slots_do_that_end_by_chance(num_slots: int, mea
         assert exact[k - 1] == pytest.approx(ended / time_s, rel=0.02)
 
 
-def test_a_chain_takes_a_token_at_least() -> None:
-    with pytest.raises(ValueError, match="a chain takes one at least"):
-        exact_throughputs(4, costs(1.0), LengthMoments(mean_prompt_tokens=1, mean_output_tokens=0.5))
-    # All end with their first token: a phase is one step, whatever k is.
-    rates = exact_throughputs(4, costs(1.0), LengthMoments(mean_prompt_tokens=1, mean_output_tokens=1))
-    assert rates == pytest.approx([2.0] * 4)
-
-
 #: All 64 sets of `ebplus_math`, section 9 (b), with its worst: tokens cost nothing there. With realistic costs it was
 #: 0.9995 instead of 0.9968.
 @pytest.mark.parametrize("num_slots", slow_beyond(2, [64, 128, 256, 512]))
@@ -106,15 +98,6 @@ def test_in_an_exact_chain_the_threshold_loses_next_to_nothing(num_slots: int, m
         lengths = LengthMoments(mean_prompt_tokens=0, mean_output_tokens=mean_output)
         predicted = exclusive_throughput(num_slots, threshold, costs(ratio), lengths)
         assert predicted == pytest.approx(exact[k - 1], rel=max(0.004, 0.013 * 64 / num_slots))
-
-
-def test_the_best_threshold_of_a_chain_does_not_depend_on_what_tokens_cost() -> None:
-    best: set[int] = set()
-    for prompt, prompt_token_s, decode_token_s in itertools.product((0, 256), (0.0, 6e-3), (0.0, 0.01, 0.1)):
-        of = costs(5.0, prompt_token_s=prompt_token_s, decode_token_s=decode_token_s)
-        rates = exact_throughputs(64, of, LengthMoments(mean_prompt_tokens=prompt, mean_output_tokens=64))
-        best.add(rates.index(max(rates)))
-    assert len(best) == 1
 
 
 @given(
@@ -366,24 +349,6 @@ def test_as_many_slots_as_are_said_to_be_safe_are(
 def test_no_slot_is_safe_where_one_request_does_not_fit() -> None:
     lengths = LengthMoments(mean_prompt_tokens=1000, mean_output_tokens=100)
     assert max_safe_slots(500, 0.01, geometric_threshold(FREE_TOKENS, 100), lengths) == 0
-
-
-def test_where_mixed_steps_interfere_exclusive_batching_is_ahead_and_where_they_do_not_it_is_not() -> None:
-    lengths = LengthMoments(mean_prompt_tokens=128, mean_output_tokens=128)
-    bound_by_bandwidth = StepCosts(
-        switch_s=6e-3,
-        decode_step_s=4e-3,
-        mixed_step_s=6e-3,
-        prompt_token_s=1.5e-4,
-        decode_token_s=2e-4,
-        interference_s=1e-4,
-    )
-    gain = exclusive_throughput(64, geometric_threshold(bound_by_bandwidth, 128), bound_by_bandwidth, lengths)
-    assert gain / mixed_state(64, bound_by_bandwidth, lengths).throughput == pytest.approx(1.08, abs=0.02)
-    for num_slots in (8, 64, 256):
-        free = costs(6e-3, decode_step_s=4e-3, mixed_step_s=4e-3, prompt_token_s=1.5e-4, decode_token_s=2e-4)
-        exclusive = exclusive_throughput(num_slots, geometric_threshold(free, 128), free, lengths)
-        assert exclusive < mixed_state(num_slots, free, lengths).throughput
 
 
 def seconds_a_request(num_slots: int, num_idle: int, of: StepCosts, outputs: Sequence[int]) -> float:

@@ -25,7 +25,7 @@ from pdmesh.core.requests.lives import Lives
 from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, Request, RequestId, SamplingParams, TransferId
 from pdmesh.plans import ChunkDone, ChunkPlan, PrefillGroup, StepPlan
-from pdmesh.wire.messages import Generation, pack_token_ids
+from pdmesh.wire.messages import Generation, RequestRecord, pack_token_ids
 from pdmesh_scheduler.observing import Handled
 from pdmesh_scheduler.request_records import RequestRecords
 from pdmesh_testing.worker import a_shard
@@ -111,6 +111,11 @@ class Told:
         chunk = ChunkDone(request_id=RequestId(request_id), epoch=Epoch(epoch), num_tokens=num_tokens, is_last=True)
         self.tell(StepDone(I, 0, 0.001, (chunk,), 0), [], at_s)
 
+    def record(self) -> RequestRecord:
+        record = self.records.get("r")
+        assert record is not None
+        return record
+
     def ended(self, request_id: str, at_s: float, outcome: Outcome, *, epoch: int = 0) -> None:
         key: dict[str, Any] = {"request_id": RequestId(request_id), "epoch": Epoch(epoch)}
         commands: list[Command] = [ForgetRequest(**key, gateway_id=G, outcome=outcome)]
@@ -123,10 +128,8 @@ class Told:
         self.tell(event, commands, at_s)
 
 
-def whats(told: Told, request_id: str) -> list[str]:
-    record = told.records.get(request_id)
-    assert record is not None
-    return [entry.what for entry in record.entries]
+def whats(told: Told) -> list[str]:
+    return [entry.what for entry in told.record().entries]
 
 
 def test_a_whole_life() -> None:
@@ -134,9 +137,8 @@ def test_a_whole_life() -> None:
     told.arrived("r", 5.0)
     told.computed("r", 5.25)
     told.ended("r", 6.2, Outcome.FINISHED)
-    record = told.records.get("r")
-    assert record is not None
-    assert whats(told, "r") == ["queued", "placed", "chunk", "finished", "ended"]
+    record = told.record()
+    assert whats(told) == ["queued", "placed", "chunk", "finished", "ended"]
     assert (record.first_token_s, record.num_output_tokens, record.arrived_at) == (0.25, 20, 1005.0)
     assert record.entries[2].detail == "tokens 0 to 7, step 0 of 1.0 ms, first token"
     expected = "finished, 20 output tokens, first token after 250.0 ms, last after 1200.0 ms, 50.0 ms a token"
@@ -157,8 +159,7 @@ def test_a_living_one_says_how_far_it_is() -> None:
 
 
 def state_of(told: Told) -> str:
-    record = told.records.get("r")
-    assert record is not None
+    record = told.record()
     assert record.is_under_way is (record.state != "finished")
     return record.state
 
@@ -167,9 +168,8 @@ def test_a_cancelled_one_says_so_and_claims_no_last_token() -> None:
     told = Told()
     told.arrived("r", 0.0)
     told.ended("r", 1.0, Outcome.CANCELLED)
-    record = told.records.get("r")
-    assert record is not None
-    assert whats(told, "r") == ["queued", "placed", "cancelled", "ended"]
+    record = told.record()
+    assert whats(told) == ["queued", "placed", "cancelled", "ended"]
     assert (record.first_token_s, record.last_token_s, record.num_output_tokens) == (None, None, None)
     assert summary(record) == "cancelled"
 
@@ -182,9 +182,8 @@ def test_a_resumed_one_keeps_its_clients_prompt_and_its_first_token() -> None:
     told.arrived("r", 1.5, epoch=1, num_delivered=3)
     told.computed("r", 2.0, num_tokens=NUM_PROMPT_TOKENS + 3, epoch=1)
     told.ended("r", 3.0, Outcome.FINISHED, epoch=1)
-    record = told.records.get("r")
-    assert record is not None
-    assert whats(told, "r") == [
+    record = told.record()
+    assert whats(told) == [
         "queued",
         "placed",
         "chunk",
@@ -269,12 +268,10 @@ def test_a_record_says_whether_the_targets_were_met(slo: Slo, met: bool | None) 
     told = Told()
     told.arrived("r", 10.0, slo=slo)
     told.computed("r", 10.5)
-    record = told.records.get("r")
-    assert record is not None
+    record = told.record()
     assert record.slo_met is None  # not yet known
     told.ended("r", 12.5, Outcome.FINISHED)
-    record = told.records.get("r")
-    assert record is not None
+    record = told.record()
     assert (record.slo_ttft_s, record.slo_tpot_s, record.slo_met) == (slo.ttft_s, slo.tpot_s, met)
 
 
@@ -286,8 +283,7 @@ def test_a_record_names_the_bundle_that_placed_the_request() -> None:
     told.tell(RequestArrived(request), [], 0.0)
     told.tell(Tick(), [admit], 1.0, bundle="pdmesh")
     told.tell(StepDone(I, 0, 0.1, (ChunkDone(**ids, num_tokens=8, is_last=True),), 0), [], 2.0, bundle="edf")
-    record = told.records.get("r")
-    assert record is not None
+    record = told.record()
     assert record.bundle == "pdmesh"
 
 
@@ -302,8 +298,7 @@ def test_a_chunk_says_in_which_batching_mode_it_was_computed() -> None:
     told.tell(StepDone(I, 0, 0.1, (ChunkDone(**ids, num_tokens=5, is_last=False),), 31), [], 1.0)
     told.tell(StepDone(I, 1, 0.1, (ChunkDone(**ids, num_tokens=3, is_last=False),), 0), [], 2.0)
     told.tell(StepDone(I, 2, 0.1, (ChunkDone(**ids, num_tokens=2, is_last=True),), 0), [], 3.0)
-    record = told.records.get("r")
-    assert record is not None
+    record = told.record()
     mixed, alone, exclusive = (entry for entry in record.entries if entry.what == "chunk")
     assert mixed.detail == "tokens 0 to 4, step 0 of 100.0 ms beside 31 decodes (mixed batching)"
     assert mixed.figures["num_decodes"] == 31
@@ -342,8 +337,7 @@ def test_members_of_a_group_with_their_chunks_and_waits(prefix: int, num_again: 
     told.tell(Tick(), [lost], 0.4)
     told.tell(GroupPrefix(I, *key, prefix, 1), [steps[3]], 0.5)
     told.tell(done(steps[3]), [], 0.6)
-    record = told.records.get("r")
-    assert record is not None
+    record = told.record()
     lines = [(entry.instance_id, entry.what, entry.detail) for entry in record.entries[2:]]
     assert lines == [
         (other, "helps", ""),
