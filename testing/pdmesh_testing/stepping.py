@@ -30,6 +30,13 @@ def new_sequence(
     )
 
 
+def sequence_of(prompt: Sequence[int] = (0,), output: Sequence[int] = (), **params: Any) -> EngineSequence:
+    """A sequence without blocks, some tokens into its output; ``params`` are its sampling parameters."""
+    sequence = new_sequence(prompt, [], SamplingParams(**{"max_tokens": 1000, **params}))
+    sequence.token_ids.extend(output)
+    return sequence
+
+
 @dataclass(slots=True)
 class SteppedRequest:
     """One request on its way: ``next_slice`` says what to compute next, ``accept`` takes its result in."""

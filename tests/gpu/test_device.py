@@ -14,7 +14,6 @@ from llguidance import LLMatcher
 
 from pdmesh.engine.attention import AttentionPlan, QuerySpan, TorchAttention
 from pdmesh.engine.cuda.cuda_forward import DeviceForward
-from pdmesh.engine.cuda.cuda_sampler import draw
 from pdmesh.engine.cuda.flashinfer import FlashInfer, FlashInferAttention
 from pdmesh.engine.cuda.kv_store import DeviceKvStore
 from pdmesh.engine.cuda.page_tables import PageTables
@@ -22,7 +21,7 @@ from pdmesh.engine.cuda.staging import PLAN_BYTES, Staging
 from pdmesh.engine.cuda.streams import CudaStreams
 from pdmesh.engine.guide import Guide
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.engine.sampler import sample
+from pdmesh.engine.sampler import draw, sample
 from pdmesh.grammars import Grammars
 from pdmesh.model import KvLayout, SamplingParams, num_blocks_for
 from pdmesh.transport.buffers import allocate_buffers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +14,11 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 from pdmesh.engine.base import EngineSequence
-from pdmesh.engine.cuda.cuda_sampler import draw
 from pdmesh.engine.drawing import DrawKernels, load_draw_kernels
 from pdmesh.engine.guide import Guide
 from pdmesh.engine.levels import processor_levels
 from pdmesh.engine.sampler import (
+    draw,
     noise_bits,
     noise_keys,
     process,
@@ -29,8 +28,8 @@ from pdmesh.engine.sampler import (
     token_logprobs,
 )
 from pdmesh.grammars import Grammars
-from pdmesh.model import RequestId, SamplingParams
 from pdmesh_testing.levels import ARCHITECTURE_LEVELS
+from pdmesh_testing.stepping import sequence_of
 
 Kernels = DrawKernels | None
 END_IDS = (256, 258)
@@ -73,15 +72,6 @@ def drawing(monkeypatch: pytest.MonkeyPatch) -> Drawing:
     return Drawing(monkeypatch)
 
 
-def sequence_of(prompt: Sequence[int] = (0,), output: Sequence[int] = (), **params: Any) -> EngineSequence:
-    return EngineSequence(
-        request_id=RequestId("r"),
-        params=SamplingParams(**{"max_tokens": 1000, **params}),
-        token_ids=array.array("i", [*prompt, *output]),
-        num_prompt_tokens=len(prompt),
-    )
-
-
 CHOICES: dict[str, list[Any]] = {
     "temperature": [0.0, 0.2, 0.7, 1.0, 1.0, 1.3, 5.0],
     "top_k": [0, 0, 1, 5, 40, 1000],
@@ -111,7 +101,10 @@ def requests_of(rng: random.Random, vocab_size: int, count: int) -> list[EngineS
     ]
 
 
-def test_a_thousand_requests_draw_the_tokens_of_torch(kernels: DrawKernels, drawing: Drawing, model: Path) -> None:
+def test_a_thousand_requests_draw_the_tokens_of_torch(
+    kernels: DrawKernels, drawing: Drawing, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mixed batches, which torch draws in tiles or at once; no row with a grammar draws what the tokenizer lacks."""
     rng, generator = random.Random(1), torch.Generator().manual_seed(1)
     grammars = Grammars(model, vocab_size=3001, eos_token_ids=END_IDS)
     for trial in range(125):
@@ -127,7 +120,10 @@ def test_a_thousand_requests_draw_the_tokens_of_torch(kernels: DrawKernels, draw
                 matcher = grammars.matcher(LLMatcher.grammar_from_regex(rng.choice(REGEXES)))
                 sequence.guide = Guide(matcher, END_IDS)
         before = logits.clone()
-        assert drawing.agree(logits, sequences, kernels), trial
+        monkeypatch.setattr("pdmesh.engine.sampler._CPU_TILE_ELEMENTS", rng.choice([1, 3 * vocab_size, 1 << 23]))
+        drawn = drawing.sample(logits, sequences, kernels)
+        assert drawn == drawing.sample(logits, sequences, None), trial
+        assert all(token < 320 for token, each in zip(drawn, sequences, strict=True) if each.guide is not None)
         assert torch.equal(logits, before)
 
 

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import array
 import itertools
 import math
-import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,27 +20,16 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pdmesh.engine.base import EngineSequence
-from pdmesh.engine.cuda.cuda_sampler import draw
 from pdmesh.engine.guide import Guide
-from pdmesh.engine.sampler import draw_settings, kept_tokens, noise_bits, noise_keys, sample, token_logprobs
+from pdmesh.engine.sampler import draw, draw_settings, kept_tokens, noise_bits, noise_keys, sample, token_logprobs
 from pdmesh.grammars import Grammars
-from pdmesh.model import RequestId, SamplingParams
+from pdmesh_testing.stepping import sequence_of
 
 VOCAB_SIZE = 50
 
 
 def logits_of(seed: int, rows: int = 1, vocab_size: int = VOCAB_SIZE) -> Tensor:
     return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
-
-
-def sequence_of(prompt: Sequence[int] = (0,), output: Sequence[int] = (), **params: Any) -> EngineSequence:
-    return EngineSequence(
-        request_id=RequestId("r"),
-        params=SamplingParams(**{"max_tokens": 1000, **params}),
-        token_ids=array.array("i", [*prompt, *output]),
-        num_prompt_tokens=len(prompt),
-    )
 
 
 def bits_of(seeds: Sequence[int], indices: Sequence[int], vocab_size: int) -> Tensor:
@@ -236,68 +223,6 @@ def test_a_device_is_not_waited_for(model: Path) -> None:
     assert draw(logits, plain).shape == (3,)
     with pytest.raises(NotImplementedError, match="no data"):
         draw(logits, [*plain[:2], sequence_of(presence_penalty=1.0)])
-
-
-@pytest.mark.parametrize("tile_elements", [1, 200, 1 << 23])
-def test_a_devices_draws_are_the_hosts(monkeypatch: pytest.MonkeyPatch, tile_elements: int) -> None:
-    """Mixed batches, in tiles or at once; the logits stay as they are."""
-    monkeypatch.setattr("pdmesh.engine.cuda.cuda_sampler._TILE_ELEMENTS", tile_elements)
-    rng = random.Random(tile_elements)
-    choices: dict[str, list[Any]] = {
-        "temperature": [0.0, 0.3, 1.0, 2.5],
-        "top_k": [0, 0, 1, 7],
-        "top_p": [1.0, 0.9, 0.3],
-        "min_p": [0.0, 0.0, 0.1],
-        "repetition_penalty": [1.0, 1.0, 1.3],
-        "presence_penalty": [0.0, 0.0, 0.5],
-        "logit_bias": [(), (), ((3, 4.0), (9, -100.0))],
-        "min_tokens": [0, 0, 5],
-        "eos_token_ids": [(1, 2)],
-    }
-    for trial in range(60):
-        logits = logits_of(trial, rng.randint(1, 9), rng.choice([11, 50, 3000]))
-        sequences = [
-            sequence_of(
-                [4, 5],
-                [6] * rng.randrange(4),
-                seed=rng.randrange(2**40),
-                **{k: rng.choice(v) for k, v in choices.items()},
-            )
-            for _ in logits
-        ]
-        before = logits.clone()
-        assert draw(logits, sequences).tolist() == sample(logits, sequences)
-        assert torch.equal(logits, before)
-
-
-@pytest.mark.parametrize("vocab_size", [320, 1003, 4096])
-def test_a_devices_draws_are_held_to_grammars_as_the_hosts_are(model: Path, vocab_size: int) -> None:
-    """Of a vocabulary with more tokens than the tokenizer, which none may draw; some rows are penalised, too."""
-    end_ids = (256, 258)
-    grammars = Grammars(model, vocab_size=vocab_size, eos_token_ids=end_ids)
-    regexes = ["[0-9]+", "(ab)*", "x", "[^a]{3}"]
-    rng = random.Random(vocab_size)
-    for trial in range(20):
-        logits = logits_of(trial, 8, vocab_size)
-        sequences = [
-            sequence_of(
-                seed=trial,
-                eos_token_ids=end_ids,
-                temperature=rng.choice([0.0, 1.0]),
-                top_p=rng.choice([1.0, 0.5]),
-                presence_penalty=rng.choice([0.0, 0.0, 0.5]),
-            )
-            for _ in logits
-        ]
-        guided = [rng.choice([None, *regexes]) for _ in sequences]
-        for sequence, regex in zip(sequences, guided, strict=True):
-            if regex is not None:
-                sequence.guide = Guide(grammars.matcher(LLMatcher.grammar_from_regex(regex)), end_ids)
-        before = logits.clone()
-        drawn = draw(logits, sequences).tolist()
-        assert drawn == sample(logits, sequences)
-        assert torch.equal(logits, before)
-        assert all(token < 320 for token, regex in zip(drawn, guided, strict=True) if regex is not None)
 
 
 def test_repetition_penalty_is_that_of_transformers() -> None:

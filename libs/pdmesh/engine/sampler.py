@@ -9,8 +9,8 @@ along the cumulative distribution has neither: one token more or less shifts all
 The filters cut on scores in steps of `_STEP`, far coarser than the noise of any dtype's sums, ties by id: which tokens
 they leave depends on how many lie in each step, not on the order of nearly equal ones, and needs no sort.
 
-On a CPU, compiled kernels draw (`pdmesh.engine.drawing`). The torch functions here are their reference, and draw where
-no kernels were compiled.
+On a CPU, compiled kernels draw (`pdmesh.engine.drawing`). The torch functions here are their reference, and draw on
+devices and where no kernels were compiled.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from torch import Tensor
 from pdmesh.engine.base import EngineSequence, Logprobs
 from pdmesh.engine.drawing import draw_kernels
 
-#: Elements of one tile while drawing: a batch times a large vocabulary is worked off in pieces that stay in the cache.
-_TILE_ELEMENTS = 1 << 18
+#: Number of logits that torch draws from at once: 64 rows of a vocabulary of 128K. Filters take some 20 bytes for each.
+#: On a CPU they stay in the cache.
+_TILE_ELEMENTS, _CPU_TILE_ELEMENTS = 1 << 23, 1 << 18
 
 #: The grid of the filters, in nats; and the steps told apart: what is less likely than the best token by a factor of
 #: e^-32 counts as equally unlikely.
 _STEP = 1 / 256
 _NUM_STEPS = 32 * 256
 
-#: torch decides draws in fp32 where the best two keys are further apart than the errors of fp32, else in fp64. Noise
-#: below ``_LOW_NOISE`` has larger errors, and matters only where the best key is as low.
-_FP32_ERROR, _LOW_NOISE, _LOW_NOISE_ERROR = 1e-4, -2.0, 0.5
+#: Tokens whose scores fp32 might not tell apart, at most: torch draws the best of these in fp64.
+_NUM_CANDIDATES = 8
 
 #: Most likely tokens that compiled kernels find; more are found by sorting.
 _MOST_INSERTED = 64
@@ -50,44 +50,39 @@ _MASK_31 = (1 << 31) - 1
 
 def sample(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
     """The next token of each sequence; ``logits`` (rows, vocab_size) in fp32 are left as they are."""
-    kernels = draw_kernels() if logits.device.type == "cpu" else None
-    changed = [row for row, sequence in enumerate(sequences) if changes_logits(sequence)]
-    if kernels is None:
-        if changed:
-            logits = logits.cpu().clone()
-            for row in changed:
-                process(logits[row].numpy(), sequences[row])
-        return _sample_by_torch(logits, sequences)
-    rows = logits.contiguous().numpy()
-    addresses = rows.ctypes.data + rows.strides[0] * np.arange(len(rows))
-    copies = rows[changed]
-    for copy, row in zip(copies, changed, strict=True):
-        process(copy, sequences[row])
-        addresses[row] = copy.ctypes.data
-    token_ids = kernels.draw(
-        addresses,
-        row_settings(sequences, rows.shape[-1]),
-        _step_weights(),
-        vocab_size=rows.shape[-1],
-        num_threads=torch.get_num_threads(),
-    )
-    if -1 in token_ids:
-        rows = rows.copy()
-        rows[changed] = copies
-        return _sample_by_torch(torch.from_numpy(rows), sequences)
-    return token_ids
+    if logits.device.type == "cpu" and (kernels := draw_kernels()) is not None:
+        rows = logits.contiguous().numpy()
+        addresses = rows.ctypes.data + rows.strides[0] * np.arange(len(rows))
+        changed = [row for row, sequence in enumerate(sequences) if changes_logits(sequence)]
+        copies = rows[changed]
+        for copy, row in zip(copies, changed, strict=True):
+            process(copy, sequences[row])
+            addresses[row] = copy.ctypes.data
+        token_ids = kernels.draw(
+            addresses,
+            row_settings(sequences, rows.shape[-1]),
+            _step_weights(),
+            vocab_size=rows.shape[-1],
+            num_threads=torch.get_num_threads(),
+        )
+        if -1 not in token_ids:
+            return token_ids
+    drawn: list[int] = draw(logits, sequences).tolist()
+    return drawn
 
 
-def _sample_by_torch(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
-    """Draw from logits that `process` has changed."""
-    token_ids: list[int] = logits.argmax(dim=-1).tolist()  # of equal logits, the lowest id
-    drawn = [row for row, sequence in enumerate(sequences) if sequence.params.temperature > 0]
-    tile_rows = max(1, _TILE_ELEMENTS // max(logits.shape[-1], _NUM_STEPS))
-    for first in range(0, len(drawn), tile_rows):
-        rows = drawn[first : first + tile_rows]
-        for row, token_id in zip(rows, _draw(logits[rows], [sequences[row] for row in rows]), strict=True):
-            token_ids[row] = token_id
-    return token_ids
+def draw(logits: Tensor, sequences: Sequence[EngineSequence]) -> Tensor:
+    """Draw in torch: (rows,), int64, on the device of ``logits`` (rows, vocab_size, fp32), which are left as they are.
+
+    Everything that rows are drawn by goes to a device in one copy, and what grammars let follow is worked out on the
+    host while the device computes. Only rows whose logits are changed otherwise (penalties, biases, forbidden ends)
+    leave the device and come back, which waits for it.
+    """
+    logits = _processed(_masked(logits, sequences), sequences)
+    tile_elements = _CPU_TILE_ELEMENTS if logits.device.type == "cpu" else _TILE_ELEMENTS
+    tile_rows = max(1, tile_elements // logits.shape[-1])
+    tiles = [slice(first, first + tile_rows) for first in range(0, len(sequences), tile_rows)]
+    return torch.cat([_draw_tile(logits[tile], sequences[tile]) for tile in tiles])
 
 
 class DrawSettings(NamedTuple):
@@ -246,25 +241,54 @@ def _completing(sequences: Sequence[Sequence[int]], output: array.array[int]) ->
     return [last for *first, last in sequences if not first or output[-len(first) :].tolist() == first]
 
 
-def _draw(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
-    params, settings = [one.params for one in sequences], draw_settings(sequences, logits.shape[-1], logits.device)
-    scores = (logits - logits.amax(dim=-1, keepdim=True)) / settings.temperature.float()
-    filtered = [row for row, sequence in enumerate(sequences) if is_filtered(sequence)]
-    if filtered:
-        kept = kept_tokens(scores[filtered], DrawSettings(*(values[filtered] for values in settings)))
-        scores[filtered] = scores[filtered].masked_fill_(~kept, -torch.inf)
+def _masked(logits: Tensor, sequences: Sequence[EngineSequence]) -> Tensor:
+    """Forbid what cannot follow in rows that are changed by a grammar alone."""
+    vocab_size, device = logits.shape[-1], logits.device
+    masks = {
+        row: mask
+        for row, sequence in enumerate(sequences)
+        if sequence.guide is not None
+        and not changes_beside_grammar(sequence)
+        and (mask := sequence.guide.allowed(vocab_size, sequence.params.eos_token_ids)) is not None
+    }
+    if not masks:
+        return logits
+    packed = torch.from_numpy(np.stack([*masks.values()]))  # pyright: ignore[reportUnknownMemberType]
+    if device.type == "cuda":
+        packed = packed.pin_memory()  # a copy from other memory waits for the device
+    bits = packed.to(device, non_blocking=True)[..., None] >> torch.arange(8, dtype=torch.uint8, device=device)
+    is_forbidden = (bits & 1).flatten(1)[:, :vocab_size] == 0
+    rows = torch.tensor([*masks]).to(device, non_blocking=True)
+    return logits.index_copy(0, rows, logits[rows].masked_fill_(is_forbidden, -torch.inf))
+
+
+def _processed(logits: Tensor, sequences: Sequence[EngineSequence]) -> Tensor:
+    changed = [row for row, sequence in enumerate(sequences) if changes_beside_grammar(sequence)]
+    if not changed:
+        return logits
+    rows = torch.tensor(changed).to(logits.device, non_blocking=True)
+    values = logits[rows].cpu()
+    for row, sequence_row in zip(values, changed, strict=True):
+        process(row.numpy(), sequences[sequence_row])
+    return logits.index_copy(0, rows, values.to(logits.device))
+
+
+def _draw_tile(logits: Tensor, sequences: Sequence[EngineSequence]) -> Tensor:
+    best = logits.argmax(dim=-1)  # the lowest id among equal logits
+    if all(sequence.params.temperature <= 0 for sequence in sequences):
+        return best
+    settings = draw_settings(sequences, logits.shape[-1], logits.device)
+    highest = logits.gather(1, best[:, None])
+    scores = (logits - highest) / settings.temperature.float()
+    if any(is_filtered(sequence) for sequence in sequences):
+        scores.masked_fill_(~kept_tokens(scores, settings), -torch.inf)
     bits = noise_bits(settings.noise_keys, logits.shape[-1])
-    keys = scores + gumbel(bits.float())
-    best, token_ids = keys.max(dim=-1)
-    second = keys.scatter_(1, token_ids[:, None], -torch.inf).amax(dim=-1)
-    drawn: list[int] = token_ids.tolist()
-    close = best - torch.where(best < _LOW_NOISE, _LOW_NOISE_ERROR, _FP32_ERROR)
-    for row in (second > close).nonzero()[:, 0].tolist():
-        keys[row, drawn[row]] = best[row]
-        candidates = (keys[row] >= close[row]).nonzero()[:, 0]
-        exact = (logits[row, candidates].double() - logits[row].amax().double()) / params[row].temperature
-        drawn[row] = int(candidates[(exact + gumbel(bits[row, candidates].double())).argmax()])
-    return drawn
+    keys, candidates = (scores + gumbel(bits.float())).topk(min(_NUM_CANDIDATES, logits.shape[-1]), dim=-1)
+    exact = (logits.gather(1, candidates).double() - highest.double()) / settings.temperature
+    exact += gumbel(bits.gather(1, candidates).double())
+    drawn = candidates.gather(1, exact.masked_fill_(keys == -torch.inf, -torch.inf).argmax(dim=-1, keepdim=True))[:, 0]
+    taken = torch.tensor([sequence.params.temperature <= 0 for sequence in sequences])
+    return torch.where(taken.to(logits.device, non_blocking=True), best, drawn)
 
 
 def gumbel(bits: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ import torch
 
 from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice
-from pdmesh.engine.cuda.cuda_sampler import draw
 from pdmesh.engine.cuda.flashinfer import MAX_SHORT_CHUNK, FlashInfer, FlashInferAttention
 from pdmesh.engine.cuda.graphs import DecodeGraphs, GraphOutput, Recorder
 from pdmesh.engine.cuda.kv_store import DeviceKvStore
@@ -20,6 +19,7 @@ from pdmesh.engine.cuda.page_tables import PageTables, PageWriter, write_pages
 from pdmesh.engine.cuda.staging import Staging
 from pdmesh.engine.cuda.streams import Event, Streams
 from pdmesh.engine.forward import HiddenOutput, Rows, StepOutput, step_arrays, step_spans
+from pdmesh.engine.sampler import draw
 from pdmesh.engine.transformer_model import StepInputs, Transformer
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 

@@ -22,13 +22,12 @@ from torch import Tensor
 
 from pdmesh.engine.attention import AttentionPlan
 from pdmesh.engine.base import EngineSequence, SequenceSlice
-from pdmesh.engine.cuda.cuda_sampler import draw
 from pdmesh.engine.cuda.flashinfer import FlashInfer, GraphDecode
 from pdmesh.engine.cuda.page_tables import PageTables, lengths_of
 from pdmesh.engine.cuda.staging import Turns
 from pdmesh.engine.cuda.streams import Streams
 from pdmesh.engine.forward import Rows, take_rows
-from pdmesh.engine.sampler import takes_best
+from pdmesh.engine.sampler import draw, takes_best
 from pdmesh.engine.transformer_model import StepInputs
 
 #: Larger batches are worth launching kernel by kernel; this bounds how many graphs there are: 16.
