@@ -7,8 +7,8 @@ Plain ones are (experts, inputs, outputs); in MXFP4, (experts, outputs, inputs /
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from pdmesh.engine.grouped import GroupedWeight, of_mxfp4
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.quantized import FLOATS, Shape, Stored
-from pdmesh.engine.stored import FileTensors
+from pdmesh.engine.stored import FileTensors, StoredFiles
 from pdmesh.errors import ConfigError
 from pdmesh.model import IndexRange
 
@@ -39,34 +39,28 @@ class _Expert(NamedTuple):
         return f"{self.prefix}.{self.projection}{'' if self.end == 'weight' else '_bias'}"
 
 
-@dataclass(frozen=True, slots=True)
-class FusedExpertTensors:
+class FusedExpertTensors(FileTensors):
     """Implements `pdmesh.engine.tensors.Tensors` for models whose experts are fused."""
 
-    tensors: FileTensors
-    config: ModelConfig
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
+    def __init__(self, directory: Path, files: StoredFiles, config: ModelConfig) -> None:
+        super().__init__(directory, files)
+        self._config = config
 
     def check(self, name: str, shape: Shape) -> Sequence[str]:
         if (expert := _expert(name)) is None:
-            return self.tensors.check(name, shape)
+            return super().check(name, shape)
         parts = self._stored(expert, shape)
         for part, stored in parts.items():
-            self.tensors.check_stored(part, stored)
+            self.check_stored(part, stored)
         return tuple(parts)
-
-    def check_all_used(self, used: Set[str]) -> None:
-        self.tensors.check_all_used(used)
 
     def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
         if (expert := _expert(name)) is None:
-            return self.tensors.read(name, shape, rows)
+            return super().read(name, shape, rows)
         if (weight := self.grouped(name, shape, rows)) is not None:
             return weight.values()
         self.check(name, shape)
-        tensor = self.tensors.read_stored(expert.fused_name, IndexRange(expert.number, expert.number + 1))[0]
+        tensor = self.read_stored(expert.fused_name, IndexRange(expert.number, expert.number + 1))[0]
         is_stored_plainly = expert.end == "bias" or (tensor.shape == shape and shape[0] != shape[1])
         values = self._gates_first(tensor if is_stored_plainly else tensor.t(), expert)
         return values if rows is None else values[slice(*rows)]
@@ -78,8 +72,7 @@ class FusedExpertTensors:
         self.check(name, shape)
         of_expert = IndexRange(expert.number, expert.number + 1)
         blocks, exponents = (
-            self._gates_first(self.tensors.read_stored(part, of_expert)[0], expert)
-            for part in self._stored(expert, shape)
+            self._gates_first(self.read_stored(part, of_expert)[0], expert) for part in self._stored(expert, shape)
         )
         numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)  # the lower half is the first value
         weight = of_mxfp4(numbers, exponents)
@@ -88,23 +81,23 @@ class FusedExpertTensors:
         return weight if rows is None else weight.rows(torch.arange(*rows))
 
     def _gates_first(self, outputs: Tensor, expert: _Expert) -> Tensor:
-        if expert.projection != _GATE_UP or self.config.names.gates_first:
+        if expert.projection != _GATE_UP or self._config.names.gates_first:
             return outputs
         return torch.cat((outputs[0::2], outputs[1::2]))
 
     def _is_quantized(self, expert: _Expert) -> bool:
-        return expert.end == "weight" and f"{expert.fused_name}_blocks" in self.tensors
+        return expert.end == "weight" and f"{expert.fused_name}_blocks" in self
 
     def _stored(self, expert: _Expert, shape: Shape) -> dict[str, Stored]:
         """An expert's tensors, all experts' shapes."""
-        experts = max((each.experts.num_experts for each in self.config.layers if each.experts), default=0)
+        experts = max((each.experts.num_experts for each in self._config.layers if each.experts), default=0)
         name = expert.fused_name
         if expert.end == "bias":
             return {name: Stored(((experts, *shape),), FLOATS)}
         outputs, inputs = shape
         if not self._is_quantized(expert):
             shapes = [(experts, inputs, outputs)]
-            if self.config.names.gates_first:  # the order that transformers 5 writes
+            if self._config.names.gates_first:  # the order that transformers 5 writes
                 shapes.append((experts, outputs, inputs))
             return {name: Stored(tuple(shapes), FLOATS)}
         blocks = (experts, outputs, -(-inputs // _BLOCK))

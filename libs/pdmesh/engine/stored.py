@@ -15,11 +15,14 @@ from pdmesh.engine.unused import check_unused
 from pdmesh.errors import ConfigError
 from pdmesh.model import IndexRange
 
+#: By a tensor's name, the open file that holds it, and its name there.
+StoredFiles = dict[str, tuple[Any, str]]
+
 
 class FileTensors:
-    """Names of all tensors, each with the open file that holds it, and its name there."""
+    """Implements `pdmesh.engine.tensors.Tensors` for tensors that are read as they lie."""
 
-    def __init__(self, directory: Path, files: dict[str, tuple[Any, str]]) -> None:
+    def __init__(self, directory: Path, files: StoredFiles) -> None:
         self._directory = directory
         self._files = files
 

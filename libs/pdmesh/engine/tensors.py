@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -19,7 +19,7 @@ from pdmesh.engine.gguf.gguf_tensors import GgufTensors
 from pdmesh.engine.grouped import CODE_BITS, GroupedWeight, grouped, of_float8
 from pdmesh.engine.model_config import ModelConfig, Quantization, QuantizedFormat, TensorNames
 from pdmesh.engine.quantized import Layout, LayoutError, Shape, Stored, Weight, layout_of
-from pdmesh.engine.stored import FileTensors
+from pdmesh.engine.stored import FileTensors, StoredFiles
 from pdmesh.errors import ConfigError
 from pdmesh.model import IndexRange
 
@@ -142,64 +142,56 @@ class UnreadTensors:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedTensors:
+class QuantizedTensors(FileTensors):
     """`Tensors` of a quantised checkpoint, in ``dtype``: what a weight stands for, rounded once."""
 
-    tensors: FileTensors
-    layout: Layout
-    bits: int
-    dtype: torch.dtype
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
+    def __init__(self, directory: Path, files: StoredFiles, layout: Layout, bits: int, dtype: torch.dtype) -> None:
+        super().__init__(directory, files)
+        self._layout = layout
+        self._bits = bits
+        self._dtype = dtype
 
     def check(self, name: str, shape: Shape) -> Sequence[str]:
         if not self._is_quantized(name):
-            return self.tensors.check(name, shape)
+            return super().check(name, shape)
         parts = self._stored(name, shape)
-        used = [part for part, stored in parts.items() if part in self.tensors or not stored.is_optional]
+        used = [part for part, stored in parts.items() if part in self or not stored.is_optional]
         for part in used:
-            self.tensors.check_stored(part, parts[part])
+            self.check_stored(part, parts[part])
         return used
-
-    def check_all_used(self, used: Set[str]) -> None:
-        self.tensors.check_all_used(used)
 
     def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
         if not self._is_quantized(name):
-            return self.tensors.read(name, shape, rows)
-        out = torch.empty(shape, dtype=self.dtype)
+            return super().read(name, shape, rows)
+        out = torch.empty(shape, dtype=self._dtype)
         self._weight(name, shape).write(out)
         return some(out, rows)
 
     def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:
         if not self._is_quantized(name):
             return None
-        weight = self._weight(name, shape).grouped(self.bits)
+        weight = self._weight(name, shape).grouped(self._bits)
         if weight is not None and not weight.is_finite:
             raise ConfigError(f"{name}: the quantised weight has values that are no numbers; download it again")
         return weight if weight is None or rows is None else weight.rows(torch.arange(*rows))
 
     def _weight(self, name: str, shape: Shape) -> Weight:
         self.check(name, shape)
-        stored, ends = self._stored(name, shape), self.layout.tensors(*shape)
-        found = {
-            end: self.tensors.read_stored(part) for end, part in zip(ends, stored, strict=True) if part in self.tensors
-        }
+        stored, ends = self._stored(name, shape), self._layout.tensors(*shape)
+        found = {end: self.read_stored(part) for end, part in zip(ends, stored, strict=True) if part in self}
         try:
-            return self.layout.weight(found, *shape)
+            return self._layout.weight(found, *shape)
         except LayoutError as error:
             raise ConfigError(f"{name}: the quantised weight {error}; download the checkpoint again") from error
 
     def _stored(self, name: str, shape: Shape) -> dict[str, Stored]:
         """A weight's tensors by their whole names."""
         prefix = name.removesuffix(_WEIGHT)
-        return {f"{prefix}.{end}": stored for end, stored in self.layout.tensors(*shape).items()}
+        return {f"{prefix}.{end}": stored for end, stored in self._layout.tensors(*shape).items()}
 
     def _is_quantized(self, name: str) -> bool:
         prefix = name.removesuffix(_WEIGHT)
-        return name.endswith(_WEIGHT) and any(f"{prefix}.{marker}" in self.tensors for marker in self.layout.markers)
+        return name.endswith(_WEIGHT) and any(f"{prefix}.{marker}" in self for marker in self._layout.markers)
 
 
 def some(tensor: Tensor, rows: IndexRange | None) -> Tensor:
@@ -215,17 +207,16 @@ def open_tensors(directory: Path, config: ModelConfig, dtype: torch.dtype) -> It
         yield GgufTensors(weight_files(directory), dtype)
         return
     with ExitStack() as stack:
-        files: dict[str, tuple[Any, str]] = {}
+        files: StoredFiles = {}
         for path in weight_files(directory):
             file = stack.enter_context(safe_open(path, framework="pt"))
             files |= {_name_of(name, config.names): (file, name) for name in file.keys()}  # noqa: SIM118
-        tensors = FileTensors(directory, files)
         if config.names.fuses_experts:
-            yield FusedExpertTensors(tensors, config)
+            yield FusedExpertTensors(directory, files, config)
         elif quantization is None:
-            yield tensors
+            yield FileTensors(directory, files)
         else:
-            yield QuantizedTensors(tensors, _layout_of(quantization), quantization.bits, dtype)
+            yield QuantizedTensors(directory, files, _layout_of(quantization), quantization.bits, dtype)
 
 
 def _layout_of(quantization: Quantization) -> Layout:
