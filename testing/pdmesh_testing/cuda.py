@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pdmesh.engine.compute import Compute, Loaded
+from pdmesh.engine.compute import Cache, Compute, Loaded
 from pdmesh.engine.cuda.cuda_forward import DeviceForward
 from pdmesh.engine.cuda.flashinfer import FlashInfer
 from pdmesh.engine.cuda.kv_store import DeviceKvStore
@@ -171,15 +171,17 @@ class FakeRecorder:
         return work
 
 
-def fake_cuda_compute(loaded: Loaded, library: FakeFlashInfer, streams: FakeStreams, recorder: FakeRecorder) -> Compute:
+def fake_cuda_compute(
+    loaded: Loaded, cache: Cache, library: FakeFlashInfer, streams: FakeStreams, recorder: FakeRecorder
+) -> Compute:
     """What `pdmesh.engine.cuda.cuda_compute.cuda_compute` puts together, on the host and for any dtype."""
-    store = DeviceKvStore(loaded.layout, loaded.num_blocks, streams)
+    store = DeviceKvStore(loaded.layout, cache.num_blocks, streams)
     flashinfer = FlashInfer(
         library,
         loaded.layout,
         num_heads=loaded.config.num_heads,
-        scale=loaded.scale,
-        max_decodes=loaded.max_num_seqs,
+        scale=loaded.config.scale,
+        max_decodes=loaded.options.max_num_seqs,
         num_multiprocessors=4,
         device=streams.device,
     )
@@ -191,6 +193,6 @@ def fake_cuda_compute(loaded: Loaded, library: FakeFlashInfer, streams: FakeStre
         streams,
         recorder,
         max_model_len=loaded.max_model_len,
-        max_num_seqs=loaded.max_num_seqs,
+        max_num_seqs=loaded.options.max_num_seqs,
     )
     return Compute(name="fake", arithmetic="fake", forward=forward, kv=store)

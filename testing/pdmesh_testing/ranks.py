@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdmesh.engine.compute import ComputeOptions
 from pdmesh.engine.forward import DirectForward
 from pdmesh.engine.identity import weights_identity
-from pdmesh.engine.model_loading import ComputeOptions, load_model
+from pdmesh.engine.model_loading import load_model
 from pdmesh.engine.ranks.channel import StageChannel
 from pdmesh.engine.ranks.following import Follower
 from pdmesh.engine.ranks.group import EXCHANGE_BYTES, RankGroup, SharedMemoryGroup

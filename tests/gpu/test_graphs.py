@@ -58,8 +58,8 @@ def fast_engine(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> TorchEngin
         engine = TorchEngine(checkpoint, num_blocks=128, max_num_seqs=8, device=DEVICE)
     else:
 
-        def choose(loaded: Any, device: object, *, native: bool) -> Any:
-            return fake_cuda_compute(loaded, FakeFlashInfer(), FakeStreams(), FakeRecorder())
+        def choose(loaded: Any, cache: Any) -> Any:
+            return fake_cuda_compute(loaded, cache, FakeFlashInfer(), FakeStreams(), FakeRecorder())
 
         with monkeypatch.context() as patched:
             patched.setattr(loading, "choose_compute", choose)

@@ -14,7 +14,7 @@ import torch
 from pdmesh.engine import model_loading as loading
 from pdmesh.engine import runner
 from pdmesh.engine.base import SequenceSlice, SliceResult
-from pdmesh.engine.compute import Compute, Loaded
+from pdmesh.engine.compute import Cache, Compute, Loaded
 from pdmesh.engine.cuda import layer_graphs
 from pdmesh.engine.cuda.cuda_forward import DeviceForward, paced
 from pdmesh.engine.cuda.graphs import MAX_BATCH_SIZE, graph_batch_size
@@ -50,8 +50,8 @@ class FakeDevice:
     def engine(
         self, directory: Path, monkeypatch: pytest.MonkeyPatch, *, num_blocks: int = 64, max_num_seqs: int = 256
     ) -> TorchEngine:
-        def choose(loaded: Loaded, device: torch.device, *, native: bool) -> Compute:
-            return fake_cuda_compute(loaded, self.library, self.streams, self.recorder)
+        def choose(loaded: Loaded, cache: Cache) -> Compute:
+            return fake_cuda_compute(loaded, cache, self.library, self.streams, self.recorder)
 
         with monkeypatch.context() as patched:
             patched.setattr(loading, "choose_compute", choose)

@@ -9,7 +9,8 @@ import torch
 
 from pdmesh.engine import model_loading as loading
 from pdmesh.engine.calibration import prompt_of
-from pdmesh.engine.model_loading import ComputeOptions, decided_dtype, load_model
+from pdmesh.engine.compute import ComputeOptions
+from pdmesh.engine.model_loading import decided_dtype, load_model
 from pdmesh.engine.ranks.share import RankShare
 from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
 from pdmesh_testing.quantized_checkpoints import write_quantized

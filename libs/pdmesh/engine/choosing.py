@@ -8,7 +8,7 @@ import torch
 
 from pdmesh.engine.arithmetic_class import class_name, torch_kind
 from pdmesh.engine.attention import AttentionBackend, PartialBackend, TorchAttention
-from pdmesh.engine.compute import Compute, Loaded
+from pdmesh.engine.compute import Cache, Compute, Loaded
 from pdmesh.engine.forward import DirectForward
 from pdmesh.engine.kernels import Elementwise, Kernels, TorchKernels
 from pdmesh.engine.kv_cache import TORCH_DTYPES, TorchKvStore
@@ -75,50 +75,51 @@ def choose_attention(
     return AttentionChoice(TorchAttention(layout, config.scale, cpu, config.score_cap, num_cache_heads), None)
 
 
-def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compute:
-    """The fastest that there is for this model here; without ``native`` the reference, plain torch."""
-    if device.type == "cuda":
+def choose_compute(loaded: Loaded, cache: Cache) -> Compute:
+    """The fastest that there is for this model here; without ``options.native`` the reference, plain torch."""
+    options = loaded.options
+    if options.device.type == "cuda":
         from pdmesh.engine.cuda.cuda_compute import cuda_compute  # only where there is a device
 
-        return cuda_compute(loaded, device, native=native)
+        return cuda_compute(loaded, cache)
     config, layout = loaded.rank_config, loaded.rank_layout
     attention, masking = choose_attention(
         config,
         layout,
         loaded.kernels.library,
         num_cache_heads=loaded.layout.num_kv_heads,
-        deterministic=loaded.deterministic,
-        in_ranges=loaded.range_tokens > 0,
+        deterministic=options.deterministic,
+        in_ranges=options.range_tokens > 0,
     )
-    kernels: Kernels = TorchKernels(Elementwise.of(config), loaded.deterministic, TORCH_DTYPES[layout.dtype])
+    kernels: Kernels = TorchKernels(Elementwise.of(config), options.deterministic, TORCH_DTYPES[layout.dtype])
     name, library = "torch", loaded.kernels.library
     kinds, needs_torch = [] if library is None else [library.level.kind], True
     if library is not None and suits(library.level, config, layout):
-        native_kernels = NativeKernels(library, Elementwise.of(config), loaded.deterministic)
+        native_kernels = NativeKernels(library, Elementwise.of(config), options.deterministic)
         if masking is not None:
             kinds.append(masking.level.kind)
         kernels, name = native_kernels, f"native {library.level}"
         needs_torch = masking is None or config.has_experts or config.has_sinks or not native_kernels.are_complete
     if needs_torch:
-        kind = torch_kind(device, deterministic=loaded.deterministic)
+        kind = torch_kind(options.device, deterministic=options.deterministic)
         kinds.append(kind if loaded.share.rounds_as_one(loaded.config) else f"{kind}-of-{loaded.share.num_ranks}")
     if loaded.weights.scales_sums:
         kinds.append(PACKED_KIND)
     ranged: AttentionBackend = attention
-    if loaded.range_tokens:
-        ranged = RangedAttention(attention, loaded.range_tokens, layout.block_size)
-        kinds.append(f"ranges-{loaded.range_tokens}")
+    if options.range_tokens:
+        ranged = RangedAttention(attention, options.range_tokens, layout.block_size)
+        kinds.append(f"ranges-{options.range_tokens}")
     transformer = loaded.transformer(kernels)
-    store = TorchKvStore(loaded.layout, loaded.num_blocks, loaded.memory, loaded.num_frames)
+    store = TorchKvStore(loaded.layout, *cache)
     caches = store.layers[slice(*loaded.layers)]
     forward = DirectForward(
         transformer,
         ranged,
         caches,
         layout=loaded.layout,
-        device=device,
+        device=options.device,
         frames=store.frames,
-        any_num_threads=not (needs_torch or loaded.range_tokens or config.logit_cap),  # caps are torch's
+        any_num_threads=not (needs_torch or options.range_tokens or config.logit_cap),  # caps are torch's
     )
     return Compute(
         name=name,

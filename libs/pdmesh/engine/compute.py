@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from pdmesh.engine.checkpoint import ModelWeights
@@ -29,27 +31,44 @@ class PagedStore(KvStore, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """A model in memory, and the cache it is to have."""
+class ComputeOptions:
+    """How a checkpoint is computed; `pdmesh.engine.runner.TorchEngine` says what each means."""
 
+    device: torch.device
+    block_size: int = 16
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    prefill_attention: str = "auto"
+    deterministic: bool = False
+    native: bool = True
+    has_random_weights: bool = False
+    cpu_level: str = "auto"
+    ordered: bool = False
+    lora: Path | None = None
+    range_tokens: int = 0
+    frees_windows: bool = False
+
+
+class Cache(NamedTuple):
+    """The cache that a model is to have."""
+
+    num_blocks: int
+    memory: Tensor | None = None  # shared with the other ranks; None: its own
+    num_frames: int | None = None  # of layers with a window; None: one for each block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A model in memory, or a rank's part of it."""
+
+    options: ComputeOptions
     config: ModelConfig
     weights: ModelWeights
-    layout: KvLayout
-    num_blocks: int
+    layout: KvLayout  # of the whole cache
     max_model_len: int
-    max_num_seqs: int  # decodes of one step
-    prefill_attention: str  # which of a device's ways, by name; "auto": by the chunk's length
-    deterministic: bool
     kernels: KernelChoice  # compiled ones, for the CPU
     share: RankShare = WHOLE  # what of the model this is
-    range_tokens: int = 0  # of ranges of a context that are attended to apart; 0: none
-    num_frames: int | None = None  # of layers with a window; None: one for each block
-    memory: Tensor | None = None  # of the cache, shared with the other ranks; None: its own
-
-    @property
-    def scale(self) -> float:
-        """The factor of attention scores."""
-        return self.config.scale
 
     @property
     def rank_config(self) -> ModelConfig:
@@ -72,7 +91,7 @@ class Loaded:
             replace(config, layers=config.layers[slice(*layers)]),
             self.weights,
             kernels,
-            deterministic=self.deterministic,
+            deterministic=self.options.deterministic,
             cache_heads=None if self.share.is_whole else self.share.kv_heads(self.config),
             first_layer=layers.start,
         )

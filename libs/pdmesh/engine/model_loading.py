@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import structlog
-import torch
 from torch import Tensor
 
 from pdmesh.engine.architectures.undescribed import check_installed
 from pdmesh.engine.calibration import FLOAT16_LIMIT, largest_activation, num_calibration_blocks
-from pdmesh.engine.checkpoint import ModelWeights, load_weights, random_weights
+from pdmesh.engine.checkpoint import load_weights, random_weights
 from pdmesh.engine.choosing import choose_compute, choose_library
-from pdmesh.engine.compute import Compute, Loaded
+from pdmesh.engine.compute import Cache, Compute, ComputeOptions, Loaded
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.levels import KernelChoice
@@ -28,26 +27,6 @@ from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputeOptions:
-    """How a checkpoint is computed; `pdmesh.engine.runner.TorchEngine` says what each means."""
-
-    device: torch.device
-    block_size: int = 16
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    prefill_attention: str = "auto"
-    deterministic: bool = False
-    native: bool = True
-    has_random_weights: bool = False
-    cpu_level: str = "auto"
-    ordered: bool = False
-    lora: Path | None = None
-    range_tokens: int = 0
-    frees_windows: bool = False
 
 
 class LoadedModel(Protocol):
@@ -74,36 +53,11 @@ class LoadedModel(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedWeights:
+class LoadedWeights(Loaded):
     """A `LoadedModel` that is described."""
 
-    options: ComputeOptions
-    config: ModelConfig
-    layout: KvLayout
-    max_model_len: int
-    weights: ModelWeights
-    kernels: KernelChoice
-    share: RankShare
-
     def compute(self, num_blocks: int, memory: Tensor | None = None, num_frames: int | None = None) -> Compute:
-        options = self.options
-        loaded = Loaded(
-            config=self.config,
-            weights=self.weights,
-            layout=self.layout,
-            num_blocks=num_blocks,
-            max_model_len=self.max_model_len,
-            max_num_seqs=options.max_num_seqs,
-            prefill_attention=options.prefill_attention,
-            deterministic=options.deterministic,
-            kernels=self.kernels,
-            share=self.share,
-            range_tokens=options.range_tokens,
-            num_frames=num_frames,
-            memory=memory,
-        )
-        return choose_compute(loaded, options.device, native=options.native)
+        return choose_compute(self, Cache(num_blocks, memory, num_frames))
 
 
 class ModelPlan(NamedTuple):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.choosing import choose_attention, choose_library
+from pdmesh.engine.compute import ComputeOptions
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.model_config import ModelConfig
-from pdmesh.engine.model_loading import ComputeOptions
 from pdmesh.engine.ranged_attention import RangedAttention
 from pdmesh.kv.elsewhere import PartQuestion
 from pdmesh.model import KvLayout

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from pdmesh.engine.model_loading import ComputeOptions, LoadedModel, load_model
+from pdmesh.engine.compute import ComputeOptions
+from pdmesh.engine.model_loading import LoadedModel, load_model
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.engine.ranks.share import WHOLE, RankShare
 

@@ -23,7 +23,7 @@ from pdmesh.engine.base import (
     finish_reason,
     with_draft,
 )
-from pdmesh.engine.compute import PagedStore
+from pdmesh.engine.compute import ComputeOptions, PagedStore
 from pdmesh.engine.devices import check_device_name
 from pdmesh.engine.files import load_model_info
 from pdmesh.engine.forward import DirectForward, Forward, StepOutput, drawn_rows, draws, step_spans
@@ -33,7 +33,7 @@ from pdmesh.engine.json_bounds import JsonBounds
 from pdmesh.engine.kv_cache import TorchKvStore
 from pdmesh.engine.lending import Cores, LentDecoder
 from pdmesh.engine.model_config import ModelConfig
-from pdmesh.engine.model_loading import ComputeOptions, LoadedModel, decided_dtype, load_model, plan_model
+from pdmesh.engine.model_loading import LoadedModel, decided_dtype, load_model, plan_model
 from pdmesh.engine.part_attention import PartAttention, part_attention
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.engine.ranks.leading import Followers, LeadingForward

@@ -132,7 +132,7 @@ def preload(config: MeshConfig) -> PreloadedModel | None:
     """
     import torch
 
-    from pdmesh.engine.model_loading import ComputeOptions
+    from pdmesh.engine.compute import ComputeOptions
     from pdmesh.engine.preloaded import preload_model
 
     torch.set_num_threads(1)
@@ -180,7 +180,8 @@ def with_decided_dtype(config: MeshConfig, num_threads: int) -> MeshConfig:
         return config
     import torch
 
-    from pdmesh.engine.model_loading import ComputeOptions, decided_dtype
+    from pdmesh.engine.compute import ComputeOptions
+    from pdmesh.engine.model_loading import decided_dtype
 
     torch.set_num_threads(num_threads)
     options = ComputeOptions(device=torch.device("cpu"), **_compute_options(worker))
@@ -195,7 +196,8 @@ def load_rank(config: MeshConfig, num_threads: int, group: RankGroup) -> tuple[L
     """
     import torch
 
-    from pdmesh.engine.model_loading import ComputeOptions, load_model
+    from pdmesh.engine.compute import ComputeOptions
+    from pdmesh.engine.model_loading import load_model
 
     torch.set_num_threads(num_threads)
     options = ComputeOptions(device=torch.device("cpu"), **_compute_options(config.worker))

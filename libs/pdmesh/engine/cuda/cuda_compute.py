@@ -7,7 +7,7 @@ import torch
 
 from pdmesh.engine.arithmetic_class import class_name, torch_kind
 from pdmesh.engine.attention import TorchAttention
-from pdmesh.engine.compute import Compute, Loaded
+from pdmesh.engine.compute import Cache, Compute, Loaded
 from pdmesh.engine.cuda import has_triton
 from pdmesh.engine.cuda.cuda_forward import DeviceForward
 from pdmesh.engine.cuda.flashinfer import FlashInfer, load_library, suits
@@ -24,10 +24,11 @@ from pdmesh.model import KvLayout
 log = structlog.get_logger()
 
 
-def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compute:
+def cuda_compute(loaded: Loaded, cache: Cache) -> Compute:
     """Called on the thread that will execute the steps."""
-    layout, streams = loaded.layout, CudaStreams(device)
-    store = device_store(layout, loaded.num_blocks, streams)
+    layout, options, device, native = loaded.layout, loaded.options, loaded.options.device, loaded.options.native
+    streams = CudaStreams(device)
+    store = device_store(layout, cache.num_blocks, streams)
     library = load_library() if native and suits(layout) and not _needs_reference(loaded.config) else None
     transformer = loaded.transformer(_kernels(loaded, native=native and layout.dtype == "bfloat16"))
     kinds = [torch_kind(device, deterministic=False)]
@@ -35,7 +36,7 @@ def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compu
         kinds.append("triton")
     if library is None:
         arithmetic = class_name(layout.dtype, kinds)
-        attention = TorchAttention(layout, loaded.scale, streams.device, loaded.config.score_cap)
+        attention = TorchAttention(layout, loaded.config.scale, streams.device, loaded.config.score_cap)
         direct = DirectForward(transformer, attention, store.layers, layout=layout, device=streams.device)
         return Compute(name="torch on cuda", arithmetic=arithmetic, forward=direct, kv=store)
     transformer.tabulate_rotation(loaded.max_model_len)
@@ -43,11 +44,11 @@ def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compu
         library,
         layout,
         num_heads=loaded.config.num_heads,
-        scale=loaded.scale,
-        max_decodes=loaded.max_num_seqs,
+        scale=loaded.config.scale,
+        max_decodes=options.max_num_seqs,
         num_multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count,
         device=device,
-        prefill_backend=loaded.prefill_attention,
+        prefill_backend=options.prefill_attention,
     )
     forward = DeviceForward(
         transformer,
@@ -56,11 +57,11 @@ def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compu
         streams,
         CudaRecorder(),
         max_model_len=loaded.max_model_len,
-        max_num_seqs=loaded.max_num_seqs,
+        max_num_seqs=options.max_num_seqs,
         write=_page_writer(native=native),
     )
     forward.warm_up()
-    kinds.append(f"flashinfer-{library.__version__}-{loaded.prefill_attention}")
+    kinds.append(f"flashinfer-{library.__version__}-{options.prefill_attention}")
     arithmetic = class_name(layout.dtype, kinds)
     return Compute(name="flashinfer", arithmetic=arithmetic, forward=forward, kv=store)
 
