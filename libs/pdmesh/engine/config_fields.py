@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -129,11 +129,12 @@ def dense(
     theta: float = 10_000.0,
     tied: bool = False,
     partial: float = 1.0,
+    biases: Sequence[str] = (),
 ) -> ModelConfig:
-    """The description of a Llama with these fields: what other dense models differ from.
+    """Describe a Llama with these fields, from which other dense models differ.
 
-    Arguments are defaults of absent fields, as in transformers' configuration class; ``partial`` is that of
-    ``partial_rotary_factor``.
+    Arguments are the defaults of absent fields, as in transformers' configuration class. ``partial`` is the default of
+    ``partial_rotary_factor``. ``biases`` names the fields that tell of biases: "attention_bias", "mlp_bias".
     """
     where = fields.where
     num_heads = fields.integer("num_attention_heads")
@@ -152,6 +153,7 @@ def dense(
     max_position_embeddings = fields.integer("max_position_embeddings", default=max_position_embeddings)
     rotary_dim = _rotary_dim(fields, head_dim, partial)
     rope = rope_of(fields, max_position_embeddings, theta=theta, rotary_dim=rotary_dim)
+    has_bias = {name: name in biases and fields.boolean(name) for name in ("attention_bias", "mlp_bias")}
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -166,6 +168,9 @@ def dense(
         max_model_len=_max_model_len(rope, max_position_embeddings),
         dtype=dtype_of(fields),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=tied),
+        qkv_bias=has_bias["attention_bias"],
+        output_bias=has_bias["attention_bias"],
+        mlp_bias=has_bias["mlp_bias"],
         rotary_dim=rotary_dim,
         activation=fields.choice("hidden_act", Activation, default=Activation.SILU),
     )
@@ -188,29 +193,30 @@ def experts_of(fields: Fields, *, intermediate_size: str, normalizes: bool) -> E
     )
 
 
-def windowed(
-    layers: Sequence[LayerConfig], window: int | None, windows: Sequence[bool], max_model_len: int
-) -> tuple[LayerConfig, ...]:
-    """The layers with a window where ``windows`` says so; one that holds every sequence is none."""
-    if window is None or window >= max_model_len:
-        return tuple(layers)
-    return tuple(
-        replace(layer, window=window if has_window else None) for layer, has_window in zip(layers, windows, strict=True)
-    )
+def windowed(config: ModelConfig, window: int | None, windows: Sequence[bool] = ()) -> tuple[LayerConfig, ...]:
+    """Return the layers, with a window where ``windows`` marks one; all have it if that is empty.
+
+    A window that holds every sequence is none.
+    """
+    if window is None or window >= config.max_model_len:
+        return config.layers
+    marked = zip(config.layers, windows or [True] * config.num_layers, strict=True)
+    return tuple(replace(layer, window=window if has_window else None) for layer, has_window in marked)
 
 
-def listed_windows(fields: Fields, num_layers: int) -> tuple[bool, ...] | None:
-    """Whether a layer has a window, by ``layer_types``; None where these are not listed."""
-    return fields.layer_flags("layer_types", {"full_attention": False, "sliding_attention": True}, num_layers)
+def listed_windows(fields: Fields, num_layers: int, unlisted: Callable[[int], bool]) -> Sequence[bool]:
+    """Return whether each layer has a window: by ``layer_types``, or by the layer's number if these are not listed."""
+    listed = fields.layer_flags("layer_types", {"full_attention": False, "sliding_attention": True}, num_layers)
+    return listed or [unlisted(number) for number in range(num_layers)]
 
 
-def layered_ropes(
-    fields: Fields, config: ModelConfig, *, theta: float, local_theta: float | None
-) -> tuple[RopeConfig, RopeConfig]:
-    """The rotations of layers with a window and of those without.
+def with_layered_ropes(
+    fields: Fields, config: ModelConfig, windows: Sequence[bool], *, theta: float, local_theta: float | None
+) -> ModelConfig:
+    """Return the model with one rotation for the layers that ``windows`` marks, and another for the rest.
 
-    ``rope_parameters`` has one of each (transformers 5); before, scaling was that of layers without a window, whose
-    base is ``rope_theta``, and the others' was ``rope_local_base_freq``: ``local_theta`` if absent, None: the same.
+    ``rope_parameters`` has one of each (transformers 5). Older files scale the layers without a window, whose base is
+    ``rope_theta``. The base of the others is ``rope_local_base_freq``: ``local_theta`` if absent, None: the same.
     """
     nested = fields.part("rope_parameters")
     found = [nested.part(name) if nested is not None else None for name in ("sliding_attention", "full_attention")]
@@ -228,7 +234,9 @@ def layered_ropes(
         )
         for own, before, base in zip(found, scaled, thetas, strict=True)
     )
-    return sliding, full
+    marked = zip(config.layers, windows, strict=True)
+    layers = [replace(layer, rope=sliding if has_window else full) for layer, has_window in marked]
+    return replace(config, layers=tuple(layers))
 
 
 def dtype_of(fields: Fields) -> str:

@@ -17,16 +17,20 @@ def _describe(fields: Fields) -> ModelConfig:
 
 def gemma(fields: Fields, name: str, *, max_position_embeddings: int = 8192) -> ModelConfig:
     """What the models of the family share."""
-    attention_bias = fields.boolean("attention_bias")
-    config = dense(fields, name, head_dim=256, max_position_embeddings=max_position_embeddings, tied=True)
+    config = dense(
+        fields,
+        name,
+        head_dim=256,
+        max_position_embeddings=max_position_embeddings,
+        tied=True,
+        biases=["attention_bias"],
+    )
     return replace(
         config,
         # ``hidden_act`` of the first checkpoints said "gelu", and was never meant
         activation=fields.choice("hidden_activation", Activation, default=Activation.GELU_TANH),
         norm=replace(config.norm, offset=1.0, in_float32=True),
         embedding_scale=config.hidden_size**0.5,
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
     )
 
 

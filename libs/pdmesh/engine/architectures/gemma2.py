@@ -22,10 +22,10 @@ NAMES = TensorNames(
 def _describe(fields: Fields) -> ModelConfig:
     config = gemma(fields, _NAME)
     window = fields.optional_integer("sliding_window", default=4096)
-    windows = listed_windows(fields, config.num_layers) or [number % 2 == 0 for number in range(config.num_layers)]
+    windows = listed_windows(fields, config.num_layers, lambda number: number % 2 == 0)
     return replace(
         config,
-        layers=windowed(config.layers, window, windows, config.max_model_len),
+        layers=windowed(config, window, windows),
         attention_scale=fields.number("query_pre_attn_scalar", default=256.0) ** -0.5,
         score_cap=fields.optional_number("attn_logit_softcapping", default=50.0),
         logit_cap=fields.optional_number("final_logit_softcapping", default=30.0),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.architectures.gemma import gemma
 from pdmesh.engine.architectures.gemma2 import NAMES
-from pdmesh.engine.config_fields import Fields, layered_ropes, listed_windows, windowed
+from pdmesh.engine.config_fields import Fields, listed_windows, windowed, with_layered_ropes
 from pdmesh.engine.model_config import ModelConfig, QkNorm
 
 _NAME = "Gemma3ForCausalLM"
@@ -18,17 +18,12 @@ def _describe(fields: Fields) -> ModelConfig:
         raise fields.error("use_bidirectional_attention is set: it is an encoder, and only decoders are served")
     config = gemma(fields, _NAME, max_position_embeddings=131072)
     pattern = fields.integer("sliding_window_pattern", default=6)
-    windows = listed_windows(fields, config.num_layers) or [
-        (number + 1) % pattern != 0 for number in range(config.num_layers)
-    ]
-    local, everywhere = layered_ropes(fields, config, local_theta=10_000.0, theta=1_000_000.0)
-    layers = [
-        replace(layer, rope=local if has_window else everywhere)
-        for layer, has_window in zip(config.layers, windows, strict=True)
-    ]
+    windows = listed_windows(fields, config.num_layers, lambda number: (number + 1) % pattern != 0)
+    config = with_layered_ropes(fields, config, windows, local_theta=10_000.0, theta=1_000_000.0)
+    window = fields.optional_integer("sliding_window", default=4096)
     return replace(
         config,
-        layers=windowed(layers, fields.optional_integer("sliding_window", default=4096), windows, config.max_model_len),
+        layers=windowed(config, window, windows),
         attention_scale=fields.number("query_pre_attn_scalar", default=256.0) ** -0.5,
         max_model_len=config.max_position_embeddings,  # stretched already
         score_cap=fields.optional_number("attn_logit_softcapping"),

@@ -17,13 +17,12 @@ def _describe(fields: Fields) -> ModelConfig:
     if (alpha := fields.number("swiglu_alpha", default=_ALPHA)) != _ALPHA:
         raise fields.error(f"swiglu_alpha is {alpha}; served is {_ALPHA}")
     window = fields.optional_integer("sliding_window", default=128)
-    windows = listed_windows(fields, config.num_layers) or [number % 2 == 0 for number in range(config.num_layers)]
+    windows = listed_windows(fields, config.num_layers, lambda number: number % 2 == 0)
     experts = replace(experts_of(fields, intermediate_size="intermediate_size", normalizes=True), has_bias=True)
-    layers = windowed(config.layers, window, windows, config.max_model_len)
     has_bias = fields.boolean("attention_bias", default=True)
     return replace(
         config,
-        layers=tuple(replace(layer, experts=experts) for layer in layers),
+        layers=tuple(replace(layer, experts=experts) for layer in windowed(config, window, windows)),
         qkv_bias=has_bias,
         output_bias=has_bias,
         has_sinks=True,

@@ -12,12 +12,8 @@ _NAME = "GraniteForCausalLM"
 
 
 def _describe(fields: Fields) -> ModelConfig:
-    attention_bias = fields.boolean("attention_bias")
     return replace(
-        dense(fields, _NAME),
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=fields.boolean("mlp_bias"),
+        dense(fields, _NAME, biases=("attention_bias", "mlp_bias")),
         attention_scale=fields.number("attention_multiplier", default=1.0),
         embedding_scale=fields.number("embedding_multiplier", default=1.0),
         residual_scale=fields.number("residual_multiplier", default=1.0),

@@ -14,8 +14,8 @@ _NAME = "MinistralForCausalLM"
 def _describe(fields: Fields) -> ModelConfig:
     config = dense(fields, _NAME, max_position_embeddings=131072)
     window = fields.optional_integer("sliding_window", default=4096)
-    windows = listed_windows(fields, config.num_layers) or [True] * config.num_layers
-    return replace(config, layers=windowed(config.layers, window, windows, config.max_model_len))
+    windows = listed_windows(fields, config.num_layers, lambda _: True)
+    return replace(config, layers=windowed(config, window, windows))
 
 
 ARCHITECTURE = Architecture(_NAME, "ministral", _describe)

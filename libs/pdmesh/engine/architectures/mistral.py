@@ -14,8 +14,7 @@ _NAME = "MistralForCausalLM"
 def _describe(fields: Fields) -> ModelConfig:
     config = dense(fields, _NAME, max_position_embeddings=131072)
     window = fields.optional_integer("sliding_window", default=4096)
-    every_layer = [True] * config.num_layers
-    return replace(config, layers=windowed(config.layers, window, every_layer, config.max_model_len))
+    return replace(config, layers=windowed(config, window))
 
 
 ARCHITECTURE = Architecture(_NAME, "mistral", _describe)

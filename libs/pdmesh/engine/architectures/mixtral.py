@@ -14,8 +14,7 @@ _NAME = "MixtralForCausalLM"
 def _describe(fields: Fields) -> ModelConfig:
     config = dense(fields, _NAME, max_position_embeddings=131072, epsilon=1e-5)
     experts = experts_of(fields, intermediate_size="intermediate_size", normalizes=True)
-    window, every_layer = fields.optional_integer("sliding_window"), [True] * config.num_layers
-    layers = windowed(config.layers, window, every_layer, config.max_model_len)
+    layers = windowed(config, fields.optional_integer("sliding_window"))
     return replace(
         config,
         layers=tuple(replace(layer, experts=experts) for layer in layers),

@@ -17,11 +17,8 @@ def _describe(fields: Fields) -> ModelConfig:
 
 def olmo(fields: Fields, name: str) -> ModelConfig:
     """What OLMo 2 and 3 share."""
-    attention_bias = fields.boolean("attention_bias")
     return replace(
-        dense(fields, name, epsilon=1e-5),
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
+        dense(fields, name, epsilon=1e-5, biases=["attention_bias"]),
         qk_norm=QkNorm.ALL_HEADS,
         names=TensorNames(
             input_norm=None,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.architectures.olmo2 import olmo
-from pdmesh.engine.config_fields import Fields, layered_ropes, listed_windows, windowed
+from pdmesh.engine.config_fields import Fields, listed_windows, windowed, with_layered_ropes
 from pdmesh.engine.model_config import ModelConfig
 
 _NAME = "Olmo3ForCausalLM"
@@ -14,18 +14,12 @@ _NAME = "Olmo3ForCausalLM"
 
 def _describe(fields: Fields) -> ModelConfig:
     config = olmo(fields, _NAME)
-    windows = listed_windows(fields, config.num_layers) or [
-        (number + 1) % 4 != 0 for number in range(config.num_layers)
-    ]
-    local, everywhere = layered_ropes(fields, config, theta=10_000.0, local_theta=None)
-    layers = [
-        replace(layer, rope=local if has_window else everywhere)
-        for layer, has_window in zip(config.layers, windows, strict=True)
-    ]
+    windows = listed_windows(fields, config.num_layers, lambda number: (number + 1) % 4 != 0)
+    config = with_layered_ropes(fields, config, windows, theta=10_000.0, local_theta=None)
     window = fields.optional_integer("sliding_window", default=4096)
     return replace(
         config,
-        layers=windowed(layers, window, windows, config.max_model_len),
+        layers=windowed(config, window, windows),
         max_model_len=config.max_position_embeddings,  # stretched already
     )
 

@@ -14,18 +14,15 @@ _NAME = "OlmoeForCausalLM"
 def _describe(fields: Fields) -> ModelConfig:
     if fields.raw.get("clip_qkv") is not None:
         raise fields.error("clip_qkv is set: clipped queries, keys and values are not served")
-    config = dense(fields, _NAME, max_position_embeddings=4096, epsilon=1e-5)
+    config = dense(fields, _NAME, max_position_embeddings=4096, epsilon=1e-5, biases=["attention_bias"])
     experts = experts_of(
         fields,
         intermediate_size="intermediate_size",
         normalizes=fields.boolean("norm_topk_prob"),
     )
-    attention_bias = fields.boolean("attention_bias")
     return replace(
         config,
         layers=tuple(replace(layer, experts=experts) for layer in config.layers),
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
         qk_norm=QkNorm.ALL_HEADS,
     )
 

@@ -13,10 +13,9 @@ _NAME = "Phi3ForCausalLM"
 
 def _describe(fields: Fields) -> ModelConfig:
     config = dense(fields, _NAME, max_position_embeddings=4096, epsilon=1e-5)
-    every_layer = [True] * config.num_layers
     return replace(
         config,
-        layers=windowed(config.layers, fields.optional_integer("sliding_window"), every_layer, config.max_model_len),
+        layers=windowed(config, fields.optional_integer("sliding_window")),
         names=TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
     )
 

@@ -20,8 +20,8 @@ def qwen_layers(fields: Fields, config: ModelConfig) -> tuple[LayerConfig, ...]:
     """The layers' windows: ``use_sliding_window`` allows them, from ``max_window_layers`` on unless listed."""
     window = fields.optional_integer("sliding_window", default=4096) if fields.boolean("use_sliding_window") else None
     first = fields.integer("max_window_layers", default=28)
-    windows = listed_windows(fields, config.num_layers) or [number >= first for number in range(config.num_layers)]
-    return windowed(config.layers, window, windows, config.max_model_len)
+    windows = listed_windows(fields, config.num_layers, lambda number: number >= first)
+    return windowed(config, window, windows)
 
 
 ARCHITECTURE = Architecture(_NAME, "qwen2", _describe)

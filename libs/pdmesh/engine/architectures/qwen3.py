@@ -13,15 +13,8 @@ _NAME = "Qwen3ForCausalLM"
 
 
 def _describe(fields: Fields) -> ModelConfig:
-    config = dense(fields, _NAME, head_dim=128, max_position_embeddings=32768)
-    attention_bias = fields.boolean("attention_bias")
-    return replace(
-        config,
-        layers=qwen_layers(fields, config),
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        qk_norm=QkNorm.HEAD,
-    )
+    config = dense(fields, _NAME, head_dim=128, max_position_embeddings=32768, biases=["attention_bias"])
+    return replace(config, layers=qwen_layers(fields, config), qk_norm=QkNorm.HEAD)
 
 
 ARCHITECTURE = Architecture(_NAME, "qwen3", _describe)

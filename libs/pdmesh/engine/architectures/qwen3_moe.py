@@ -13,7 +13,7 @@ _NAME = "Qwen3MoeForCausalLM"
 
 
 def _describe(fields: Fields) -> ModelConfig:
-    config = dense(fields, _NAME, max_position_embeddings=32768)
+    config = dense(fields, _NAME, max_position_embeddings=32768, biases=["attention_bias"])
     experts = experts_of(
         fields,
         intermediate_size="moe_intermediate_size",
@@ -26,10 +26,7 @@ def _describe(fields: Fields) -> ModelConfig:
         layer if number in dense_layers or (number + 1) % step else replace(layer, experts=experts)
         for number, layer in enumerate(qwen_layers(fields, config))
     ]
-    attention_bias = fields.boolean("attention_bias")
-    return replace(
-        config, layers=tuple(layers), qkv_bias=attention_bias, output_bias=attention_bias, qk_norm=QkNorm.HEAD
-    )
+    return replace(config, layers=tuple(layers), qk_norm=QkNorm.HEAD)
 
 
 ARCHITECTURE = Architecture(_NAME, "qwen3_moe", _describe)

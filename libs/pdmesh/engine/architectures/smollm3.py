@@ -12,7 +12,8 @@ _NAME = "SmolLM3ForCausalLM"
 
 
 def _describe(fields: Fields) -> ModelConfig:
-    config = dense(fields, _NAME, max_position_embeddings=32768, theta=2_000_000.0, tied=True)
+    biases = ("attention_bias", "mlp_bias")
+    config = dense(fields, _NAME, max_position_embeddings=32768, theta=2_000_000.0, tied=True, biases=biases)
     interval = fields.integer("no_rope_layer_interval", default=4)
     rotates = fields.layer_flags("no_rope_layers", {1: True, 0: False}, config.num_layers) or tuple(
         (number + 1) % interval != 0 for number in range(config.num_layers)
@@ -21,15 +22,9 @@ def _describe(fields: Fields) -> ModelConfig:
         layer if rotated else replace(layer, rope=None) for layer, rotated in zip(config.layers, rotates, strict=True)
     ]
     window = fields.optional_integer("sliding_window") if fields.boolean("use_sliding_window") else None
-    windows = listed_windows(fields, config.num_layers) or [not rotated for rotated in rotates]
-    attention_bias = fields.boolean("attention_bias")
-    return replace(
-        config,
-        layers=windowed(layers, window, windows, config.max_model_len),
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=fields.boolean("mlp_bias"),
-    )
+    windows = listed_windows(fields, config.num_layers, lambda number: not rotates[number])
+    config = replace(config, layers=tuple(layers))
+    return replace(config, layers=windowed(config, window, windows))
 
 
 ARCHITECTURE = Architecture(_NAME, "smollm3", _describe)

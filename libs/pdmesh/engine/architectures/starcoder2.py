@@ -14,10 +14,9 @@ _NAME = "Starcoder2ForCausalLM"
 def _describe(fields: Fields) -> ModelConfig:
     config = dense(fields, _NAME, max_position_embeddings=4096, tied=True)
     has_biases = fields.boolean("use_bias", default=True)
-    window, every_layer = fields.optional_integer("sliding_window"), [True] * config.num_layers
     return replace(
         config,
-        layers=windowed(config.layers, window, every_layer, config.max_model_len),
+        layers=windowed(config, fields.optional_integer("sliding_window")),
         norm=NormConfig(epsilon=fields.number("norm_epsilon", default=1e-5), kind=NormKind.LAYER, has_bias=True),
         activation=fields.choice("hidden_act", Activation, default=Activation.GELU_TANH),
         is_gated=False,
