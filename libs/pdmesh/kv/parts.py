@@ -21,7 +21,7 @@ import anyio
 
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.context import KvContext, TransferSide, mismatch
+from pdmesh.kv.context import KvContext, mismatch
 from pdmesh.kv.elsewhere import PartQuestion
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.part_lines import PartLines, PartPort, Said
@@ -235,17 +235,15 @@ class KvParts:
 
     def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
         """Take a question or an answer."""
-        side: HeldPart | SpreadKv | None
-        held: TransferSide | None
-        if header.kind in (PieceKind.QUERY, PieceKind.TOKENS):
-            held = side = self._held.get(header.request_key)
-        else:
-            side = self._homes.get(header.request_key)
-            held = None if side is None else side.side_of(header.source)
-        if side is None or held is None:
-            self._context.drop(piece, "unknown")
-        elif reason := mismatch(held, header):
-            self._context.drop(piece, reason)
+        is_question = header.kind is not PieceKind.ANSWER
+        side = self._held.get(header.request_key) if is_question else self._homes.get(header.request_key)
+        fault: str | None = "unknown"
+        if isinstance(side, HeldPart):
+            fault = mismatch(side, header)
+        elif side is not None:  # each member has a capability of its own
+            fault = None if header.epoch == side.epoch else "epoch"
+        if side is None or fault is not None:
+            self._context.settle(piece, fault)
         elif not piece.load() or not self._context.key.opens_payload(piece.payload, header.check):
             self._context.drop(piece, "checksum")  # nobody asks again: the home's limit ends the step
             if header.kind is PieceKind.TOKENS and isinstance(side, HeldPart) and side.lost is not None:
@@ -418,7 +416,7 @@ class KvParts:
     def _take_from_line(self, waiting: SpreadKv, header: PieceHeader, answer: bytes) -> None:
         """Take an answer to any home, on the thread that waits for one of them."""
         spread = self._homes.get(header.request_key)
-        if spread is None or spread.epoch != header.epoch or not spread.take_from_line(header, answer):
+        if spread is None or spread.epoch != header.epoch or not spread.take(header, answer, is_whole=True):
             self._context.dropped["late answer"] += 1
         elif spread is not waiting and spread.bell is not None:
             spread.bell.ring()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pdmesh.kv.context import TransferSide
 from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.part_lines import Bell, PartLine, PartLines, wait_for_lines
@@ -181,21 +180,29 @@ class SpreadKv:
                 self._on_lines.pop(member, None)
             self._ask_by_pieces(ended)
 
-    def take_from_line(self, header: PieceHeader, answer: bytes) -> bool:
-        """Take an answer. False if it is to no question that waits."""
+    def take(self, header: PieceHeader, data: bytes, *, is_whole: bool = False) -> bool:
+        """Take a piece of an answer, on the event loop, or a whole answer, on the engine's thread.
+
+        False if it is to no question that waits.
+        """
         member = header.source
         if not self._waits_for(header):
             return False
-        side = self.side_of(member)
-        if side is None or header.capability != side.capability:
-            return False
-        self._answers[member] = answer
-        self._on_lines.pop(member, None)
+        if is_whole:
+            self._answers[member] = data
+            self._on_lines.pop(member, None)
+            return True
+        answer = self._coming.setdefault(member, JoinedPieces()).take(header, data, header.num_context_tokens)
+        if answer is not None:
+            self._answers[member] = answer
+            self._ring()
         return True
 
     def _waits_for(self, header: PieceHeader) -> bool:
-        """Return whether an answer is to the last question."""
-        return header.chunk == self._number and header.source in self._asked
+        """Whether an answer is to the last question, from a member that was asked."""
+        member = header.source
+        capabilities = [each.capability for each in self.members[member : member + 1]]  # none if there are fewer now
+        return header.chunk == self._number and member in self._asked and capabilities == [header.capability]
 
     def set_members(self, members: Sequence[PartHolder], num_tokens: int) -> None:
         """Ask ``members``, which hold ``num_tokens``, from now on. Between two steps."""
@@ -203,17 +210,6 @@ class SpreadKv:
         self._failure, self.lost_members = None, ()
 
     # --- on the event loop --------------------------------------------------------------------------------------------
-
-    def take(self, header: PieceHeader, data: bytes) -> bool:
-        """Take a piece of an answer. False if it is to no question that waits."""
-        member = header.source
-        if not self._waits_for(header):
-            return False
-        answer = self._coming.setdefault(member, JoinedPieces()).take(header, data, header.num_context_tokens)
-        if answer is not None:
-            self._answers[member] = answer
-            self._ring()
-        return True
 
     def _ring(self) -> None:
         self._wakeup.ring()
@@ -225,16 +221,3 @@ class SpreadKv:
         if self._failure is None:
             self._failure, self.lost_members = reason, members
         self._ring()
-
-    def side_of(self, member: int) -> TransferSide | None:
-        """Return what an answer of this member has to fit; None if there is no such member."""
-        if not 0 <= member < len(self.members):
-            return None
-        return _Side(self.request_id, self.epoch, self.key, self.members[member].capability)
-
-
-class _Side(NamedTuple):
-    request_id: RequestId
-    epoch: Epoch
-    key: bytes
-    capability: int
