@@ -26,7 +26,7 @@ MAX_TRANSCRIPT_HEAD_BYTES = 1 << 20
 
 
 class Expected(TypedDict):
-    """KV of a request that is to come, and its place.
+    """Expected KV of a request, and the blocks for it.
 
     ``num_context_tokens`` is None for a decode: as many as the blocks hold at most, which the commit tells. ``hold`` is
     asked for room for blocks of a decode that come in layers with a window; False: there is none. This instance is
@@ -49,9 +49,9 @@ class Expected(TypedDict):
 class CopyIn:
     """A destination's side of a copy: its ledger, and a lane to each source to ask for pages again.
 
-    Every source ends with a commit that names its part; together
-    they must send all pages. A commit may overtake the last pieces, and those of a move's transcript. One that comes
-    again says that all were taken: what is neither here nor to come again then was lost.
+    Every source ends with a commit that names its part; together they must send all pages. A commit may overtake the
+    last pieces, also of a transcript. A commit that comes again says that all pieces were taken: pages that are neither
+    here nor asked for again were lost.
     """
 
     def __init__(

@@ -96,10 +96,10 @@ class KvSource:
         self._context = context
 
     def blocks_ready(self, *, chunk: int, layer: int, first_block: int, num_blocks: int) -> None:
-        """Blocks ``first_block`` … of the request's block table are complete in this layer. The engine's thread; cheap.
+        """Note that blocks of the request's table are complete in this layer. The engine's thread; cheap.
 
-        The context's last block when its last token was computed. One that is named again has the same bits, and is
-        ignored: members of a group that lost one compute what they miss, and perhaps more.
+        The context's last block is complete with its last token. A block that is named again has the same bits, and is
+        ignored: members of a group that lost one compute the missing blocks, and perhaps more.
         """
         if num_blocks > 0:
             blocks = Blocks(chunk, layer, first_block, num_blocks)
@@ -315,7 +315,7 @@ class CopyOut:
         """Note that a destination has all that goes there. Ignored before its commit has left."""
         if destination in self._unlanded & self._committed:
             if self.source.gives_back:
-                self._lanes[destination].close()  # its blocks may be here no longer
+                self._lanes[destination].close()  # the blocks may be here no longer
             self._unlanded.discard(destination)
             self._note()
 

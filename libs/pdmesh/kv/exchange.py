@@ -1,4 +1,4 @@
-"""What the members of a prefill group send each other of one request's KV: each sends its own pages to all others.
+"""KV of one request that members of a prefill group exchange: each sends its own pages to all others.
 
 **Senders.** A page is sent by the member that computed it, to all members that this one knew of at that time. Their
 number is the page's *sent_to*, and travels with it. A member that joins later gets older pages from the group's leader,
@@ -66,7 +66,7 @@ class _Peer:
 
 
 class KvExchange:
-    """One member's side of what its group exchanges, for one epoch of a request.
+    """A member's side of its group's exchange, for one epoch of a request.
 
     Made by `KvGroups.open`, which also brings it the pieces. Everything but `publish` belongs to the
     event loop. ``on_new`` is called with blocks that are new in the ledger, whichever member computed them. Once the
@@ -320,7 +320,7 @@ class KvGroups:
         self._context = context
         self.pages = pages
         self._exchanges: dict[bytes, KvExchange] = {}
-        self._num_bytes_sent = 0  # by exchanges that have ended
+        self._num_bytes_sent = 0  # sum over exchanges that have ended
 
     def __len__(self) -> int:
         return len(self._exchanges)

@@ -1,7 +1,7 @@
 """Pages that come from peers, the same way for copies and for exchange in a prefill group.
 
 A piece's pages are claimed, its payload is loaded and checked, then copied into its blocks, on the event loop or on a
-thread. The payload of a peer read says where the pages lie in the sender's cache, and they are copied from there.
+thread. The payload of a peer read names the pages in the sender's cache, and they are copied from there.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class PageIntake:
         else:
             self._context.dropped[fault] += 1
             inlet.ledger.release(Blocks.of(header), header.source)
-            # The sender that closed the window sends the pages again, if they are to come.
+            # A sender that has closed its window sends the pages again by itself, if they are wanted.
             if not inlet.is_over and lane is not None and fault != WINDOW_CLOSED:
                 if reason := lane.ask_again(header, fault):
                     inlet.give_up(f"source {header.source}: {reason}")
