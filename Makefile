@@ -6,7 +6,6 @@
 # make ci     as test-all, with the slow tests that the newest commits touch and the day's share of the others (testing/pdmesh_testing/rotation.py)
 # make lint   ruff, both type checkers, which module may import which, and the docs as a site without warnings
 # make dst    simulate the services under faults drawn from SEEDS seeds (docs/testing/simulation.md)
-# make results  run the benchmarks (ARGS="speed.formats policies.convoy" for some, ARGS="speed.formats -- --rounds 3" with options) and write docs/results/printed.md
 # make fuzz   damage 5,000 event logs, checkpoints and configuration files, and say as much to the data plane
 #             (FUZZ_NUMBER, FUZZ_SEED; ARGS="-k logs" or "-k hostile" for some)
 # make resolve  look whether constraints.txt still resolves against the package index, without installing
@@ -41,7 +40,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_
 
 LINTS := ruff mypy pyright imports site
 
-.PHONY: up down test test-all ci lint $(LINTS) dst results fuzz resolve docs wheels fmt clean
+.PHONY: up down test test-all ci lint $(LINTS) dst fuzz resolve docs wheels fmt clean
 
 up: $(RUN_STAMP)
 	@$(BIN)/pdmesh up --detach $(ARGS)
@@ -80,9 +79,6 @@ site: $(TEST_STAMP)
 
 dst: $(TEST_STAMP)
 	$(TEST_ENV) $(BIN)/python -m benchmarks.simulation.dst --seeds $(SEEDS) $(ARGS)
-
-results: $(TEST_STAMP)
-	$(BIN)/python -m benchmarks.results $(ARGS)
 
 fuzz: $(TEST_STAMP)
 	$(TEST_ENV) FUZZ_NUMBER=$(FUZZ_NUMBER) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest -q -s tests/property/test_damaged_files.py tests/contract/test_hostile_peers.py $(ARGS)
