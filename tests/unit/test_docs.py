@@ -114,9 +114,7 @@ def test_commands_that_pages_and_messages_name_exist() -> None:
     texts = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     texts += [path for folder in ("kubernetes", "lab", "libs", "services") for path in (ROOT / folder).rglob("*.py")]
     named = {
-        found
-        for path in texts
-        for found in re.findall(r"`pdmesh ([a-z][a-z-]*)(?: ([a-z][a-z-]*))?", path.read_text())
+        found for path in texts for found in re.findall(r"`pdmesh ([a-z][a-z-]*)(?: ([a-z][a-z-]*))?", path.read_text())
     }
     assert ("pool", "resize") in named
     for name, inner in named:
