@@ -89,6 +89,21 @@ class TransferPlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.purpose in (TransferPurpose.PART, TransferPurpose.LOST_PART)
 
     @property
+    def is_move(self) -> bool:
+        """Whether it moves a request that decodes."""
+        return self.purpose is TransferPurpose.MOVE
+
+    @property
+    def is_hand_over(self) -> bool:
+        """Whether it brings the KV of a prompt to where the request decodes."""
+        return self.purpose is TransferPurpose.HAND_OVER
+
+    @property
+    def is_of_lost_range(self) -> bool:
+        """Whether it brings the tokens of a range that was lost."""
+        return self.purpose is TransferPurpose.LOST_PART
+
+    @property
     def source_ids(self) -> tuple[InstanceId, ...]:
         return tuple([shard.instance_id for shard in self.sources])
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from pdmesh.core.commands import GrantTransfer, InstanceCommand
 from pdmesh.core.events import Event, GroupPrefix, InstanceJoined
+from pdmesh.instance.counted import CountedMachine
 from pdmesh.instance.effects import (
     Computed,
     CopyEvent,
@@ -26,7 +27,6 @@ from pdmesh.instance.effects import (
     StopSending,
     WaitNoLonger,
 )
-from pdmesh.instance.machine import InstanceMachine
 from pdmesh.instance.residents import Length
 from pdmesh.instance.sequence import Sequence
 from pdmesh.instance.sequence_phases import CopyState
@@ -111,7 +111,7 @@ class ModelledInstance:
         self.landed: set[RequestKey] = set()  # moved away and decoded there, which is not known here yet
         self.commands: deque[InstanceCommand] = deque()  # on their way here
         self.events: deque[Event] = deque()  # on their way to the scheduler
-        self.machine = InstanceMachine(profile, self._length_of)
+        self.machine = CountedMachine(profile, self._length_of)
         self.sequences = self.machine.sequences
         self.plans = self.machine.steps.plans
         self.running = self.machine.steps.running
@@ -241,8 +241,8 @@ class ModelledInstance:
                 epoch=key[1],
                 gateway_id=gateway_of[key],
                 num_blocks=sequence.num_blocks,
-                num_context_tokens=self.num_tokens(key) if sequence.is_decoding else sequence.num_tokens,
-                decoding=sequence.is_decoding,
+                num_context_tokens=self.num_tokens(key) if key in self.machine.residents else sequence.num_tokens,
+                decoding=sequence.is_decoding or sequence.has_lost_range,
                 max_total_tokens=0 if sequence.length is None else sequence.length.max_total_tokens,
                 transfer_id=sequence.received_by,
                 granules=tuple(sequence.prefix.cached),

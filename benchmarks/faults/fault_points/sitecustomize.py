@@ -75,7 +75,7 @@ def after(cls: Any, name: str, point: str) -> None:
 
 def _worker_moves(module: ModuleType) -> None:
     before(module.MovingDecodes, "begin", "source: granted")
-    after(module.MovingDecodes, "_freeze", "source: stands still")
+    after(module.MovingDecodes, "send_rest", "source: stands still")
 
 
 def _worker_copies(module: ModuleType) -> None:
@@ -94,8 +94,18 @@ def _worker_copies(module: ModuleType) -> None:
 
 
 def _worker_arrivals(module: ModuleType) -> None:
-    before(module.Arrivals, "expect_move", "target: asked")
-    after(module.Arrivals, "expect_move", "target: reserved")
+    expect = module.Arrivals.expect
+
+    @functools.wraps(expect)
+    def expecting(self: Any, request: Any, command: Any) -> None:
+        is_move = command.transfer.purpose.name == "MOVE"
+        if is_move:
+            at("target: asked")
+        expect(self, request, command)
+        if is_move:
+            at("target: reserved")
+
+    module.Arrivals.expect = expecting
     after(module.Arrivals, "_take_transcript", "target: has it")
 
 

@@ -25,6 +25,7 @@ from pdmesh.core.commands import InstanceCommand
 from pdmesh.core.events import GroupPrefix
 from pdmesh.core.instances.own_steps import HOLD_LIMIT_S
 from pdmesh.instance.copy_state import Then, then_of
+from pdmesh.instance.counted import CountedMachine
 from pdmesh.instance.effects import (
     Admitted,
     BeganToDecode,
@@ -33,6 +34,7 @@ from pdmesh.instance.effects import (
     CopyLanded,
     CopyPaused,
     Effect,
+    Expect,
     Forget,
     Froze,
     OwnerEffect,
@@ -40,16 +42,16 @@ from pdmesh.instance.effects import (
     Planned,
     Refused,
     Regrouped,
+    Rehomed,
     ResidentsChange,
     SendKv,
     Stood,
     StopSending,
     WaitNoLonger,
 )
-from pdmesh.instance.machine import InstanceMachine
 from pdmesh.instance.residents import Length
 from pdmesh.instance.sequence_phases import SeqPhase
-from pdmesh.model import InstanceId, InstanceProfile, RequestKey, TransferPurpose
+from pdmesh.model import InstanceId, InstanceProfile, RequestKey
 from pdmesh.plans import ChunkPlan
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh_lab.sim.agenda import Appointment
@@ -58,7 +60,6 @@ from pdmesh_lab.sim.departures import Prefill
 from pdmesh_lab.sim.flows import SimulatedFlows
 from pdmesh_lab.sim.groups import SimulatedGroups
 from pdmesh_lab.sim.loads import SimulatedLoads
-from pdmesh_lab.sim.lost_ranges import SimulatedLostRanges
 from pdmesh_lab.sim.planned_step import PlannedStep
 from pdmesh_lab.sim.result import RequestRun, StepSpan
 from pdmesh_lab.sim.sent_kv import SimulatedCopies
@@ -80,7 +81,7 @@ class SimInstance:
         self._max_decode_steps = context.max_decode_steps
         self._part_exchange_s = context.part_exchange_s * profile.kv_layout.num_layers
         self._report = context.report
-        self._machine = machine = InstanceMachine(profile, self._length_of)
+        self._machine = machine = CountedMachine(profile, self._length_of)
         self._steps, self._residents = machine.steps, machine.residents
         flows = SimulatedFlows(
             profile, agenda=agenda, links=links, tell=self._tell, land=context.land, land_ranges=context.land_ranges
@@ -98,7 +99,7 @@ class SimInstance:
             go_on=self._go_on,
         )
         self._loads = SimulatedLoads(profile, agenda=agenda, end=self._end_step)
-        self._lost_ranges = SimulatedLostRanges(profile.max_kv_tokens)
+        self._lost_ranges = machine.lost_ranges
         self._range_step: Appointment | None = None  # its end
         self._num_turns = 0
         self._busy = False
@@ -190,6 +191,8 @@ class SimInstance:
                     self._groups.lead(sequence, [step.plan for step in self._steps.running])
             case WaitNoLonger():
                 self._wait_no_longer(effect)
+            case Expect() | Rehomed():
+                pass  # links know both ends of a copy
             case Refused(command=command, reason=reason):
                 raise AssertionError(f"{self.instance_id} refuses {command}: {reason}")
             case _:
@@ -208,7 +211,6 @@ class SimInstance:
         self._departures.prefills[sequence.key] = Prefill(sequence, run, num_ready_bytes=num_ready_bytes)
 
     def _forget(self, key: RequestKey) -> None:
-        self._lost_ranges.forget(key)
         self._loads.forget(key)
         if self.copies.forget(key):
             self._exchange.forget(key)
@@ -265,7 +267,7 @@ class SimInstance:
         if self._busy:
             return
         self._do(self._machine.turn())
-        if self._lost_ranges and not (self._steps.plans and self._lost_ranges.is_plans_turn):
+        if self._lost_ranges.next is not None and not (self._steps.plans and self._lost_ranges.is_plans_turn):
             self._begin_range_step()
         elif self._steps.plans:
             self._lost_ranges.is_plans_turn = False
@@ -434,7 +436,9 @@ class SimInstance:
         self._busy = self._lost_ranges.is_plans_turn = True
         residents, now_s = self._residents, self._agenda.now_s
         num_decodes = 0 if self._machine.own.held else len(residents)
-        chunk, shape = self._lost_ranges.next_chunk()
+        chunk, size = self._lost_ranges.next_chunk(), self.profile.max_kv_tokens
+        # holders of ranges before attend to them at the same time, so a chunk takes as long as one behind a whole range
+        shape = ChunkShape(chunk.num_tokens, min(chunk.start, size))
         duration_s = self._step_s(StepShape((shape,), num_decodes, residents.num_context_tokens if num_decodes else 0))
         if chunk.start >= self.profile.max_kv_tokens:
             duration_s += self._part_exchange_s
@@ -447,8 +451,9 @@ class SimInstance:
         if span.num_decodes:
             self._ends_s.append(span.end_s)
             self._do(self._machine.draw(1))
-        sequence = self._lost_ranges.computed(span.chunks[0])
-        if sequence is not None:
+        chunk = span.chunks[0]
+        sequence = self._machine.sequences.get((chunk.request_id, chunk.epoch))
+        if sequence is not None and sequence is self._lost_ranges.next and self._lost_ranges.end_chunk(sequence, chunk):
             self._tell(CopyLanded(sequence.key, self.profile.max_kv_tokens, 0, 0.0))
         self._want_turn(self.instance_id)
 
@@ -488,8 +493,10 @@ class SimInstance:
         num_tokens = num_bytes = 0
         if then_of(transfer) is Then.KEEP:
             num_bytes = self.copies.fetches.num_bytes(sequence, transfer)
-        elif transfer.purpose is TransferPurpose.LOST_PART:
-            self._lost_ranges.begin(sequence)
+        elif transfer.is_of_lost_range:
+            size = self.profile.max_kv_tokens
+            assert sequence.part is not None, f"{key} is no range"
+            self._lost_ranges.begin(sequence, sequence.part * size, (sequence.part + 1) * size)
             self._residents_change()
             return
         else:

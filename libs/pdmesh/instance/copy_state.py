@@ -29,8 +29,8 @@ def range_at(transfer: TransferPlan, instance_id: InstanceId) -> int | None:
     if transfer.is_of_part:
         blocks = transfer.destinations[0].part.blocks
         return blocks.start // blocks.size
-    place = transfer.destination_ids.index(instance_id)
-    return place - 1 if place else None
+    ids = transfer.destination_ids
+    return ids.index(instance_id) - 1 if instance_id in ids[1:] else None
 
 
 class Copy:

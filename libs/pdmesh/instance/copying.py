@@ -1,12 +1,11 @@
 """Copies from and to an instance as they go on: hand-overs, moves, ranges of contexts, and cached blocks.
 
-A worker and `pdmesh.instance.machine.InstanceMachine` both obey and report by this one implementation. Each gives it a
-`Floor`, which has the blocks and the residents.
+The rules know no blocks and no residents, which a `pdmesh.instance.floor.Floor` has.
 """
 
 from __future__ import annotations
 
-from typing import Protocol, assert_never
+from typing import assert_never
 
 from pdmesh.core.commands import GrantTransfer, Hold, Stop, StopCopy
 from pdmesh.core.events import MoveFailed, MoveSent, TransferFailed, TransferLanded, TransferPaused, TransferSent
@@ -19,63 +18,22 @@ from pdmesh.instance.effects import (
     CopyLanded,
     CopyPaused,
     CopySent,
-    Effect,
+    Froze,
     PauseSending,
     Refused,
     SendKv,
     StopSending,
 )
+from pdmesh.instance.floor import Floor
 from pdmesh.instance.sequence import Sequence
-from pdmesh.instance.sequence_phases import SeqPhase
-from pdmesh.model import InstanceId, TransferId, TransferPurpose
+from pdmesh.instance.sequence_phases import DECODES, SeqPhase
+from pdmesh.model import PartMember, TransferId
+from pdmesh.plans import TransferPlan
 
 #: `Hold` lets a sequence decode here.
 CopyCommand = GrantTransfer | StopCopy | Hold
 
 _UNWANTED = "it is not wanted any more"
-
-
-class Floor(Protocol):
-    """The blocks and the residents of an instance."""
-
-    @property
-    def instance_id(self) -> InstanceId: ...
-    @property
-    def effects(self) -> list[Effect]:
-        """Effects that the owner carries out, in order."""
-        ...
-
-    def keep(self, sequence: Sequence, command: Hold) -> bool:
-        """Let a sequence hold the blocks that it needs to decode here. False if there is no room."""
-        ...
-
-    def land(self, sequence: Sequence, num_tokens: int) -> None:
-        """Note that the whole KV of a sequence is here: `Sequence.land`, and cache it."""
-        ...
-
-    def decode(self, sequence: Sequence) -> None:
-        """Let a sequence draw tokens from the next step on: `Sequence.decode`."""
-        ...
-
-    def leave(self, sequence: Sequence) -> None:
-        """Let a resident draw no more from the next step on."""
-        ...
-
-    def stay(self, sequence: Sequence) -> None:
-        """Let a resident continue that was about to leave."""
-        ...
-
-    def lose_range(self, sequence: Sequence, number: int) -> None:
-        """Let a resident draw no more until another instance has computed a range of its context."""
-        ...
-
-    def computed(self, sequence: Sequence, num_granules: int) -> None:
-        """Cache the first granules of a sequence."""
-        ...
-
-    def release(self, sequence: Sequence) -> None:
-        """Give its blocks back: `Sequence.free`."""
-        ...
 
 
 class CopyRules:
@@ -112,42 +70,55 @@ class CopyRules:
 
     def _grant(self, sequence: Sequence, command: GrantTransfer) -> None:
         transfer, onward = command.transfer, sequence.onward
+        is_renewed = False
+        reason = self._floor.why_not_sent(sequence, transfer)
         if transfer.is_of_part:
-            if sequence.handing is not None or sequence.phase not in (
-                SeqPhase.DECODING,
-                SeqPhase.PAUSED,
-                SeqPhase.HOLDING,
-            ):
-                reason = "the range is not here, or on its way already"
+            lost_range = self._lost_range(sequence, transfer)
+            handed = None if sequence.handing is None else sequence.handing.transfer
+            if lost_range is not None and handed is not None and handed.is_of_lost_range:
+                self._stop_handing(sequence)  # another target takes the place of the first
+            is_here = lost_range is not None or self._is_of_range(sequence, transfer)
+            if reason or sequence.handing is not None or not is_here:
+                reason = reason or "the range is not here, or on its way already"
                 self._refuse(command, reason)
                 self._effects.append(TransferFailed(self._instance_id, *sequence.key, transfer.transfer_id, reason))
                 return
-            if transfer.purpose is TransferPurpose.LOST_PART:
-                number = range_at(transfer, transfer.destination_ids[0])
-                assert number is not None, f"{command} of no range"
-                self._floor.lose_range(sequence, number)
+            if lost_range is not None:
+                self._floor.lose_range(sequence, lost_range)
             sequence.hand_range(transfer)
-        elif transfer.purpose is TransferPurpose.MOVE:
+        elif transfer.is_move:
             if sequence.has_lost_range:
                 return  # the lost range was reported, and the request starts again
-            if sequence.move is not None and not sequence.move.may_have_begun:
+            if not reason and sequence.move is not None and not sequence.move.may_have_begun:
                 self.stay(sequence)  # another target takes the place of the first
-            if not sequence.is_decoding or sequence.move is not None:
-                reason = "it does not decode here, or its target may have begun"
+            if reason or not sequence.is_decoding or sequence.move is not None:
+                reason = reason or "it does not decode here, or its target may have begun"
                 self._refuse(command, reason)
                 self._effects.append(MoveFailed(self._instance_id, *sequence.key, transfer.transfer_id, False, reason))
                 return
             sequence.begin_move(transfer)
         else:
-            if onward is None:
-                self._refuse(command, "its KV stays here")
+            if onward is None or reason:
+                self._refuse(command, reason or "its KV stays here")
                 return
             if onward.transfer not in (transfer, None):
                 onward.lose_receiver()  # another receiver takes its place
             if onward.is_sending:
                 return
+            is_renewed = onward.transfer is None
             onward.grant(transfer)
-        self._effects.append(SendKv(sequence, transfer))
+        self._effects.append(SendKv(sequence, transfer, is_renewed))
+
+    def _is_of_range(self, sequence: Sequence, transfer: TransferPlan) -> bool:
+        """Return whether a transfer is for a range whose KV is here."""
+        return transfer.is_of_part and not transfer.is_of_lost_range and sequence.phase in (*DECODES, SeqPhase.HOLDING)
+
+    def _lost_range(self, sequence: Sequence, transfer: TransferPlan) -> int | None:
+        """Return the number of the lost range that a transfer is for; None if no member of a context had the range."""
+        if not transfer.is_of_lost_range or sequence.phase not in DECODES:
+            return None
+        number = range_at(transfer, transfer.destination_ids[0])
+        return number if number is not None and number < len(sequence.members) else None
 
     def _pause(self, sequence: Sequence, command: StopCopy) -> None:
         onward = sequence.onward
@@ -275,6 +246,13 @@ class CopyRules:
             self.stay(sequence)
         self._effects.append(MoveFailed(self._instance_id, *sequence.key, transfer_id, may_have_begun, reason))
 
+    def freeze(self, sequence: Sequence, num_tokens: int) -> None:
+        """Let a resident that moves draw no more: it has ``num_tokens`` of prompt and output."""
+        assert sequence.move is not None, f"{sequence.key} pauses without a reason"
+        sequence.pause(num_tokens)
+        sequence.move.freeze()
+        self._effects.append(Froze(sequence))
+
     def stay(self, sequence: Sequence) -> None:
         """Let a sequence continue here that was about to leave."""
         move = sequence.move
@@ -294,6 +272,17 @@ class CopyRules:
         transfer_id = sequence.handing.transfer_id
         sequence.end_hand_range()
         self._effects.append(self._acknowledged(TransferSent, sequence, transfer_id, event))
+
+    def end_landed_range(self, sequence: Sequence, members: tuple[PartMember, ...]) -> None:
+        """End the copy of a range that one of ``members`` has: the acknowledgement may still be on its way."""
+        handing = sequence.handing
+        if handing is None or handing.transfer is None:
+            return
+        transfer = handing.transfer
+        if transfer.capability in [each.capability for each in members]:
+            self._stop_handing(sequence)
+            event = CopySent(sequence.key, Then.HOLD, 0, 0.0, destination_id=transfer.destination_ids[0])
+            self._effects.append(self._acknowledged(TransferSent, sequence, transfer.transfer_id, event))
 
     def _acknowledged(
         self, kind: type[TransferSent | MoveSent], sequence: Sequence, transfer_id: TransferId, event: CopySent

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pdmesh.core.commands import InstanceCommand
+from pdmesh.core.commands import FetchKept, InstanceCommand, PlaceDecode
 from pdmesh.core.events import InstanceEvent
 from pdmesh.instance.copy_state import Then
 from pdmesh.instance.sequence import Sequence
@@ -49,11 +49,26 @@ class Computed(NamedTuple):
     ends: bool
 
 
+class Expect(NamedTuple):
+    """Open the receiving side of a copy, before the scheduler hears of the reserved blocks."""
+
+    sequence: Sequence
+    command: PlaceDecode | FetchKept
+
+
+class Rehomed(NamedTuple):
+    """A context may soon decode on ``home_id``: answer questions about its range from there, too."""
+
+    sequence: Sequence
+    home_id: InstanceId
+
+
 class SendKv(NamedTuple):
-    """Send KV of a sequence to the destinations of ``transfer``."""
+    """Send KV of a sequence to the destinations of ``transfer``; ``is_renewed``: a new receiver."""
 
     sequence: Sequence
     transfer: TransferPlan
+    is_renewed: bool = False
 
 
 class StopSending(NamedTuple):
@@ -113,6 +128,8 @@ OwnerEffect = (
     | Regrouped
     | WaitNoLonger
     | Computed
+    | Expect
+    | Rehomed
     | SendKv
     | StopSending
     | PauseSending

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdmesh.core.commands import AdmitPrefill, FetchKept, FreeKv, Hold, PlaceDecode, SendKept
-from pdmesh.core.events import KvReleased, LoadReported, OffloadedLost, RequestDropped, RequestFinished
+from pdmesh.core.commands import Hold, SendKept
+from pdmesh.core.events import KvReleased, LoadReported, MembersSet, OffloadedLost, RequestDropped
 from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.instance.cache import BlockCache
-from pdmesh.instance.effects import BeganToDecode, Effect, Forget, Refused, ResidentsChange, Stood
+from pdmesh.instance.effects import BeganToDecode, Effect, Refused, ResidentsChange, Stood
+from pdmesh.instance.floor import MakesRoom, TakesBlocks
 from pdmesh.instance.residents import Length, Residents
 from pdmesh.instance.sequence import Sequence
-from pdmesh.model import FinishReason, InstanceProfile, PrefixHashes, RequestKey
-
-TakesBlocks = AdmitPrefill | PlaceDecode | FetchKept | SendKept
-MakesRoom = AdmitPrefill | PlaceDecode | FetchKept | Hold
+from pdmesh.instance.sequence_phases import SeqPhase
+from pdmesh.model import InstanceProfile, PartMember, PrefixHashes, RequestKey
+from pdmesh.plans import TransferPlan
 
 
 class Holding:
-    """The holdings of one instance. ``length_of`` returns how long a request gets; effects are added to ``effects``."""
+    """Counted blocks and residents, a `pdmesh.instance.floor.Floor`. ``length_of`` returns how long a request gets."""
 
     def __init__(self, profile: InstanceProfile, length_of: Callable[[RequestKey], Length]) -> None:
         self.profile = profile
         self.instance_id = profile.instance_id
+        self.block_size = profile.kv_layout.block_size
+        self.range_tokens = profile.max_kv_tokens
         self.length_of = length_of
         self.effects: list[Effect] = []
         self.admits = True  # False: it is stopping
@@ -51,8 +53,12 @@ class Holding:
         if lost := self.cache.make_room(command.room):
             self.effects.append(OffloadedLost(self.instance_id, lost))
 
+    def chain_of(self, key: RequestKey) -> PrefixHashes:
+        """Return the cacheable blocks of a new request's prompt."""
+        return self.length_of(key).chain
+
     def take(self, sequence: Sequence, command: TakesBlocks, num_reused: int) -> bool:
-        """Give a sequence its blocks, some of them shared. False if it is not taken; the scheduler is told why."""
+        """Give a sequence its blocks, some of them shared. False if it is not taken; the effects say why."""
         if not isinstance(command, SendKept):
             self.make_room(command)
         if not self.admits:
@@ -68,6 +74,8 @@ class Holding:
             return self.refuse(command, missing)
         num_blocks = sequence.num_blocks - self.cache.share(sequence.prefix, num_reused)
         self.sequences[sequence.key] = sequence
+        if sequence.phase is SeqPhase.PREFILLING and sequence.leads:
+            sequence.set_length(self.length_of(sequence.key))
         return self._take_blocks(command, num_blocks)
 
     def _take_blocks(self, command: TakesBlocks | Hold, num_blocks: int) -> bool:
@@ -76,14 +84,17 @@ class Holding:
             return self.refuse(command, f"{self.instance_id} has no room for {num_blocks} blocks")
         return True
 
-    def grow(self, sequence: Sequence, command: Hold) -> bool:
-        """Let a sequence hold as many blocks as a command says. False if it has as many."""
+    def grow(self, sequence: Sequence, command: Hold) -> None:
+        """Let a sequence hold as many blocks as a command says, if it has fewer."""
         num_more = command.num_blocks - sequence.num_blocks
         num_more += command.num_elsewhere_blocks - self.num_elsewhere_blocks(sequence)
         if num_more <= 0:
-            return False
+            return
         sequence.grow(num_more)
-        return self._take_blocks(command, num_more)
+        if self._take_blocks(command, num_more) and self.residents.grow(
+            sequence.key, self.num_context_blocks(sequence)
+        ):
+            self.residents_change()
 
     def keep(self, sequence: Sequence, command: Hold) -> bool:
         """Let a sequence hold the blocks that it needs to decode here."""
@@ -95,9 +106,27 @@ class Holding:
         sequence.land(num_tokens, self.length_of(sequence.key))
         self.computed(sequence, len(sequence.chain))
 
-    def give_back(self, sequence: Sequence, num_blocks: int) -> None:
-        """Free the first blocks of a sequence, cached or not."""
-        self._num_own_blocks -= num_blocks - self.cache.end(sequence.prefix, ())
+    def why_not_sent(self, sequence: Sequence, transfer: TransferPlan) -> str:
+        """Return an empty text: all KV can be sent."""
+        return ""
+
+    def num_kv_tokens(self, sequence: Sequence) -> int:
+        """Return how many tokens of a context have their KV, here or elsewhere."""
+        if sequence.prompt.num_blocks_at_once:
+            return sequence.prompt.num_computed_tokens
+        if sequence.key in self.residents:
+            return self.residents.num_tokens(sequence.key) - 1
+        return sequence.num_tokens - 1
+
+    def spread(self, sequence: Sequence, members: tuple[PartMember, ...], num_blocks: int, done: MembersSet) -> None:
+        """Free the first blocks of a sequence, cached or not, for which ``members`` have the KV."""
+        if done.of_prompt:
+            sequence.grow(num_blocks)  # used again for the next tokens
+        elif num_blocks:
+            self._num_own_blocks -= num_blocks - self.cache.end(sequence.prefix, ())
+        if sequence.key in self.residents:
+            self.residents.spread(sequence.key, len(members) * self.range_tokens, self.full_at_tokens(len(members)))
+        self.effects.append(done)
 
     def computed(self, sequence: Sequence, num_granules: int) -> None:
         """Cache the first granules of a sequence, whose KV is here."""
@@ -126,7 +155,7 @@ class Holding:
         self.effects.append(RequestDropped(self.instance_id, *sequence.key, reason))
         self.effects.append(KvReleased(self.instance_id, *sequence.key, sequence.received_by))
 
-    # --- sequences begin to decode, and end ---
+    # --- residents ---
 
     def decode(self, sequence: Sequence) -> None:
         """Let a sequence draw tokens from the next step on."""
@@ -138,7 +167,7 @@ class Holding:
             sequence.num_tokens,
             self.num_context_blocks(sequence),
             num_saved_tokens=len(sequence.members) * self.profile.max_kv_tokens,
-            full_at_tokens=self.full_at_tokens(sequence),
+            full_at_tokens=self.full_at_tokens(len(sequence.members)),
         )
         self.effects.append(BeganToDecode(sequence))
         self.residents_change()
@@ -158,67 +187,39 @@ class Holding:
             sequence.lose_range(number)
             self.leave(sequence)
 
-    def full_at_tokens(self, sequence: Sequence) -> int:
+    def full_at_tokens(self, num_members: int) -> int:
         """Return with how many tokens one range more has its KV here; 0: never. The last token has none."""
-        limit = self.profile.max_kv_tokens
-        return (len(sequence.members) + 1) * limit + 2 if limit else 0
+        limit = self.range_tokens
+        return (num_members + 1) * limit + 2 if limit else 0
 
-    def finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        num_output_tokens: int | None = None,
-        drawn: PrefixHashes | None = None,
-    ) -> None:
-        """End a generation, with all that it was to draw unless ``num_output_tokens`` or ``drawn`` say otherwise."""
-        self.effects.append(Forget(sequence))
-        if num_output_tokens is None:
-            assert sequence.length is not None, f"{sequence.key} ends, and how long it is is not known"
-            num_output_tokens = sequence.length.num_output_tokens
-            sequence.end(sequence.length.drawn if drawn is None else drawn)
-        own_steps = self.own.take()
-        self.effects.append(RequestFinished(self.instance_id, *sequence.key, reason, num_output_tokens, own_steps))
-        self._let_go(sequence)
-
-    def drop(self, sequence: Sequence, reason: str) -> None:
-        """Give up a sequence that cannot go on here."""
-        self.effects.append(RequestDropped(self.instance_id, *sequence.key, reason))
-        self.forget(sequence)
-
-    def forget(self, sequence: Sequence) -> None:
-        """End a sequence without a report."""
-        self.effects.append(Forget(sequence))
-        self._let_go(sequence)
-
-    def _let_go(self, sequence: Sequence) -> None:
-        if sequence.key in self.residents:
-            self.residents.end(sequence.key)
-        self.release(sequence)
-
-    def free(self, command: FreeKv) -> None:
-        """Free a sequence: now, or before the next step if a running step may compute it."""
-        key = (command.request_id, command.epoch)
-        sequence = self.sequences.get(key)
-        if sequence is None:
-            if key not in self.quarantined:
-                self.effects.append(KvReleased(self.instance_id, *key, command.transfer_id))
-            return
-        self.effects.append(Forget(sequence))
-        if key in self.residents:
-            sequence.free()
-            self.residents.free(key)
-            self.residents_change()
-        else:
-            self.release(sequence)
+    # --- the end ---
 
     def release(self, sequence: Sequence) -> None:
-        """Give the blocks of a sequence back: at once, or when the copies that touch them have ended."""
+        """Give the blocks of a sequence back.
+
+        A resident takes part in no step that begins, and is released before the next one. Quarantined blocks are free
+        when the copies that touch them have ended.
+        """
         sequence.free()
+        if sequence.key in self.residents:
+            self.residents.free(sequence.key)
+            self.residents_change()
+            return
         del self.sequences[sequence.key]
         if self.copies_run:
             self.quarantined[sequence.key] = sequence
         else:
             self._released(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        """Release a sequence that ended with the last step."""
+        if sequence.key in self.residents:
+            self.residents.end(sequence.key)
+        self.release(sequence)
+
+    def is_leaving(self, key: RequestKey) -> bool:
+        """Return whether a sequence is released, and its blocks are quarantined."""
+        return key in self.quarantined
 
     def end_copies(self) -> None:
         """End every copy: quarantined blocks are free."""

@@ -1,12 +1,12 @@
 """An instance without engine, transport, clock, loop or thread: see `docs/architecture/instance.md`.
 
-Commands of the scheduler, results of steps and events of copies go in. Each call changes the state at once, and returns
-effects for the owner of the machine: events for the scheduler, and work.
+Commands of the scheduler and events of copies go in. Each call changes the state at once, and returns effects for the
+owner of the machine: events for the scheduler, and work. `pdmesh.instance.counted` adds steps of counted tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import assert_never
 
 from pdmesh.core.commands import (
@@ -26,40 +26,50 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.events import HelperJoined
 from pdmesh.instance.cache import CachedPrefix
+from pdmesh.instance.chunks import Chunks
 from pdmesh.instance.copy_state import Then
 from pdmesh.instance.copying import CopyRules
-from pdmesh.instance.effects import Admitted, CopyEvent, Effect, Planned, Refused, Regrouped, WaitNoLonger
-from pdmesh.instance.holding import Holding
+from pdmesh.instance.effects import (
+    Admitted,
+    CopyEvent,
+    Effect,
+    Planned,
+    Refused,
+    Regrouped,
+    Rehomed,
+    ResidentsChange,
+    WaitNoLonger,
+)
+from pdmesh.instance.endings import Endings
+from pdmesh.instance.floor import Floor, PlanQueue
+from pdmesh.instance.lost_ranges import LostRanges
 from pdmesh.instance.new_copies import NewCopies
-from pdmesh.instance.planned_steps import Steps
-from pdmesh.instance.residents import Length
 from pdmesh.instance.sequence import PromptWork, Sequence
-from pdmesh.instance.sequence_phases import SeqPhase
+from pdmesh.instance.sequence_phases import DECODES, SeqPhase
 from pdmesh.instance.spreading import Spreading
-from pdmesh.model import GRANULE_TOKENS, FinishReason, InstanceId, InstanceProfile, PartMember, PrefixHashes, RequestKey
-from pdmesh.plans import PrefillGroup, StepPlan
+from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PartMember, RequestKey, Role
+from pdmesh.plans import ChunkPlan, PrefillGroup, StepPlan
 
 
 class InstanceMachine:
-    """Machine of one instance. ``length_of`` returns how long a request gets."""
+    """Machine of one instance, with the blocks and residents of ``floor``."""
 
-    def __init__(self, profile: InstanceProfile, length_of: Callable[[RequestKey], Length]) -> None:
-        self.profile = profile
-        self.instance_id = profile.instance_id
-        self.role = profile.role
+    def __init__(self, floor: Floor, plans: PlanQueue, role: Role) -> None:
+        self.instance_id = floor.instance_id
+        self.role = role
         self.is_told_to_stop = False
-        self.holding = holding = Holding(profile, length_of)
-        self.sequences = holding.sequences
-        self.residents = holding.residents
-        self.cache = holding.cache
-        self.own = holding.own
-        self._copying = CopyRules(holding)
-        self._new_copies = NewCopies(holding)
-        self._spreading = Spreading(holding)
-        self.steps = Steps(holding, self._spreading)
-        self._effects = holding.effects
+        self.sequences = floor.sequences
+        self.endings = Endings(floor)
+        self.lost_ranges = LostRanges()
+        self._floor = floor
+        self._plans = plans
+        self._chunks = Chunks(floor)
+        self._copying = CopyRules(floor)
+        self._new_copies = NewCopies(floor)
+        self._spreading = Spreading(floor)
+        self._effects = floor.effects
 
-    def _done(self) -> list[Effect]:
+    def done(self) -> list[Effect]:
         """Return the effects of a call."""
         effects = self._effects[:]
         self._effects.clear()
@@ -70,7 +80,7 @@ class InstanceMachine:
     def obey(self, command: InstanceCommand) -> list[Effect]:
         match command:
             case RunStep(plan=plan):
-                self._effects.append(Planned(plan) if self.steps.queue(plan) else Refused(command, "two urgent plans"))
+                self._effects.append(Planned(plan) if self._plans.queue(plan) else Refused(command, "two urgent plans"))
             case AdmitPrefill():
                 self._admit(command)
             case PlaceDecode():
@@ -80,18 +90,18 @@ class InstanceMachine:
             case SendKept():
                 self._new_copies.send_cached(command)
             case FreeKv():
-                self.holding.free(command)
+                self.endings.free(command)
             case SetRole(role=role):
                 self.role = role
             case StopInstance():
                 self.is_told_to_stop = True
             case _:
                 if isinstance(command, Hold):
-                    self.holding.make_room(command)
+                    self._floor.make_room(command)
                 sequence = self.sequences.get((command.request_id, command.epoch))
                 if sequence is not None:
                     self._obey_for(sequence, command)
-        return self._done()
+        return self.done()
 
     def _obey_for(self, sequence: Sequence, command: SetPlaces | GrantTransfer | StopCopy | Hold) -> None:
         """Obey a command for a sequence that is here."""
@@ -99,9 +109,7 @@ class InstanceMachine:
             case SetPlaces(places=places):
                 self._set_places(sequence, places)
             case Hold(decodes=False):
-                num_blocks = self.holding.num_context_blocks
-                if self.holding.grow(sequence, command) and self.residents.grow(sequence.key, num_blocks(sequence)):
-                    self.holding.residents_change()
+                self._floor.grow(sequence, command)
             case GrantTransfer() | StopCopy() | Hold():
                 self._copying.obey(sequence, command)
             case _:
@@ -114,32 +122,34 @@ class InstanceMachine:
                 if sequence.phase is SeqPhase.PREFILLING:
                     self._regroup(sequence, places)
             case str():
-                pass  # the owner answers questions
+                self._effects.append(Rehomed(sequence, places))
             case _:
-                sequence.expect_members(places)
-                self.holding.residents_change()
+                if sequence.phase in DECODES or sequence.prompt.num_blocks_at_once:
+                    sequence.expect_members(places)
+                    self._effects.append(ResidentsChange())
 
     def _admit(self, command: AdmitPrefill) -> None:
+        """Take a prompt to compute, and free older epochs of the request."""
         key = (command.request_id, command.epoch)
-        length = self.holding.length_of(key)
+        if command.epoch > 0:
+            self.endings.free_up_to(command.request_id, Epoch(command.epoch - 1))
         is_cached = (command.leads or command.keeps_prefix) and not command.num_blocks_at_once
         sequence = Sequence(
             key,
             SeqPhase.PREFILLING,
             command.num_blocks,
-            prefix=CachedPrefix(length.chain if is_cached else (), command.num_loaded_granules),
+            prefix=CachedPrefix(self._floor.chain_of(key) if is_cached else (), command.num_loaded_granules),
             prompt=PromptWork(
                 command.num_reused_granules * GRANULE_TOKENS,
                 group=command.group,
                 num_blocks_at_once=command.num_blocks_at_once,
-                has_older_plans=any(_has_chunk(plan, key) for plan in self.steps.under_way),
+                has_older_plans=any(_has_chunk(plan, key) for plan in self._plans.under_way),
             ),
-            length=length if command.leads else None,
             leads=command.leads,
         )
         if command.moves_on:
             sequence.send_on(command.transfer, Then.DECODE)
-        if not self.holding.take(sequence, command, command.num_reused_granules):
+        if not self._floor.take(sequence, command, command.num_reused_granules):
             return
         if command.group is not None:
             self._effects.append(Regrouped(sequence, None))
@@ -154,7 +164,7 @@ class InstanceMachine:
         sequence.regroup(group)
         self._effects.append(Regrouped(sequence, known))
         if set(group.lost_ids).difference(() if known is None else known.lost_ids):
-            plans = [plan.plan_id for plan in self.steps.under_way if _has_chunk(plan, sequence.key)]
+            plans = [plan.plan_id for plan in self._plans.under_way if _has_chunk(plan, sequence.key)]
             sequence.give_up_plans(plans)
             self._effects.append(WaitNoLonger(sequence, group))
 
@@ -163,101 +173,58 @@ class InstanceMachine:
     def copy_event(self, event: CopyEvent) -> list[Effect]:
         """Take an event of a copy."""
         self._copying.hear(self.sequences[event.key], event)
-        return self._done()
+        return self.done()
 
-    def end_copies(self) -> list[Effect]:
-        """End every copy: quarantined blocks are free."""
-        self.holding.end_copies()
-        return self._done()
+    def set_members(self, sequence: Sequence) -> list[Effect]:
+        """Let a context have the members that the scheduler named, if it named any. Call between two steps."""
+        self._spreading.set_members(sequence)
+        return self.done()
 
-    def lose_member(self, instance_id: InstanceId) -> list[Effect]:
-        """Continue without an instance, which may have held ranges."""
-        self._spreading.lose_member(instance_id)
-        return self._done()
-
-    def lose_offloaded(self, granules: PrefixHashes) -> list[Effect]:
-        """Lose granules of the offload tier."""
-        self.holding.lose_offloaded(granules)
-        return self._done()
-
-    # --- steps ---
-
-    def turn(self) -> list[Effect]:
-        """Let residents join and leave, between two steps."""
-        self.steps.turn()
-        return self._done()
-
-    def begin_step(self) -> list[Effect]:
-        """Begin the next plan's step, which is the last one of ``steps.running`` from then on."""
-        self.steps.begin()
-        return self._done()
-
-    def end_step(
-        self,
-        uncomputed: Collection[RequestKey] = (),
-        *,
-        duration_s: float = 0.0,
-        began_s: float = 0.0,
-        ended_s: float = 0.0,
-        ended_by_first_token: bool = False,
-    ) -> list[Effect]:
-        """End the running step. Chunks of ``uncomputed`` ended without the KV before them.
-
-        ``ended_by_first_token`` ends the generations of its last chunks at once.
-        """
-        self.steps.end(
-            uncomputed,
-            duration_s=duration_s,
-            began_s=began_s,
-            ended_s=ended_s,
-            ended_by_first_token=ended_by_first_token,
-        )
-        return self._done()
-
-    def make_own_steps(self, num_steps: int, *, duration_s: float, began_s: float, ended_s: float) -> list[Effect]:
-        """Make decode steps without a plan: no more than residents and reports allow at once."""
-        self.steps.make_own(num_steps, duration_s=duration_s, began_s=began_s, ended_s=ended_s)
-        return self._done()
-
-    def draw(self, num_steps: int) -> list[Effect]:
-        """Give every resident a token for each step, and report no step."""
-        self.steps.draw(num_steps)
-        return self._done()
-
-    def finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        num_output_tokens: int | None = None,
-        drawn: PrefixHashes | None = None,
-    ) -> list[Effect]:
-        """End a generation, with all that it was to draw unless ``num_output_tokens`` or ``drawn`` say otherwise."""
-        self.holding.finish(sequence, reason, num_output_tokens, drawn)
-        return self._done()
+    def lose_members(self, sequence: Sequence, numbers: Collection[int]) -> list[Effect]:
+        """Note that members of a context do not answer."""
+        self._spreading.lose_members(sequence, numbers)
+        return self.done()
 
     def drop(self, sequence: Sequence, reason: str) -> list[Effect]:
         """Give up a sequence that cannot go on here."""
-        self.holding.drop(sequence, reason)
-        return self._done()
+        self.endings.drop(sequence, reason)
+        return self.done()
+
+    # --- steps ---
+
+    def begin_chunk(self, sequence: Sequence) -> list[Effect]:
+        """Offer the KV of a prompt with its first chunk."""
+        self._chunks.begin(sequence)
+        return self.done()
+
+    def end_chunk(self, sequence: Sequence, chunk: ChunkPlan) -> list[Effect]:
+        """Note that a chunk is computed."""
+        self._chunks.end(sequence, chunk)
+        return self.done()
+
+    def end_prompt(self, sequence: Sequence) -> list[Effect]:
+        """Note that the first token is drawn: decode here, unless the KV is for another instance."""
+        self._chunks.end_prompt(sequence)
+        return self.done()
+
+    def freeze(self, sequence: Sequence, num_tokens: int) -> list[Effect]:
+        """Let a resident that moves draw no more: it has ``num_tokens`` of prompt and output."""
+        self._copying.freeze(sequence, num_tokens)
+        return self.done()
 
     # --- the scheduler ---
 
-    def report_load(self) -> list[Effect]:
-        self.holding.report_load()
-        return self._done()
-
     def drop_all_but_decoding(self) -> list[Effect]:
         """Forget all plans and all sequences that do not decode: the next scheduler does not know them."""
-        self.holding.end_copies()
-        self.steps.forget()
+        self._plans.forget()
         for sequence in list(self.sequences.values()):
             move = sequence.move
             if move is not None and not move.may_have_begun:
                 self._copying.stay(sequence)
             self._copying.forget_plans(sequence)
-            if not sequence.is_decoding and sequence.phase is not SeqPhase.HOLDING:
-                self.holding.forget(sequence)
-        return self._done()
+            if not sequence.goes_on_alone:
+                self.endings.forget(sequence)
+        return self.done()
 
     def check_integrity(self) -> None:
         """AssertionError names what does not balance."""

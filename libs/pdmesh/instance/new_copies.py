@@ -6,8 +6,8 @@ from pdmesh.core.commands import FetchKept, PlaceDecode, SendKept
 from pdmesh.core.events import DecodeReserved
 from pdmesh.instance.cache import CachedPrefix
 from pdmesh.instance.copy_state import Then, range_at
-from pdmesh.instance.effects import SendKv
-from pdmesh.instance.holding import Holding
+from pdmesh.instance.effects import Expect, SendKv
+from pdmesh.instance.floor import Floor
 from pdmesh.instance.sequence import Sequence
 from pdmesh.instance.sequence_phases import CopyState, SeqPhase
 from pdmesh.model import PartMember
@@ -17,16 +17,16 @@ from pdmesh.plans import TransferPlan
 class NewCopies:
     """Sequences that begin with a copy."""
 
-    def __init__(self, holding: Holding) -> None:
-        self._holding = holding
-        self._effects = holding.effects
-        self._instance_id = holding.instance_id
+    def __init__(self, floor: Floor) -> None:
+        self._floor = floor
+        self._effects = floor.effects
+        self._instance_id = floor.instance_id
 
     def expect(self, command: PlaceDecode) -> None:
         """Reserve blocks for KV that comes from another instance."""
         key, transfer = (command.request_id, command.epoch), command.transfer
         part, members = range_at(transfer, self._instance_id), command.members or _members_of(transfer)
-        chain = () if members or part is not None else self._holding.length_of(key).chain
+        chain = () if members or part is not None else command.chain or self._floor.chain_of(key)
         sequence = Sequence(
             key,
             SeqPhase.EXPECTED,
@@ -48,7 +48,8 @@ class NewCopies:
 
     def _reserve(self, sequence: Sequence, command: PlaceDecode | FetchKept) -> None:
         transfer = command.transfer
-        if self._holding.take(sequence, command, transfer.num_reused_granules):
+        if self._floor.take(sequence, command, transfer.num_reused_granules):
+            self._effects.append(Expect(sequence, command))
             self._effects.append(DecodeReserved(self._instance_id, *sequence.key, transfer.transfer_id))
 
     def send_cached(self, command: SendKept) -> None:
@@ -58,7 +59,7 @@ class NewCopies:
         num_blocks = transfer.sources[0].num_blocks
         sequence = Sequence(key, SeqPhase.COMPUTED, num_blocks, prefix=prefix, leads=False, incoming=transfer)
         sequence.send_on(transfer, Then.KEEP, CopyState.SENDING)
-        if self._holding.take(sequence, command, len(command.chain)):
+        if self._floor.take(sequence, command, len(command.chain)):
             self._effects.append(SendKv(sequence, transfer))
 
 

@@ -6,14 +6,16 @@ from collections import deque
 from collections.abc import Collection
 
 from pdmesh.core.commands import RunStep
-from pdmesh.core.events import DecodeStepsDone, KvLow, StepDone, TransferOffered
-from pdmesh.instance.effects import Computed, Froze, Refused
+from pdmesh.core.events import DecodeStepsDone, KvLow, StepDone
+from pdmesh.instance.chunks import Chunks
+from pdmesh.instance.copying import CopyRules
+from pdmesh.instance.effects import Computed, Refused
+from pdmesh.instance.endings import Endings
 from pdmesh.instance.holding import Holding
 from pdmesh.instance.residents import Shares
 from pdmesh.instance.sequence import Sequence
-from pdmesh.instance.sequence_phases import CopyState
 from pdmesh.instance.spreading import Spreading
-from pdmesh.model import GRANULE_TOKENS, FinishReason, RequestKey
+from pdmesh.model import FinishReason, PrefixHashes, RequestKey
 from pdmesh.plans import ChunkDone, ChunkPlan, StepPlan
 
 
@@ -33,9 +35,12 @@ class RunningStep:
 class Steps:
     """The steps of one instance."""
 
-    def __init__(self, holding: Holding, spreading: Spreading) -> None:
+    def __init__(self, holding: Holding) -> None:
         self._holding = holding
-        self._spreading = spreading
+        self._spreading = Spreading(holding)
+        self._endings = Endings(holding)
+        self._copying = CopyRules(holding)
+        self._chunks = Chunks(holding)
         self._effects = holding.effects
         self._instance_id = holding.instance_id
         self._num_stages = holding.profile.num_stages
@@ -74,18 +79,16 @@ class Steps:
             return  # some have their token of the round already
         holding = self._holding
         for sequence in list(holding.sequences.values()) if holding.profile.max_kv_tokens else ():
-            if sequence.next_members is not None:
-                self._spreading.set_members(sequence, sequence.next_members)
+            self._spreading.set_members(sequence)
         for key, num_tokens in holding.residents.seat():
             sequence = holding.sequences[key]
             if sequence.is_freed:
                 holding.release(sequence)
                 continue
-            sequence.pause(num_tokens)
-            if not sequence.has_lost_range:
-                assert sequence.move is not None, f"{key} pauses without a reason"
-                sequence.move.freeze()
-                self._effects.append(Froze(sequence))
+            if sequence.has_lost_range:
+                sequence.pause(num_tokens)
+            else:
+                self._copying.freeze(sequence, num_tokens)
 
     # --- planned steps ---
 
@@ -102,10 +105,8 @@ class Steps:
         self._own.planned(plan)
         for chunk in plan.chunks:
             sequence = self._holding.sequences.get((chunk.request_id, chunk.epoch))
-            onward = None if sequence is None else sequence.onward
-            if sequence is not None and onward is not None and onward.state is CopyState.WAITING:
-                onward.offer()
-                self._effects.append(TransferOffered(self._instance_id, *sequence.key, onward.transfer_id))
+            if sequence is not None:
+                self._chunks.begin(sequence)
         residents = self._holding.residents
         num_decodes = num_context_tokens = 0
         if has_share := plan.with_decodes and len(residents) > 0:
@@ -133,8 +134,7 @@ class Steps:
         for chunk in step.plan.chunks:
             sequence = self._computes(step, chunk, uncomputed)
             if sequence is not None:
-                sequence.compute(chunk.start + chunk.num_tokens)
-                self._holding.computed(sequence, sequence.prompt.num_computed_tokens // GRANULE_TOKENS)
+                self._chunks.end(sequence, chunk)
                 computed.append((sequence, chunk))
             results.append(
                 ChunkDone(
@@ -191,21 +191,19 @@ class Steps:
         if not prompt.has_older_plans:
             reason = f"{chunk} after {prompt.num_computed_tokens} tokens, with room for {room or 'all'}"
             self._effects.append(Refused(RunStep(instance_id=self._instance_id, plan=step.plan), reason))
-        self._holding.drop(sequence, "the chunk does not follow")
+        self._endings.drop(sequence, "the chunk does not follow")
         return None
 
     def _end_prompt(self, sequence: Sequence, chunk: ChunkPlan, *, ended_by_first_token: bool) -> None:
         """Draw the first token: with it the generation ends, or decodes here, or its KV moves on."""
-        length, moves_on = sequence.length, sequence.moves_on
+        length = sequence.length
         assert length is not None, f"{chunk} on a helper"
-        sequence.end_prompt()
-        is_full = sequence.num_tokens >= length.num_total_tokens
+        is_full = chunk.start + chunk.num_tokens + 1 >= length.num_total_tokens
         ends = is_full or ended_by_first_token
         self._effects.append(Computed(sequence, chunk, ends))
+        self._chunks.end_prompt(sequence, ends=ends)
         if ends:
-            self._holding.finish(sequence, FinishReason.LENGTH if is_full else FinishReason.STOP)
-        elif not moves_on:
-            self._holding.decode(sequence)
+            self.finish(sequence, FinishReason.LENGTH if is_full else FinishReason.STOP)
 
     # --- decode steps ---
 
@@ -230,6 +228,20 @@ class Steps:
         """Give every resident a token for each step; generations that have all of theirs end."""
         drawn = self._holding.residents.decoded(num_steps)
         for key in drawn.finished:
-            self._holding.finish(self._holding.sequences[key], FinishReason.LENGTH)
+            self.finish(self._holding.sequences[key], FinishReason.LENGTH)
         if drawn.low:
             self._effects.append(KvLow(self._instance_id, drawn.low))
+
+    def finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        num_output_tokens: int | None = None,
+        drawn: PrefixHashes | None = None,
+    ) -> None:
+        """End a generation, with all that it was to draw unless ``num_output_tokens`` or ``drawn`` say otherwise."""
+        if num_output_tokens is None:
+            assert sequence.length is not None, f"{sequence.key} ends, and how long it is is not known"
+            num_output_tokens = sequence.length.num_output_tokens
+            sequence.end(sequence.length.drawn if drawn is None else drawn)
+        self._endings.finish(sequence, reason, num_output_tokens)

@@ -8,10 +8,11 @@ freed resident takes part in no step that begins afterwards. Steps are counted, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from pdmesh.instance.room import RoomReports
 from pdmesh.model import PrefixHashes, RequestKey
 from pdmesh.plans import ResidentContext
 from pdmesh.policy.on_demand import LOW_TOKENS
@@ -36,8 +37,7 @@ class _Resident:
     num_saved_tokens: int = 0  # of these, that no step here takes time for
     joined_step: int | None = None  # of those made so far; None while it stands still
     num_entries: int = 0  # in the heap, of which the last one counts
-    low_at_blocks: int = 0  # with how many blocks it was last said to have room for little more
-    out_at_blocks: int = 0  # and for nothing more
+    reports: RoomReports = field(default_factory=RoomReports)
     full_at_tokens: int = 0  # from so many on its first range here is full; 0: that was said, or there are none
 
 
@@ -148,6 +148,7 @@ class Residents:
             self.num_context_tokens += resident.num_saved_tokens - num_saved_tokens
             self.num_spread += (num_saved_tokens > 0) - (resident.num_saved_tokens > 0)
         resident.num_saved_tokens, resident.full_at_tokens = num_saved_tokens, full_at_tokens
+        resident.reports.spread()
         if resident.joined_step is not None:
             self._expect(resident)
 
@@ -239,15 +240,12 @@ class Residents:
         room = resident.num_blocks * self._block_size - num_tokens
         is_full = 0 < resident.full_at_tokens <= num_tokens
         resident.full_at_tokens *= not is_full
-        is_news = False
+        is_low = self._is_low(resident, room)
+        is_news = resident.reports.note(resident.num_blocks, room, is_low=is_low, is_full=is_full)
         if room < 0:
             self._stand(resident)
-            is_news, resident.out_at_blocks = resident.out_at_blocks != resident.num_blocks, resident.num_blocks
         else:
-            if not is_full or self._is_low(resident, room):
-                is_news, resident.low_at_blocks = resident.low_at_blocks != resident.num_blocks, resident.num_blocks
             self._expect(resident)
-        is_news |= is_full
         if not is_news:
             return told
         context = ResidentContext(request_id=key[0], epoch=key[1], num_tokens=num_tokens)
@@ -281,7 +279,7 @@ class Residents:
         room = resident.num_blocks * self._block_size - resident.num_tokens  # negative: it has none
         if resident.num_blocks * self._block_size < length.max_total_tokens:
             num_left = min(num_left, room + 1)
-            if resident.low_at_blocks != resident.num_blocks:
+            if resident.reports.low_at_blocks != resident.num_blocks:
                 num_left = min(num_left, max(room - LOW_TOKENS + 1, self._num_made(resident) + 1))
         if resident.full_at_tokens:
             num_left = min(num_left, max(resident.full_at_tokens - resident.num_tokens, self._num_made(resident) + 1))

@@ -110,6 +110,12 @@ class Sequence:
         return self.phase is SeqPhase.DECODING
 
     @property
+    def goes_on_alone(self) -> bool:
+        """Whether it needs no plan of the scheduler: it decodes, is to ask another holder of a range, or is a range."""
+        is_asking = self.phase is SeqPhase.PAUSED and self.has_lost_range and self.move is None
+        return self.phase in (SeqPhase.DECODING, SeqPhase.HOLDING) or is_asking
+
+    @property
     def is_computed(self) -> bool:
         """Whether its KV is complete here, for another instance."""
         return self.phase is SeqPhase.COMPUTED
@@ -313,6 +319,10 @@ class Sequence:
         if self.phase is not SeqPhase.FREED:
             self._go("free", SeqPhase.FREED)
             self.outgoing.clear()
+
+    def set_length(self, length: Length) -> None:
+        """Note how long a request gets that is computed here."""
+        self.length = length
 
     def end(self, drawn: PrefixHashes) -> None:
         """Note that its generation ended here; ``drawn`` are the cacheable blocks of its output."""

@@ -2,51 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from pdmesh.core.commands import SetPlaces
 from pdmesh.core.events import MembersSet, PartLost
-from pdmesh.instance.holding import Holding
+from pdmesh.instance.copying import CopyRules
+from pdmesh.instance.effects import Refused
+from pdmesh.instance.endings import Endings
+from pdmesh.instance.floor import Floor
 from pdmesh.instance.sequence import Sequence
-from pdmesh.model import InstanceId, PartMember
+from pdmesh.model import PartMember
+
+_NO_ANSWER = "other instances that hold KV of it do not answer"
 
 
 class Spreading:
     """The spread contexts of one instance."""
 
-    def __init__(self, holding: Holding) -> None:
-        self._holding = holding
-        self._range_tokens = holding.profile.max_kv_tokens
+    def __init__(self, floor: Floor) -> None:
+        self._floor = floor
+        self._endings = Endings(floor)
+        self._copying = CopyRules(floor)
 
-    def set_members(self, sequence: Sequence, members: tuple[PartMember, ...]) -> None:
-        """Let other instances hold the first ranges of a context, and free the blocks of these here."""
-        num_more, holding = len(members) - len(sequence.members), self._holding
-        gives_back, num_blocks = sequence.prompt.num_blocks_at_once > 0, 0
-        if gives_back:  # the blocks are used again for the next tokens
-            num_away = len(members) * self._range_tokens
-            assert num_away <= sequence.prompt.num_computed_tokens, f"{sequence.key} gives back what is not computed"
-        elif num_more:
-            num_blocks = num_more * self._range_tokens // holding.profile.kv_layout.block_size
-            holding.give_back(sequence, num_blocks)
+    def set_members(self, sequence: Sequence) -> None:
+        """Let a context have the members that the scheduler named, if it named any. Call between two steps.
+
+        The blocks of the members' ranges are freed here. A context with a lost range continues if the range has another
+        holder, or if no holder changes: then the scheduler has not heard of the loss, and the next step tells again.
+        """
+        before, members, floor = sequence.members, sequence.next_members, self._floor
+        if members is None or sequence.is_freed:
+            return
+        num_more, num_tokens = len(members) - len(before), len(members) * floor.range_tokens
+        if num_more < 0 or not members or num_tokens > floor.num_kv_tokens(sequence):
+            reason = f"{len(members)} instances cannot hold ranges of a context that is too short, or has more members"
+            key = sequence.key
+            command = SetPlaces(instance_id=floor.instance_id, request_id=key[0], epoch=key[1], places=members)
+            floor.effects.append(Refused(command, reason))
+            self._endings.drop(sequence, reason)
+            return
+        self._copying.end_landed_range(sequence, members)
+        member_ids = tuple([each.instance_id for each in members])
+        gives_back = sequence.prompt.num_blocks_at_once > 0
+        num_blocks = num_more * floor.range_tokens // floor.block_size
+        done = MembersSet(floor.instance_id, *sequence.key, member_ids, gives_back)
+        floor.spread(sequence, members, num_blocks, done)
         sequence.spread(members, num_blocks)
-        if sequence.has_lost_range:
+        if self._is_found(sequence, before, members):
             sequence.find_range()
             if sequence.is_decoding:
-                holding.residents.stay(sequence.key)
+                floor.stay(sequence)
             else:
-                holding.decode(sequence)
-        if sequence.key in holding.residents:
-            num_saved_tokens = len(members) * self._range_tokens
-            holding.residents.spread(sequence.key, num_saved_tokens, holding.full_at_tokens(sequence))
-        member_ids = tuple([each.instance_id for each in members])
-        self._holding.effects.append(MembersSet(self._holding.instance_id, *sequence.key, member_ids, gives_back))
+                floor.decode(sequence)
 
-    def lose_member(self, instance_id: InstanceId) -> None:
-        """Pause contexts with a range on a lost instance, and drop prompts with a range there."""
-        for sequence in list(self._holding.sequences.values()):
-            member_ids = [member.instance_id for member in sequence.members]
-            if instance_id not in member_ids:
-                continue
-            if sequence.prompt.num_blocks_at_once:
-                self._holding.drop(sequence, "another instance that holds KV of it does not answer")
-            elif sequence.is_decoding and not sequence.has_lost_range and sequence.move is None:
-                number = member_ids.index(instance_id)
-                self._holding.lose_range(sequence, number)
-                self._holding.effects.append(PartLost(self._holding.instance_id, *sequence.key, number))
+    def _is_found(self, sequence: Sequence, before: tuple[PartMember, ...], members: tuple[PartMember, ...]) -> bool:
+        number = sequence.lost_range
+        return number is not None and (members == before or members[number : number + 1] != before[number : number + 1])
+
+    def lose_members(self, sequence: Sequence, numbers: Collection[int]) -> None:
+        """Pause a context if one holder of a range does not answer, and drop it if several do not or it moves."""
+        if sequence.has_lost_range:
+            return  # the scheduler knows
+        if not sequence.is_decoding or len(numbers) != 1 or sequence.move is not None:
+            self._endings.drop(sequence, _NO_ANSWER)
+            return
+        (number,) = numbers
+        self._floor.lose_range(sequence, number)
+        self._floor.effects.append(PartLost(self._floor.instance_id, *sequence.key, number))

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdmesh.core.events import InstanceEvent
+from pdmesh.instance.effects import CopyEvent, Effect
 from pdmesh.kv.mover import KvMover
 from pdmesh.model import InstanceId
 from pdmesh.telemetry.tracing import Tracing
 from pdmesh.worker.addresses import Addresses
 from pdmesh.worker.block_tables import BlockTables
 from pdmesh.worker.compiling import GrammarCompiler
-from pdmesh.worker.endings import Endings
 from pdmesh.worker.replies import ToGateways
-from pdmesh.worker.sequences import Sequences
+from pdmesh.worker.sequences import LocalRequest, Sequences
 from pdmesh.worker.windows import Windows
 from pdmesh.worker.worker_metrics import WorkerMetrics
 
@@ -33,8 +33,11 @@ class InstanceContext:
     mover: KvMover
     sequences: Sequences
     addresses: Addresses
-    endings: Endings
     report: Callable[[InstanceEvent], None]  # to the scheduler; does not block
+    do: Callable[[list[Effect]], None]  # carries out what the machine asks for
+    drop: Callable[[LocalRequest, str], None]  # gives up a request that cannot go on here
+    freeze: Callable[[LocalRequest], None]  # lets a request that moves draw no more
+    hear: Callable[[LocalRequest, CopyEvent], None]  # takes an event of a copy
     gateways: ToGateways
     metrics: WorkerMetrics
     tracing: Tracing

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pdmesh.core.commands import AdmitPrefill, SetPlaces
-from pdmesh.core.events import GroupPrefix, HelperJoined
+from pdmesh.core.commands import AdmitPrefill
+from pdmesh.core.events import GroupPrefix
 from pdmesh.errors import ProtocolError
-from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.gate import Wakeup
 from pdmesh.model import num_blocks_for
@@ -27,47 +26,30 @@ class PrefillGroups:
         group = command.group
         if group is None:
             return
-        self._own_number(group)
-        self._addresses(group)
+        self.check_members(group)
         if self._context.windows.are_freed:
             raise ProtocolError("KV behind windows is given up here, and a group needs all of it")
         if command.moves_on and not command.leads:
             raise ProtocolError("a transfer from a member that does not lead its group")
 
-    def join(self, request: LocalRequest, command: AdmitPrefill) -> None:
-        """Join the group that a request was admitted with, if there is one."""
-        group = command.group
-        if group is None:
-            return
-        self._open(request, group)
-        if command.leads:
-            self._exchanges.set_members(request.request_id, request.epoch, 0, self._addresses(group))
-        else:
-            self._context.report(HelperJoined(self._context.instance_id, request.request_id, request.epoch))
+    def check_members(self, group: PrefillGroup) -> None:
+        """Raise ProtocolError if this instance is no member of a group, or does not know another member."""
+        self._own_number(group)
+        self._addresses(group)
 
-    def regroup(self, command: SetPlaces, group: PrefillGroup, newest_plan_id: int) -> None:
-        """Take the members that the group of a running prompt has from now on.
-
-        If one was lost, chunks planned until now end where they would wait, and the leader reports what it has.
-        """
-        request = self._context.sequences.get(command.request_id, command.epoch)
-        if request is None or request.phase is not SeqPhase.PREFILLING:
-            return  # freed, or computed, meanwhile
-        try:
-            number, addresses = self._own_number(group), self._addresses(group)
-        except ProtocolError as error:
-            self._context.endings.drop(request, str(error))
-            return
-        request.state.regroup(group)
-        # without an exchange it leads a group that was formed while it computed
+    def regroup(self, request: LocalRequest, group: PrefillGroup, *, is_new: bool) -> None:
+        """Take the members that the group of a prompt has from now on. A new helper hears of the members later."""
+        # without an exchange it joins a group, or leads a group that was formed while it computed
         exchange = request.exchange or self._open(request, group)
-        num_lost = exchange.num_lost
-        self._exchanges.set_members(request.request_id, request.epoch, number, addresses)
-        if exchange.num_lost > num_lost:
-            self._go_on_without(request, exchange, newest_plan_id)
+        if not is_new or request.state.leads:
+            self._exchanges.set_members(
+                exchange.request_id, exchange.epoch, self._own_number(group), self._addresses(group)
+            )
 
-    def _go_on_without(self, request: LocalRequest, exchange: KvExchange, newest_plan_id: int) -> None:
-        """A member was lost: what was planned ends where it would wait, and the leader says what it has."""
+    def wait_no_longer(self, request: LocalRequest, newest_plan_id: int) -> None:
+        """End planned chunks that would wait for a lost member. The leader reports how much of the prompt is here."""
+        exchange = request.exchange
+        assert exchange is not None, f"{request.request_id} is in no group"
         exchange.gate.give_up(newest_plan_id)
         if exchange.leads:
             num_tokens = exchange.ledger.num_complete_blocks * self._context.block_size

@@ -51,12 +51,8 @@ class RoomGrowth:
         block_table.extend(new)
         request.state.grow(len(new))
 
-    def grow(self, command: Hold) -> None:
+    def grow(self, request: LocalRequest, command: Hold) -> None:
         """Take what the scheduler grants."""
-        self._context.tables.make_room(command.room)
-        request = self._context.sequences.get(command.request_id, command.epoch)
-        if request is None:
-            return  # it ended meanwhile
         num_elsewhere_blocks = request.sequence.num_elsewhere_tokens // request.block_size
         num_blocks = command.num_blocks + command.num_elsewhere_blocks - num_elsewhere_blocks
         if num_blocks <= len(request.sequence.block_table):
@@ -64,7 +60,7 @@ class RoomGrowth:
         try:
             self.extend(request, num_blocks)
         except OutOfBlocks as error:  # the scheduler's count is wrong
-            self._context.endings.drop(request, str(error))
+            self._context.drop(request, str(error))
             return
         self._context.wake()
 
@@ -85,7 +81,7 @@ class RoomGrowth:
                     request_id=request.request_id, epoch=request.epoch, num_tokens=len(request.sequence.token_ids)
                 )
                 for request in requests
-                if request.growth_is_news(self._context.range_tokens)
+                if request.is_news(self._context.range_tokens)
             ]
         )
         if low:

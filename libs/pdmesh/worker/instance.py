@@ -4,11 +4,13 @@ No I/O: messages come in through `Instance.handle` and go out through the callab
 loop (`pdmesh.worker.steps`) touches the engine. Everything runs on the event loop. An instance executes and does not
 decide: it *refuses* whatever it cannot take (`RequestDropped`), and the scheduler starts the request again elsewhere.
 
-* `intake`: requests are taken or refused. `groups`: prompts that several instances compute.
-* `plans`, `results`: the steps of the engine and their results. `growth`: room for generated tokens.
+`pdmesh.instance.machine` decides. The instance carries out what the machine asks for, by these modules:
+
+* `local_floor`, `intake`, `growth`: blocks of new requests, and room for generated tokens.
+* `plans`, `results`: the steps of the engine and their results. `groups`: prompts that several instances compute.
 * `leaving_kv`, `arrivals`: KV that leaves, and KV that comes. `moves`: running decodes that move, at their source.
-* `spread`, `lost_ranges`: contexts with ranges on other instances, on both sides.
-* `sequences`: the table of held requests. `endings`: how requests end. `context`: state that these modules share.
+* `recomputing`: ranges of contexts that were lost, and are computed again here.
+* `sequences`: the table of held requests. `context`: state that these modules share.
 """
 
 from __future__ import annotations
@@ -19,25 +21,33 @@ from typing import assert_never
 import structlog
 
 from pdmesh.core.commands import (
-    AdmitPrefill,
-    FetchKept,
-    FreeKv,
     GrantTransfer,
-    Hold,
     InstanceCommand,
     InstanceRequestCommand,
-    PlaceDecode,
     RunStep,
-    SendKept,
-    SetPlaces,
     SetRole,
+    Stop,
     StopCopy,
     StopInstance,
 )
-from pdmesh.core.events import InstanceEvent, KvReleased, LoadReported
+from pdmesh.core.events import InstanceEvent, KvReleased, LoadReported, RequestDropped
 from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.errors import ProtocolError
-from pdmesh.instance.sequence_phases import SeqPhase
+from pdmesh.instance.effects import (
+    CopyEvent,
+    Effect,
+    Expect,
+    Froze,
+    PauseSending,
+    Refused,
+    Regrouped,
+    Rehomed,
+    ResidentsChange,
+    SendKv,
+    StopSending,
+    WaitNoLonger,
+)
+from pdmesh.instance.machine import InstanceMachine
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.mover import KvMover
@@ -52,16 +62,12 @@ from pdmesh.kv.outcome import (
 )
 from pdmesh.kv.store import KvStore
 from pdmesh.model import (
-    Epoch,
     InstanceId,
     PrefixHashes,
-    RequestId,
     RequestKey,
     Resident,
     Role,
-    TransferPurpose,
 )
-from pdmesh.plans import PrefillGroup
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.telemetry.tracing import Tracing
 from pdmesh.wire.messages import PeerGone, PeersHere, Prompt
@@ -70,23 +76,25 @@ from pdmesh.worker.arrivals import Arrivals
 from pdmesh.worker.block_tables import BlockTables
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.drafts import Drafter
-from pdmesh.worker.endings import Endings
 from pdmesh.worker.groups import PrefillGroups
 from pdmesh.worker.growth import RoomGrowth
 from pdmesh.worker.intake import Intake
 from pdmesh.worker.leaving_kv import LeavingCopies
-from pdmesh.worker.lost_ranges import LostRanges
+from pdmesh.worker.local_floor import RequestFloor
 from pdmesh.worker.moves import MovingDecodes
 from pdmesh.worker.plans import Plans
+from pdmesh.worker.recomputing import RecomputedRanges
 from pdmesh.worker.replies import ToGateways, TokenSink
 from pdmesh.worker.results import Results
 from pdmesh.worker.sequences import Drawn, LocalRequest, Sequences
-from pdmesh.worker.spans import FREED
-from pdmesh.worker.spread import SpreadContexts
+from pdmesh.worker.spans import FAILED, FREED
 from pdmesh.worker.windows import Windows
 from pdmesh.worker.worker_metrics import WorkerMetrics
 
 log = structlog.get_logger()
+
+#: Effects that need the request of a sequence.
+OfSequence = Expect | Rehomed | Froze | SendKv | StopSending | PauseSending | Regrouped | WaitNoLonger
 
 #: What the scheduler tells an instance: core commands, and which peers there are.
 Instruction = InstanceCommand | PeersHere | PeerGone
@@ -117,7 +125,6 @@ class Instance:
         range_tokens: int = 0,
         weights: str = "",
     ) -> None:
-        self.role = role
         self.instance_id = instance_id
         self._pool = pool
         self._mover = mover
@@ -130,7 +137,6 @@ class Instance:
         self._sequences = sequences = Sequences(
             pool, mover, windows=windows, keep_drawn=tables.keep_drawn, on_released=self._released
         )
-        endings = Endings(instance_id, sequences=sequences, own=own, report=report)
         #: What was given up since it was registered last, and decodes nowhere: a scheduler can start it again at once.
         self.dropped: list[RequestKey] = []
         self.plans = Plans(
@@ -140,7 +146,8 @@ class Instance:
             windows=windows,
             wakeup=wakeup,
             report=report,
-            drop=endings.drop,
+            drop=self._drop,
+            begin_chunk=self._begin_chunk,
             drafter=drafter,
             num_stages=num_stages,
         )
@@ -156,27 +163,36 @@ class Instance:
             mover=mover,
             sequences=sequences,
             addresses=self._addresses,
-            endings=endings,
             report=report,
+            do=self._do,
+            drop=self._drop,
+            freeze=self._freeze,
+            hear=self._hear,
             gateways=ToGateways(tokens),
             metrics=metrics,
             tracing=tracing,
             grammars=self.plans.grammars,
             wake=self.plans.wake,
         )
-        self._endings = endings
+        self._context = context
         self._growth = growth = RoomGrowth(context)
         self._groups = groups = PrefillGroups(context, wakeup=wakeup)
         self._intake = intake = Intake(context, groups=groups)
-        moves = MovingDecodes(context)
-        self._copies = copies = LeavingCopies(context, intake=intake, growth=growth, moves=moves)
-        lost_ranges = self.plans.ranges = LostRanges(context, copies=copies)
-        self._spread = spread = SpreadContexts(
-            context, intake=intake, growth=growth, copies=copies, lost_ranges=lost_ranges
-        )
-        self._arrivals = Arrivals(context, intake=intake, copies=copies, growth=growth, spread=spread)
+        self._moves = moves = MovingDecodes(context)
+        floor = RequestFloor(context, intake=intake, growth=growth, moves=moves, own=own, carry_out=self._carry_out)
+        self._machine = InstanceMachine(floor, self.plans, role)
+        self._copies = LeavingCopies(context, moves=moves)
+        lost_ranges = RecomputedRanges(context, self._machine.lost_ranges)
+        self.plans.lost_ranges = self._machine.lost_ranges
+        self._arrivals = Arrivals(context, intake=intake, growth=growth, lost_ranges=lost_ranges)
         self.results = Results(
-            context, own=own, groups=groups, moves=moves, growth=growth, spread=spread, lost_ranges=lost_ranges
+            context,
+            self._machine,
+            own=own,
+            groups=groups,
+            moves=moves,
+            growth=growth,
+            lost_ranges=lost_ranges,
         )
 
     # --- what it is told ------------------------------------------------------------------------------------
@@ -189,57 +205,112 @@ class Instance:
             case PeerGone(data_address=data_address):
                 self._addresses.remove(data_address)
                 self._mover.forget(data_address)
-            case RunStep(plan=plan):
-                self.plans.queue(plan)
-            case SetRole(role=role):
-                self.role = role
-            case StopInstance():
-                self._stop()  # as SIGTERM does
+            case RunStep() | SetRole() | StopInstance():
+                self._do(self._machine.obey(message))
+                if self._machine.is_told_to_stop:
+                    self._stop()
             case _:
-                try:
-                    self._handle(message, prompt)
-                except ProtocolError as error:
-                    request = self._sequences.get(message.request_id, message.epoch)
+                self._intake.last_prompt = prompt
+                self._obey(message)
+
+    def _obey(self, command: InstanceRequestCommand) -> None:
+        """Obey a command for a request. Drop the request if the command names an unknown instance."""
+        request = self._sequences.get(command.request_id, command.epoch)
+        was_decoding = request is not None and request.state.is_decoding
+        if request is not None:
+            request.note_commit()
+        try:
+            self._do(self._machine.obey(command))
+        except ProtocolError as error:
+            request = self._sequences.get(command.request_id, command.epoch)
+            if request is not None:
+                self._drop(request, str(error))
+        if request is not None and request.state.is_decoding and not was_decoding:
+            self._growth.tell([request])
+
+    # --- what its machine asks for -------------------------------------------------------------------------
+
+    def _carry_out(self) -> None:
+        self._do(self._machine.done())
+
+    def _do(self, effects: list[Effect]) -> None:
+        """Carry out effects, in order."""
+        for effect in effects:
+            match effect:
+                case RequestDropped(request_id=request_id, epoch=epoch, reason=reason):
+                    log.warning("request dropped", request_id=request_id, epoch=epoch, reason=reason)
+                    request = self._sequences.get(request_id, epoch)
                     if request is not None:
-                        self._endings.drop(request, str(error))
+                        request.end_trace(FAILED)
+                    self._report(effect)
+                case Refused(command=command, reason=reason):
+                    self._refused(command, reason)
+                case ResidentsChange():
+                    for request in self._sequences:
+                        self.results.between_steps(request)
+                case Expect() | Rehomed() | Froze() | SendKv() | StopSending() | PauseSending():
+                    self._carry_out_for(effect)
+                case Regrouped() | WaitNoLonger():
+                    self._carry_out_for(effect)
+                case tuple():
+                    pass  # the release of a request ends its copies
+                case _:
+                    self._report(effect)
 
-    def _handle(self, command: InstanceRequestCommand, prompt: Prompt | None) -> None:
-        """Take a command for a request. Raises ProtocolError if it names an unknown instance."""
-        match command:
-            case AdmitPrefill():
-                self._release_older(command.request_id, command.epoch)
-                self._intake.admit(command, prompt)
-            case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.MOVE:
-                self._arrivals.expect_move(command)
-            case PlaceDecode(transfer=transfer) if transfer.is_of_part:
-                self._spread.expect(command)
-            case PlaceDecode():
-                self._arrivals.expect(command, prompt)
-            case FetchKept():
-                self._arrivals.fetch(command)
-            case SendKept():
-                self._copies.send_cached(command)
-            case GrantTransfer(transfer=transfer) if transfer.purpose is TransferPurpose.LOST_PART:
-                self._spread.send_tokens(command)
-            case Hold(decodes=False):
-                self._growth.grow(command)
-            case GrantTransfer() | StopCopy() | Hold():
-                self._copies.obey(command)
-            case SetPlaces():
-                self._set_places(command)
-            case FreeKv():
-                self._free(command)
+    def _carry_out_for(self, effect: OfSequence) -> None:
+        """Carry out an effect on a sequence, unless an earlier effect has dropped the sequence."""
+        key = effect.sequence.key
+        request = self._sequences.get(*key)
+        if request is None or request.state is not effect.sequence:
+            return
+        match effect:
+            case Expect(command=command):
+                self._arrivals.expect(request, command)
+            case Rehomed(home_id=home_id):
+                (address,) = self._addresses.of([home_id])
+                self._mover.parts.rehome(*key, address)
+            case Froze():
+                self._sequences.pause(request)
+                self._moves.send_rest(request)
+            case SendKv(transfer=transfer, is_renewed=is_renewed):
+                self._copies.send(request, transfer, is_renewed=is_renewed)
+            case StopSending(transfer=transfer):
+                self._copies.stop(request, transfer)
+            case PauseSending():
+                self._mover.departures.pause(*key)
+            case Regrouped(sequence=sequence, known=known):
+                group = sequence.prompt.group
+                assert group is not None, f"{key} has no group"
+                self._groups.regroup(request, group, is_new=known is None)
+            case WaitNoLonger():
+                self._groups.wait_no_longer(request, self.plans.newest_plan_id)
             case _:
-                assert_never(command)
+                assert_never(effect)
 
-    def _set_places(self, command: SetPlaces) -> None:
-        match command.places:
-            case PrefillGroup() as group:
-                self._groups.regroup(command, group, self.plans.newest_plan_id)
-            case str() as home_id:
-                self._spread.rehome(command, home_id)
-            case members:
-                self._spread.respread(command, members)
+    def _refused(self, command: InstanceCommand, reason: str) -> None:
+        """Drop a request if the scheduler would wait for a copy that never begins or pauses."""
+        log.warning("a command was refused", command=type(command).__name__, reason=reason)
+        if isinstance(command, GrantTransfer) or (isinstance(command, StopCopy) and command.how is Stop.PAUSE):
+            request = self._sequences.get(command.request_id, command.epoch)
+            if request is not None and request.state.onward is not None:
+                self._drop(request, reason)
+
+    def _hear(self, request: LocalRequest, event: CopyEvent) -> None:
+        """Take an event of a copy."""
+        request.note_commit()
+        self._do(self._machine.copy_event(event))
+
+    def _freeze(self, request: LocalRequest) -> None:
+        self._do(self._machine.freeze(request.state, len(request.sequence.token_ids)))
+
+    def _begin_chunk(self, request: LocalRequest) -> None:
+        self._do(self._machine.begin_chunk(request.state))
+
+    def _drop(self, request: LocalRequest, reason: str) -> None:
+        """Give up a request that cannot go on here, whatever became of its KV."""
+        self._do(self._machine.drop(request.state, reason))
+
+    # --- how copies and exchanges go -----------------------------------------------------------------------
 
     def on_outcome(self, outcome: TransferOutcome) -> None:
         """Take the end, or a pause, of a KV transfer from the mover."""
@@ -258,7 +329,7 @@ class Instance:
             case FailedTransfer(reason=reason):
                 self._arrivals.failed(request, reason)
             case FailedExchange(reason=reason):
-                self._endings.drop(request, reason)
+                self._drop(request, reason)
             case _:
                 assert_never(outcome)
 
@@ -269,25 +340,16 @@ class Instance:
 
     # --- blocks go back --------------------------------------------------------------------------------------
 
-    def _free(self, command: FreeKv) -> None:
-        request_id, epoch = command.request_id, command.epoch
-        requests = self._sequences.up_to(request_id, epoch)
-        if not self._sequences.is_leaving(request_id, epoch) and all(request.epoch != epoch for request in requests):
-            self._report(KvReleased(self.instance_id, request_id, epoch, command.transfer_id))
-        for request in requests:
-            self._sequences.release(request)
-
-    def _release_older(self, request_id: RequestId, epoch: Epoch) -> None:
-        """Free a request's KV of epochs before: perhaps an acknowledgement is waited for that was lost on its way."""
-        for request in self._sequences.up_to(request_id, Epoch(epoch - 1)):
-            self._sequences.release(request)
-
     def _released(self, request: LocalRequest, drawn: Drawn) -> None:
         request.end_trace(FREED)  # of what was still open when it was cancelled or dropped
         log.debug("request released", request_id=request.request_id, epoch=request.epoch)
         self._report(KvReleased(self.instance_id, *request.state.key, request.state.received_by, *drawn))
         self._growth.blocks_freed()
         self.plans.wake()  # one may wait for frames
+
+    @property
+    def role(self) -> Role:
+        return self._machine.role
 
     # --- counts -----------------------------------------------------------------------------------------------
 
@@ -329,13 +391,11 @@ class Instance:
         those that decode nowhere (`dropped`).
         """
         self._growth.end_alone()
-        self.plans.clear()
         for request in self._sequences:
-            self._copies.end_with_scheduler(request)
-            if request.phase not in (SeqPhase.DECODING, SeqPhase.HOLDING):
-                if request.decodes_nowhere:
-                    self.dropped.append((request.request_id, request.epoch))
-                self._sequences.release(request)
+            request.note_commit()
+            if request.decodes_nowhere:
+                self.dropped.append(request.state.key)
+        self._do(self._machine.drop_all_but_decoding())
         await self._sequences.settled()
 
     def registered(self) -> None:
@@ -358,7 +418,7 @@ class Instance:
 
     def stop_admitting(self) -> None:
         """Refuse new requests from now on."""
-        self._intake.close()
+        self._intake.is_open = False
 
     async def emptied(self) -> None:
         """Wait until no request is held."""

@@ -1,4 +1,4 @@
-"""Requests that an instance is asked to hold: it takes their blocks, or refuses what it cannot take."""
+"""New requests of an instance: their prompts are checked, and they get their blocks."""
 
 from __future__ import annotations
 
@@ -9,31 +9,23 @@ import msgspec
 import structlog
 
 from pdmesh.core.commands import AdmitPrefill, FetchKept, PlaceDecode, SendKept
-from pdmesh.core.events import KvReleased, RequestDropped
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
-from pdmesh.instance.cache import CachedPrefix
-from pdmesh.instance.copy_state import Then
-from pdmesh.instance.sequence import PromptWork, Sequence
-from pdmesh.instance.sequence_phases import SeqPhase
+from pdmesh.instance.copy_state import range_at
+from pdmesh.instance.floor import TakesBlocks
+from pdmesh.instance.sequence import Sequence
 from pdmesh.kv.offload.copies import KvLoad
 from pdmesh.kv.pages import NO_BLOCK
 from pdmesh.model import (
     GRANULE_TOKENS,
-    NO_TRANSFER,
-    Epoch,
     GatewayId,
-    PartMember,
     PrefixHashes,
-    RequestId,
+    RequestKey,
     SamplingParams,
-    TransferId,
     num_blocks_for,
     short_weights,
 )
-from pdmesh.plans import PrefillGroup, TransferPlan
 from pdmesh.wire.messages import Generation, Prompt, unpack_token_ids
-from pdmesh.worker.block_tables import StalePrefix
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.groups import PrefillGroups
 from pdmesh.worker.sequences import LocalRequest
@@ -43,53 +35,193 @@ log = structlog.get_logger()
 
 
 class Intake:
-    """Takes requests for their prompts to be computed, and room for what others send."""
+    """Makes requests of commands. ``last_prompt`` came with the last command."""
 
     def __init__(self, context: InstanceContext, *, groups: PrefillGroups) -> None:
         self._context = context
         self._groups = groups
-        self._is_open = True
+        self.is_open = True
+        self.last_prompt: Prompt | None = None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether new requests are taken."""
-        return self._is_open
+    def chain_of(self, key: RequestKey) -> PrefixHashes:
+        """Return the granules of a prompt that may be cached: none under hashes that are made for other weights."""
+        prompt = self.last_prompt
+        if prompt is None or key != (prompt.generation.request_id, prompt.generation.epoch):
+            return ()
+        generation = self._with_own_hashes(prompt.generation)
+        num_tokens = generation.num_tokens or prompt.num_context_tokens
+        return generation.prefix[: max(0, num_tokens - 1) // GRANULE_TOKENS]
 
-    def close(self) -> None:
-        """Refuse new requests from now on."""
-        self._is_open = False
+    def take(self, state: Sequence, command: TakesBlocks, num_reused_granules: int) -> LocalRequest:
+        """Take the blocks of a request; cached blocks that it shares come first. Raises PdmeshError if it is refused.
 
-    def admit(self, command: AdmitPrefill, prompt: Prompt | None) -> None:
-        """Take a request whose prompt is to be computed here, alone or in a group."""
-        decodes = command.leads and not command.moves_on
-        self._context.tables.make_room(command.room)
+        The last ``state.prefix.num_loaded`` of the reused granules come from the offload tier.
+        """
+        context = self._context
+        if not self.is_open:
+            raise InstanceUnavailable("the instance is stopping")
+        if context.sequences.get(*state.key) is not None:
+            raise ProtocolError("the request is held here already")
+        num_coming_tokens, max_kv_tokens, num_elsewhere_blocks = 0, state.num_blocks * context.block_size, 0
+        has_prompt = isinstance(command, AdmitPrefill) or (isinstance(command, PlaceDecode) and command.receives_prompt)
+        if isinstance(command, AdmitPrefill):
+            generation, token_ids = self._to_compute(command)
+            max_kv_tokens = len(token_ids)
+            if command.leads and not command.moves_on:
+                max_kv_tokens += generation.max_tokens_left - 1
+        elif isinstance(command, PlaceDecode) and command.receives_prompt:
+            generation, token_ids = self._to_receive(command)
+            num_coming_tokens = len(token_ids)
+            num_elsewhere_blocks = command.transfer.destinations[0].part.blocks.start
+            max_kv_tokens = generation.num_prompt_tokens + generation.params.max_tokens - 1
+        else:
+            self._check_copy(command)
+            generation, token_ids = _unknown(state.key), array.array("i")
+            if isinstance(command, FetchKept):
+                num_coming_tokens = len(command.chain) * GRANULE_TOKENS
+        if has_prompt:
+            num_blocks = state.num_blocks + num_elsewhere_blocks
+            self._check_request(generation, state, len(token_ids), num_blocks, max_kv_tokens)
+        num_loaded_granules, prefix = state.prefix.num_loaded, reused(state.chain, num_reused_granules)
+        if not 0 <= num_loaded_granules <= num_reused_granules:
+            raise ProtocolError(f"{num_loaded_granules} of {num_reused_granules} granules are to be loaded")
+        shared = prefix[: num_reused_granules - num_loaded_granules]
+        context.tables.check_offloaded(prefix[len(shared) :])
+        request = LocalRequest(
+            generation=generation,
+            sequence=EngineSequence(
+                request_id=generation.request_id,
+                params=generation.params,
+                token_ids=token_ids,
+                num_prompt_tokens=generation.num_prompt_tokens,
+                block_table=context.tables.table(state.num_blocks, shared),
+            ),
+            state=state,
+            block_size=context.block_size,
+            max_kv_tokens=max_kv_tokens,
+            num_reused_tokens=num_reused_granules * GRANULE_TOKENS,
+            num_shared_tokens=len(shared) * GRANULE_TOKENS,
+            trace=trace_of(context.tracing, generation, context.instance_id),
+        )
         try:
-            generation = check_prompt(command, prompt).generation
-            self._groups.check(command)
-            token_ids = transcript(generation)
-            num_tokens = len(token_ids)
-            num_output_tokens_kept = generation.max_tokens_left - 1 if decodes else 0
-            request = self.take(
-                generation,
-                token_ids,
-                command.num_blocks,
-                num_tokens + num_output_tokens_kept,
-                num_reused_granules=command.num_reused_granules,
-                num_loaded_granules=command.num_loaded_granules,
-                keeps_prefix=(command.leads or command.keeps_prefix) and not command.num_blocks_at_once,
-                num_blocks_at_once=command.num_blocks_at_once,
-                group=command.group,
-                leads=command.leads,
-            )
-        except PdmeshError as error:
-            self.refuse(command, error)
+            context.tables.begin_windows(request, num_coming_tokens)
+        except PdmeshError:
+            context.tables.give_back(request)
+            raise
+        context.sequences.add(request)
+        if has_prompt:
+            context.gateways.open(request)
+            context.grammars.begin(generation.params.grammar)
+        if isinstance(command, AdmitPrefill):
+            self._begin(request, command)
+        return request
+
+    # --- checks ---
+
+    def _to_compute(self, command: AdmitPrefill) -> tuple[Generation, array.array[int]]:
+        """Return a prompt to compute. Raises ProtocolError if it cannot be."""
+        generation = self._checked(self.check_prompt(command).generation)
+        self._groups.check(command)
+        return generation, _transcript(generation)
+
+    def _to_receive(self, command: PlaceDecode) -> tuple[Generation, array.array[int]]:
+        """Return a prompt that other instances compute. Raises ProtocolError if it cannot be received."""
+        self._context.addresses.of(command.transfer.source_ids)
+        self._context.addresses.of(command.transfer.destination_ids[1:])
+        prompt = self.check_prompt(command)
+        num_context_tokens = prompt.num_context_tokens
+        if prompt.generation.token_ids:
+            token_ids = _transcript(prompt.generation)
+        else:
+            token_ids = stand_in(num_context_tokens, prompt.tail, self._context.max_model_len)
+        if len(token_ids) != num_context_tokens:
+            raise ProtocolError(f"{num_context_tokens} tokens of KV for a transcript of {len(token_ids)}")
+        return self._checked(prompt.generation), token_ids
+
+    def _check_copy(self, command: PlaceDecode | FetchKept | SendKept) -> None:
+        """Raise ProtocolError if a copy of KV without a prompt cannot begin."""
+        transfer, addresses = command.transfer, self._context.addresses
+        num_shared_granules = transfer.num_reused_granules
+        if isinstance(command, SendKept):
+            if len(transfer.destinations) != 1:
+                raise ProtocolError(f"{len(transfer.destinations)} destinations of granules")
+            addresses.of(transfer.destination_ids)
+            num_granules = transfer.sources[0].num_blocks * self._context.block_size // GRANULE_TOKENS
+            if not 0 < num_granules == len(command.chain):
+                raise ProtocolError(f"{len(command.chain)} granules in blocks for {num_granules}")
             return
+        if command.instance_id not in transfer.destination_ids:
+            raise ProtocolError("the instance is no destination of the transfer")
+        if not transfer.is_of_lost_range:  # tokens come from the instance that decodes
+            addresses.of(transfer.source_ids)
+        num_tokens = command.num_blocks * self._context.block_size
+        if num_tokens <= num_shared_granules * GRANULE_TOKENS:
+            raise ProtocolError(f"room for {num_tokens} tokens, and {num_shared_granules} granules that are there")
+        if isinstance(command, FetchKept):
+            if not num_shared_granules < len(command.chain) <= num_tokens // GRANULE_TOKENS:
+                raise ProtocolError(f"{len(command.chain)} granules, and room for {num_tokens} tokens")
+            return
+        addresses.of(each.instance_id for each in command.members)
+        if range_at(transfer, command.instance_id) is not None:
+            addresses.of([command.home_id or transfer.destination_ids[0]])
+        if transfer.is_hand_over:
+            self.check_prompt(command)
+
+    def check_prompt(self, command: AdmitPrefill | PlaceDecode) -> Prompt:
+        """Return the prompt that came with a command. Raises ProtocolError if none came, or another request's."""
+        if self.last_prompt is None:
+            raise ProtocolError("the command came without the request's prompt")
+        generation = self.last_prompt.generation
+        if (generation.request_id, generation.epoch) != (command.request_id, command.epoch):
+            raise ProtocolError(
+                f"the command came with the prompt of {generation.request_id}, epoch {generation.epoch}"
+            )
+        return self.last_prompt
+
+    def _checked(self, generation: Generation) -> Generation:
+        """Return a request that can be taken. Raises ProtocolError if other weights drew its tokens."""
+        own = self._context.weights
+        if generation.weights not in ("", own):
+            raise ProtocolError(
+                f"the request was begun with other weights ({short_weights(generation.weights)}) than are loaded here "
+                f"({short_weights(own)})"
+            )
+        return self._with_own_hashes(generation)
+
+    def _with_own_hashes(self, generation: Generation) -> Generation:
+        """Return a request without hashes that are made for other weights: its KV is kept under none of them."""
+        if not generation.prefix_root or generation.prefix_weights == self._context.weights:
+            return generation
+        return msgspec.structs.replace(generation, prefix_root=b"", prefix=())
+
+    def _check_request(
+        self, generation: Generation, state: Sequence, num_tokens: int, num_blocks: int, max_kv_tokens: int
+    ) -> None:
+        """Raise ProtocolError unless a prompt fits its blocks, here and elsewhere."""
+        range_tokens, block_size = self._context.range_tokens, self._context.block_size
+        if state.prompt.num_blocks_at_once:
+            if not 0 < range_tokens <= num_blocks * block_size:
+                raise ProtocolError(f"{num_blocks} blocks cannot hold a range of {range_tokens} tokens")
+            num_blocks = max(num_blocks, num_blocks_for(num_tokens, block_size))
+        check_request(
+            generation,
+            num_tokens,
+            num_blocks=num_blocks,
+            max_kv_tokens=max_kv_tokens,
+            block_size=block_size,
+            max_model_len=self._context.max_model_len,
+        )
+
+    # --- prompts that are computed here ---
+
+    def _begin(self, request: LocalRequest, command: AdmitPrefill) -> None:
+        """Offer the KV of a prompt to its receiver, and load granules from the offload tier."""
         request.num_begun_tokens = request.num_reused_tokens
+        num_tokens = len(request.sequence.token_ids)
         if command.leads and request.generation.prefix_root:
             self._context.metrics.cache_queries.inc(num_tokens)
             self._context.metrics.cache_hits.inc(request.num_reused_tokens)
         if command.moves_on:
-            request.state.send_on(command.transfer, Then.DECODE)
             sources = command.shards if command.transfer is None else command.transfer.sources
             source = [shard.instance_id for shard in sources].index(self._context.instance_id)
             request.sender = self._context.mover.departures.offer(
@@ -102,7 +234,6 @@ class Intake:
                 num_present_blocks=request.num_shared_tokens // request.block_size,
             )
         self._load(request)
-        self._groups.join(request, command)
 
     def _load(self, request: LocalRequest) -> None:
         """Begin to bring what is to come from the offload tier."""
@@ -121,7 +252,7 @@ class Intake:
             return
         if load.aborted is not None:
             if not request.in_step:
-                self._context.endings.drop(request, load.aborted)
+                self._context.drop(request, load.aborted)
             return
         request.load = None
         first, end = (num // request.block_size for num in (request.num_shared_tokens, request.num_reused_tokens))
@@ -130,192 +261,18 @@ class Intake:
         elif request.sender is not None:
             request.sender.add_loaded(first, end - first)
 
-    def check_new(self, request_id: RequestId, epoch: Epoch) -> None:
-        """Raise PdmeshError if nothing is taken any more, or this is held already."""
-        if not self._is_open:
-            raise InstanceUnavailable("the instance is stopping")
-        if self._context.sequences.get(request_id, epoch) is not None:
-            raise ProtocolError("the request is held here already")
 
-    def _with_own_weights(self, generation: Generation) -> Generation:
-        """Return a request without hashes that are made for other weights: its KV is kept under none of them.
-
-        Raises ProtocolError if other weights drew its tokens.
-        """
-        own = self._context.weights
-        if generation.weights not in ("", own):
-            raise ProtocolError(
-                f"the request was begun with other weights ({short_weights(generation.weights)}) than are loaded here "
-                f"({short_weights(own)})"
-            )
-        if not generation.prefix_root or generation.prefix_weights == own:
-            return generation
-        return msgspec.structs.replace(generation, prefix_root=b"", prefix=())
-
-    def take(
-        self,
-        generation: Generation,
-        token_ids: array.array[int],
-        num_blocks: int,
-        max_kv_tokens: int,
-        *,
-        num_reused_granules: int,
-        num_loaded_granules: int = 0,
-        num_elsewhere_tokens: int = 0,
-        num_coming_tokens: int = 0,
-        keeps_prefix: bool = True,
-        num_blocks_at_once: int = 0,
-        group: PrefillGroup | None = None,
-        leads: bool = True,
-        incoming: TransferPlan | None = None,
-        members: tuple[PartMember, ...] = (),
-    ) -> LocalRequest:
-        """Take the blocks of a request; cached blocks that it shares come first. Raises PdmeshError if it is refused.
-
-        The KV of its first ``num_coming_tokens`` is there, or comes from another instance.
-
-        Of the granules that are reused the last ``num_loaded_granules`` are to come from the offload tier. Other
-        instances, the ``members``, hold the first ``num_elsewhere_tokens``: then nothing is kept. A prompt with
-        ``num_blocks_at_once`` gives ranges back once they have left. ``incoming`` brings the KV; None: the prompt is
-        computed here.
-        """
-        self.check_new(generation.request_id, generation.epoch)
-        generation = self._with_own_weights(generation)
-        num_all_blocks = num_blocks + num_elsewhere_tokens // self._context.block_size
-        if num_blocks_at_once:
-            if not 0 < self._context.range_tokens <= num_blocks * self._context.block_size:
-                raise ProtocolError(f"{num_blocks} blocks cannot hold a range of {self._context.range_tokens} tokens")
-            num_all_blocks = max(num_blocks, num_blocks_for(len(token_ids), self._context.block_size))
-        check_request(
-            generation,
-            len(token_ids),
-            num_blocks=num_all_blocks,
-            max_kv_tokens=max_kv_tokens,
-            block_size=self._context.block_size,
-            max_model_len=self._context.max_model_len,
-        )
-        keeps_prefix = keeps_prefix and not num_elsewhere_tokens
-        chain = generation.prefix[: (len(token_ids) - 1) // GRANULE_TOKENS] if keeps_prefix else ()
-        prefix = reused(chain, num_reused_granules)
-        if not 0 <= num_loaded_granules <= num_reused_granules:
-            raise ProtocolError(f"{num_loaded_granules} of {num_reused_granules} granules are to be loaded")
-        shared = prefix[: num_reused_granules - num_loaded_granules]
-        self._context.tables.check_offloaded(prefix[len(shared) :])
-        request = LocalRequest(
-            generation=generation,
-            sequence=EngineSequence(
-                request_id=generation.request_id,
-                params=generation.params,
-                token_ids=token_ids,
-                num_prompt_tokens=generation.num_prompt_tokens,
-                block_table=self._context.tables.table(num_blocks, shared),
-            ),
-            state=Sequence(
-                (generation.request_id, generation.epoch),
-                SeqPhase.PREFILLING if incoming is None else SeqPhase.EXPECTED,
-                num_blocks,
-                prefix=CachedPrefix(chain, num_loaded_granules),
-                prompt=PromptWork(
-                    num_reused_granules * GRANULE_TOKENS, group=group, num_blocks_at_once=num_blocks_at_once
-                ),
-                leads=leads,
-                incoming=incoming,
-                members=members,
-            ),
-            block_size=self._context.block_size,
-            max_kv_tokens=max_kv_tokens,
-            num_reused_tokens=num_reused_granules * GRANULE_TOKENS,
-            num_shared_tokens=len(shared) * GRANULE_TOKENS,
-            trace=trace_of(self._context.tracing, generation, self._context.instance_id),
-        )
-        self._begin(request, num_coming_tokens)
-        log.debug(
-            "request held",
-            request_id=request.request_id,
-            epoch=request.epoch,
-            num_tokens=len(token_ids),
-            num_blocks=num_blocks,
-        )
-        self._context.gateways.open(request)
-        self._context.grammars.begin(generation.params.grammar)
-        return request
-
-    def take_unknown(
-        self,
-        command: PlaceDecode | FetchKept | SendKept,
-        num_blocks: int,
-        chain: PrefixHashes,
-        num_reused_granules: int,
-        phase: SeqPhase,
-        *,
-        num_coming_tokens: int = 0,
-        part: int | None = None,
-        members: tuple[PartMember, ...] = (),
-    ) -> LocalRequest:
-        """Take blocks for a transfer of KV of which no tokens are known. Raises PdmeshError if that cannot be."""
-        self.check_new(command.request_id, command.epoch)
-        if num_blocks <= 0:
-            raise ProtocolError("no room is asked for")
-        prefix = reused(chain, num_reused_granules)
-        nobody = Generation(
-            request_id=command.request_id,
-            epoch=command.epoch,
-            gateway_id=GatewayId(""),
-            token_address="",
-            token_ids=b"",
-            num_prompt_tokens=0,
-            params=SamplingParams(max_tokens=1),
-        )
-        request = LocalRequest(
-            generation=nobody,
-            sequence=EngineSequence(
-                request_id=command.request_id,
-                params=nobody.params,
-                token_ids=array.array("i"),
-                num_prompt_tokens=0,
-                block_table=self._context.tables.table(num_blocks, prefix),
-            ),
-            state=Sequence(
-                (command.request_id, command.epoch),
-                phase,
-                num_blocks,
-                prefix=CachedPrefix(chain),
-                incoming=command.transfer,
-                part=part,
-                members=members,
-            ),
-            block_size=self._context.block_size,
-            max_kv_tokens=num_blocks * self._context.block_size,
-            num_reused_tokens=num_reused_granules * GRANULE_TOKENS,
-            num_shared_tokens=num_reused_granules * GRANULE_TOKENS,
-        )
-        self._begin(request, num_coming_tokens)
-        return request
-
-    def _begin(self, request: LocalRequest, num_coming_tokens: int) -> None:
-        try:
-            self._context.tables.begin_windows(request, num_coming_tokens)
-        except PdmeshError:
-            self._context.tables.give_back(request)
-            raise
-        self._context.sequences.add(request)
-
-    def refuse(
-        self,
-        command: AdmitPrefill | PlaceDecode | FetchKept | SendKept,
-        error: PdmeshError,
-        transfer_id: TransferId = NO_TRANSFER,
-    ) -> None:
-        """Say that it is not taken, and that ``transfer_id`` holds no room here; and what is kept, if that was why."""
-        request_id, epoch, reason = command.request_id, command.epoch, str(error)
-        log.warning("request refused", request_id=request_id, epoch=epoch, reason=reason)
-        self._context.metrics.refused_requests.inc()
-        self._context.report(RequestDropped(self._context.instance_id, request_id, epoch, reason))
-        if self._context.sequences.get(request_id, epoch) is None:
-            self._context.report(KvReleased(self._context.instance_id, request_id, epoch, transfer_id))
-        if isinstance(error, StalePrefix):
-            self._context.metrics.stale_prefixes.inc()
-            self._context.tables.report_kept()
+def _unknown(key: RequestKey) -> Generation:
+    """Return a request with no known tokens."""
+    return Generation(
+        request_id=key[0],
+        epoch=key[1],
+        gateway_id=GatewayId(""),
+        token_address="",
+        token_ids=b"",
+        num_prompt_tokens=0,
+        params=SamplingParams(max_tokens=1),
+    )
 
 
 def _whole_table(request: LocalRequest) -> list[int]:
@@ -325,22 +282,23 @@ def _whole_table(request: LocalRequest) -> list[int]:
     return [*table, *[NO_BLOCK] * (num_blocks - len(table))]
 
 
-def check_prompt(command: AdmitPrefill | PlaceDecode, prompt: Prompt | None) -> Prompt:
-    """Return the prompt that came with a command. Raises ProtocolError if none came, or another request's."""
-    if prompt is None:
-        raise ProtocolError("the command came without the request's prompt")
-    generation = prompt.generation
-    if (generation.request_id, generation.epoch) != (command.request_id, command.epoch):
-        raise ProtocolError(f"the command came with the prompt of {generation.request_id}, epoch {generation.epoch}")
-    return prompt
-
-
-def transcript(generation: Generation) -> array.array[int]:
-    """Prompt and output so far. Raises ProtocolError if it is not whole tokens."""
+def _transcript(generation: Generation) -> array.array[int]:
+    """Return prompt and output so far. Raises ProtocolError if it is not whole tokens."""
     try:
         return unpack_token_ids(generation.token_ids)
     except ValueError as error:
         raise ProtocolError(f"a transcript of {len(generation.token_ids)} bytes is not whole tokens") from error
+
+
+def stand_in(num_tokens: int, tail: bytes, max_model_len: int) -> array.array[int]:
+    """Return a prompt that sampling does not look at: zeros, but for the packed tokens behind its last full granule.
+
+    Raises ProtocolError if these are not.
+    """
+    if len(tail) % 4 or len(tail) > 4 * min(num_tokens, GRANULE_TOKENS):
+        raise ProtocolError(f"a prompt of {num_tokens} tokens that ends in {len(tail)} bytes")
+    num_zeros = min(max(0, num_tokens - len(tail) // 4), max_model_len)
+    return array.array("i", bytes(4 * num_zeros)) + unpack_token_ids(tail)
 
 
 def reused(chain: PrefixHashes, num_granules: int) -> PrefixHashes:

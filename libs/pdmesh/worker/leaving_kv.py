@@ -7,32 +7,21 @@ from __future__ import annotations
 
 import structlog
 
-from pdmesh.core.commands import GrantTransfer, Hold, InstanceCommand, SendKept, Stop, StopCopy
-from pdmesh.core.events import MoveFailed, TransferFailed
-from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.instance.copy_state import Then, then_of
-from pdmesh.instance.copying import CopyCommand, CopyRules
 from pdmesh.instance.effects import (
-    CopyEvent,
     CopyFailed,
     CopyPaused,
     CopySent,
-    Effect,
-    PauseSending,
-    Refused,
-    SendKv,
-    StopSending,
 )
-from pdmesh.instance.sequence import Sequence
-from pdmesh.instance.sequence_phases import CopyState, SeqPhase
+from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.kv.outcome import FailedTransfer, SentTransfer
 from pdmesh.kv.pages import NO_BLOCK
 from pdmesh.kv.piece import KvDestination
-from pdmesh.model import GRANULE_TOKENS, IndexRange, InstanceId, KvPart, blocks_of_granule
+from pdmesh.kv.spread import PartHolder
+from pdmesh.model import GRANULE_TOKENS, IndexRange, KvPart, blocks_of_granule
 from pdmesh.plans import TransferPlan
+from pdmesh.wire.messages import pack_token_ids
 from pdmesh.worker.context import InstanceContext
-from pdmesh.worker.growth import RoomGrowth
-from pdmesh.worker.intake import Intake
 from pdmesh.worker.moves import MovingDecodes
 from pdmesh.worker.sequences import LocalRequest
 from pdmesh.worker.spans import DONE
@@ -41,55 +30,11 @@ log = structlog.get_logger()
 
 
 class LeavingCopies:
-    """The copies of an instance's requests, and what these need of blocks and residents (`Floor`)."""
+    """The copies of an instance's requests."""
 
-    def __init__(self, context: InstanceContext, *, intake: Intake, growth: RoomGrowth, moves: MovingDecodes) -> None:
+    def __init__(self, context: InstanceContext, *, moves: MovingDecodes) -> None:
         self._context = context
-        self._intake = intake
-        self._growth = growth
         self._moves = moves
-        self._effects: list[Effect] = []
-        self._copying = CopyRules(self)
-
-    # --- in ---
-
-    def obey(self, command: CopyCommand) -> None:
-        """Obey a command for a request. Raises ProtocolError if it names an unknown instance."""
-        if isinstance(command, Hold):
-            self._context.tables.make_room(command.room)
-        request = self._context.sequences.get(command.request_id, command.epoch)
-        if request is None:
-            return  # the request ended meanwhile
-        has_new_receiver = False
-        if isinstance(command, GrantTransfer):
-            self._context.addresses.of(command.transfer.destination_ids)
-            if self._refuses(request, command.transfer):
-                return
-            onward = request.state.onward
-            has_new_receiver = onward is not None and onward.transfer_id != command.transfer.transfer_id
-        was_decoding = request.state.is_decoding
-        request.note_commit()
-        self._copying.obey(request.state, command)
-        self._carry_out()
-        if has_new_receiver and request.phase is SeqPhase.COMPUTED:
-            self._context.gateways.give_turn(request, request.next_instance_id or self.instance_id)
-        if request.state.is_decoding and not was_decoding:
-            self._growth.tell([request])
-
-    def send_cached(self, command: SendKept) -> None:
-        """Send granules that are cached here."""
-        transfer, num_granules = command.transfer, len(command.chain)
-        num_blocks = num_granules * blocks_of_granule(self._context.block_size)
-        try:
-            if len(transfer.destinations) != 1:
-                raise ProtocolError(f"{len(transfer.destinations)} destinations of granules")
-            self._context.addresses.of(transfer.destination_ids)
-            request = self._intake.take_unknown(command, num_blocks, command.chain, num_granules, SeqPhase.COMPUTED)
-        except PdmeshError as error:
-            self._intake.refuse(command, error, transfer.transfer_id)
-            return
-        request.state.send_on(transfer, Then.KEEP, CopyState.SENDING)
-        self._send_blocks(request, transfer, request.sequence.block_table, num_granules * GRANULE_TOKENS)
 
     def sent(self, request: LocalRequest, outcome: SentTransfer) -> None:
         """Note that a destination has acknowledged a whole copy."""
@@ -121,13 +66,13 @@ class LeavingCopies:
             destination_id,
             outcome.carrier,
         )
-        self.hear(request, sent)
+        self._context.hear(request, sent)
 
     def paused(self, request: LocalRequest) -> None:
         """Note that no piece of a copy is under way until it is granted again."""
         _, transfer = _leaving(request)
         if transfer is not None:
-            self.hear(request, CopyPaused(request.state.key, transfer.transfer_id))
+            self._context.hear(request, CopyPaused(request.state.key, transfer.transfer_id))
 
     def failed(self, request: LocalRequest, outcome: FailedTransfer) -> None:
         """Note that a copy could not be sent, or was not acknowledged."""
@@ -142,131 +87,19 @@ class LeavingCopies:
             purpose=transfer.purpose,
             reason=outcome.reason,
         )
-        self.hear(request, CopyFailed(request.state.key, then, outcome.reason))
+        self._context.hear(request, CopyFailed(request.state.key, then, outcome.reason))
 
-    def hear(self, request: LocalRequest, event: CopyEvent) -> None:
-        """Take an event of a copy."""
-        request.note_commit()
-        self._copying.hear(request.state, event)
-        self._carry_out()
+    # --- what the machine asks for ---
 
-    def end_with_scheduler(self, request: LocalRequest) -> None:
-        """End what a lost scheduler began: moves that are not committed, and copies of ranges."""
-        request.note_commit()
-        if request.state.move is not None and not request.state.move.may_have_begun:
-            self._copying.stay(request.state)
-        self._copying.forget_plans(request.state)
-        request.next_holders = None
-        self._carry_out()
-
-    # --- blocks and residents ---
-
-    @property
-    def instance_id(self) -> InstanceId:
-        return self._context.instance_id
-
-    @property
-    def effects(self) -> list[Effect]:
-        return self._effects
-
-    def keep(self, sequence: Sequence, command: Hold) -> bool:
-        """Let a request have room for its output. False if there is no room."""
-        request = self._request(sequence)
-        num_tokens = len(request.sequence.token_ids) - (request.phase is SeqPhase.COMPUTED)
-        request.max_kv_tokens = num_tokens + request.generation.max_tokens_left - 1
-        request.sender = None
-        self._context.mover.departures.withdraw(request.request_id, request.epoch)
-        try:
-            if request.max_kv_tokens > self._context.max_model_len:
-                raise ProtocolError(
-                    f"{request.max_kv_tokens} tokens are more than the {self._context.max_model_len} of the model"
-                )
-            self._growth.extend(request, command.num_blocks)
-        except PdmeshError as error:
-            self._context.endings.drop(request, str(error))
-            return False
-        return True
-
-    def land(self, sequence: Sequence, num_tokens: int) -> None:
-        """Cache the prompt of a request whose KV has landed."""
-        sequence.land(num_tokens)
-        self._context.tables.keep_prompt(self._request(sequence), num_tokens)
-
-    def decode(self, sequence: Sequence) -> None:
-        """Let a request decode here, and say so to its gateway unless it decodes where that was expected."""
-        request = self._request(sequence)
-        if request.phase is not SeqPhase.EXPECTED:
-            self._context.gateways.give_turn(request, self.instance_id)
-        self._context.sequences.decode(request)
-        self._context.wake()
-
-    def leave(self, sequence: Sequence) -> None:
-        """Do nothing: the step that draws the last token ends it (`MovingDecodes.successor`)."""
-
-    def stay(self, sequence: Sequence) -> None:
-        """Do nothing: it decodes."""
-
-    def lose_range(self, sequence: Sequence, number: int) -> None:
-        """Pause a request until another instance has computed a range of its context."""
-        sequence.lose_range(number)
-
-    def computed(self, sequence: Sequence, num_granules: int) -> None:
-        """Cache the first granules of a request."""
-        self._context.tables.keep_prompt(self._request(sequence), num_granules * GRANULE_TOKENS)
-
-    def release(self, sequence: Sequence) -> None:
-        """Release a request, after the effects before have been carried out."""
-        self._carry_out()
-        self._context.sequences.release(self._request(sequence))
-
-    def _request(self, sequence: Sequence) -> LocalRequest:
-        request = self._context.sequences.get(*sequence.key)
-        assert request is not None, f"{sequence.key} is not held"
-        return request
-
-    # --- out ---
-
-    def _carry_out(self) -> None:
-        effects = self._effects[:]
-        self._effects.clear()
-        for effect in effects:
-            match effect:
-                case SendKv(sequence=sequence, transfer=transfer):
-                    self._send(self._request(sequence), transfer)
-                case StopSending(sequence=sequence, transfer=transfer):
-                    self._stop(self._request(sequence), transfer)
-                case PauseSending(sequence=sequence):
-                    self._context.mover.departures.pause(*sequence.key)
-                case Refused(command=command, reason=reason):
-                    self._refused(command, reason)
-                case tuple():
-                    raise AssertionError(f"a copy has the effect {effect}")
-                case _:
-                    self._context.report(effect)
-
-    def _refuses(self, request: LocalRequest, transfer: TransferPlan) -> bool:
-        """Whether what a grant is for is not here; the scheduler is told."""
-        about = self.instance_id, request.request_id, request.epoch, transfer.transfer_id
-        if then_of(transfer) is Then.DECODE and request.state.is_decoding and len(transfer.destinations) != 1:
-            self._context.report(MoveFailed(*about, False, "it would move to several instances"))
-            return True
-        if then_of(transfer) is Then.HOLD and not _has_range(request, transfer):
-            self._context.report(TransferFailed(*about, "the range is not here"))
-            return True
-        return False
-
-    def _refused(self, command: InstanceCommand, reason: str) -> None:
-        """Drop a request if the scheduler would wait for a copy that never begins or pauses."""
-        log.warning("a command was refused", command=type(command).__name__, reason=reason)
-        if isinstance(command, GrantTransfer) or (isinstance(command, StopCopy) and command.how is Stop.PAUSE):
-            request = self._context.sequences.get(command.request_id, command.epoch)
-            if request is not None and request.state.onward is not None:
-                self._context.endings.drop(request, reason)
-
-    def _send(self, request: LocalRequest, transfer: TransferPlan) -> None:
+    def send(self, request: LocalRequest, transfer: TransferPlan, *, is_renewed: bool) -> None:
+        """Send KV of a request to the destinations of a transfer. ``is_renewed``: the receiver is new to the source."""
         match then_of(transfer):
+            case Then.KEEP:
+                self._send_blocks(request, transfer, request.sequence.block_table, len(request.chain) * GRANULE_TOKENS)
             case Then.DECODE if request.state.move is not None:
                 self._moves.begin(request, self._destinations(transfer)[0], transfer)
+            case Then.HOLD if transfer.is_of_lost_range:
+                self._send_tokens(request, transfer)
             case Then.HOLD:
                 blocks, table = transfer.sources[0].part.blocks, request.sequence.block_table
                 # of an instance that holds a range alone its own blocks
@@ -276,6 +109,28 @@ class LeavingCopies:
                 self._grant(request, transfer)
                 if request.trace is not None:
                     request.trace.transfer_granted()
+                if is_renewed and request.phase is SeqPhase.COMPUTED:
+                    self._context.gateways.give_turn(request, transfer.destination_ids[0])
+
+    def _send_tokens(self, request: LocalRequest, transfer: TransferPlan) -> None:
+        """Send the tokens of a lost range to the instance that computes it again."""
+        begin, end = (number * request.block_size for number in transfer.destinations[0].part.blocks)
+        (address,) = self._context.addresses.of(transfer.destination_ids[:1])
+
+        def failed(reason: str) -> None:
+            handing = request.state.handing
+            if handing is not None and handing.transfer_id == transfer.transfer_id:
+                log.info("a range was not sent", request_id=request.request_id, epoch=request.epoch, reason=reason)
+                self._context.hear(request, CopyFailed(request.state.key, Then.HOLD, reason))
+
+        self._context.mover.parts.send_tokens(
+            request.request_id,
+            request.epoch,
+            pack_token_ids(request.sequence.token_ids[begin:end]),
+            request.sequence.num_prompt_tokens,
+            holder=PartHolder(address, transfer.capability),
+            on_failure=failed,
+        )
 
     def _send_blocks(
         self,
@@ -312,7 +167,8 @@ class LeavingCopies:
             for number, address in enumerate(addresses)
         ]
 
-    def _stop(self, request: LocalRequest, transfer: TransferPlan) -> None:
+    def stop(self, request: LocalRequest, transfer: TransferPlan) -> None:
+        """Send no more of a request by a transfer, for now or for good."""
         key = request.state.key
         match then_of(transfer):
             case Then.DECODE if request.move is not None:
@@ -326,7 +182,7 @@ class LeavingCopies:
                 if request.trace is not None:
                     request.trace.receiver_lost()
                 if request.phase is SeqPhase.COMPUTED:
-                    self._context.gateways.give_turn(request, self.instance_id)
+                    self._context.gateways.give_turn(request, self._context.instance_id)
 
 
 def _leaving(request: LocalRequest) -> tuple[Then, TransferPlan | None]:
@@ -337,18 +193,6 @@ def _leaving(request: LocalRequest) -> tuple[Then, TransferPlan | None]:
     copy = state.move or state.onward
     then = Then.KEEP if Then.KEEP in state.outgoing else Then.DECODE
     return then, None if copy is None else copy.transfer
-
-
-def _has_range(request: LocalRequest, transfer: TransferPlan) -> bool:
-    """Whether the first blocks here belong to the range of a transfer, and have their KV."""
-    blocks = transfer.sources[0].part.blocks
-    if len(transfer.destinations) != 1 or blocks.size > len(request.sequence.block_table):
-        return False
-    if request.phase is SeqPhase.HOLDING:
-        return True
-    num_elsewhere_blocks = request.sequence.num_elsewhere_tokens // request.block_size
-    has_kv = blocks.size * request.block_size <= request.num_own_tokens - 1
-    return request.state.is_decoding and has_kv and blocks.start == num_elsewhere_blocks
 
 
 def part_to_send(transfer: TransferPlan, number: int, block_size: int) -> KvPart:

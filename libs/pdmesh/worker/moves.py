@@ -7,6 +7,7 @@ by itself only before the commit.
 from __future__ import annotations
 
 from pdmesh.instance.copy_state import Copy
+from pdmesh.instance.effects import CopyCaughtUp
 from pdmesh.kv.copy_out import KvSource
 from pdmesh.kv.piece import FirstToken, KvDestination
 from pdmesh.kv.transcript import pack_transcript
@@ -50,27 +51,32 @@ class MovingDecodes:
 
     def stepped(self, request: LocalRequest, successor: InstanceId | None) -> None:
         """Note that a step has drawn a token, and has named its ``successor``."""
-        copy, sender = _sending(request)
-        if copy is None or sender is None:
+        _, sender = _sending(request)
+        if sender is None:
             return
         if successor is not None:
-            self._freeze(request, copy, sender)
+            self._context.freeze(request)
         else:
             sender.advance(len(request.sequence.token_ids) - 1)
 
     def _caught_up(self, request: LocalRequest) -> None:
-        """Freeze a request with little left to send, unless a step computes it: then the end of the step does."""
-        copy, sender = _sending(request)
-        if copy is None or sender is None or copy.transfer is None or request.in_step or not sender.has_caught_up:
-            return
-        self._context.gateways.give_turn(request, copy.transfer.destination_ids[0])
-        self._freeze(request, copy, sender)
+        """Note that little is left to send of a request."""
+        _, sender = _sending(request)
+        if sender is not None and sender.has_caught_up:
+            self._context.hear(request, CopyCaughtUp(request.state.key))
 
-    def _freeze(self, request: LocalRequest, copy: Copy, sender: KvSource) -> None:
-        token_ids = request.sequence.token_ids
+    def leave(self, request: LocalRequest) -> None:
+        """Freeze a request with little left to send, unless a step computes it: then the end of the step does."""
+        copy, _ = _sending(request)
+        if copy is not None and copy.transfer is not None and not request.in_step:
+            self._context.gateways.give_turn(request, copy.transfer.destination_ids[0])
+            self._context.freeze(request)
+
+    def send_rest(self, request: LocalRequest) -> None:
+        """Send the rest of a request that draws no more here."""
+        token_ids, sender = request.sequence.token_ids, request.move
+        assert sender is not None, f"{request.request_id} does not move"
         num_kv_tokens = len(token_ids) - 1
-        copy.freeze()
-        self._context.sequences.pause(request)
         sender.freeze(
             num_kv_tokens=num_kv_tokens,
             tail=pack_token_ids(token_ids[request.num_tokens_told : num_kv_tokens]),

@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
 from math import ceil
-from typing import Protocol
 
 import anyio
 import structlog
 
-from pdmesh.core.events import InstanceEvent, TransferOffered
+from pdmesh.core.events import InstanceEvent
 from pdmesh.core.instances.own_steps import HOLD_LIMIT_S, OwnSteps
-from pdmesh.instance.sequence_phases import CopyState, SeqPhase
+from pdmesh.instance.lost_ranges import LostRanges
+from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.kv.frames import OutOfFrames
 from pdmesh.kv.gate import Wakeup
 from pdmesh.model import InstanceId
@@ -37,14 +37,6 @@ MAX_QUEUED_PLANS = 1024
 
 #: Phases whose blocks become free without a further step of a prompt.
 _GIVING_BACK = (SeqPhase.COMPUTED, SeqPhase.DECODING, SeqPhase.PAUSED)
-
-
-class RangeChunks(Protocol):
-    """Lost ranges, a chunk of one at a time: `pdmesh.worker.lost_ranges.LostRanges`."""
-
-    @property
-    def has_chunk(self) -> bool: ...
-    def next_chunk(self) -> BatchChunk: ...
 
 
 class Plans:
@@ -67,6 +59,7 @@ class Plans:
         wakeup: Wakeup,
         report: Callable[[InstanceEvent], None],
         drop: Callable[[LocalRequest, str], None],
+        begin_chunk: Callable[[LocalRequest], None],
         drafter: Drafter | None,
         num_stages: int = 1,
     ) -> None:
@@ -78,17 +71,23 @@ class Plans:
         self._held_until_s: float | None = None  # set while decodes are held and nothing is planned
         self._report = report
         self._drop = drop
+        self._begin_chunk = begin_chunk
         self._drafter = drafter
         self._num_stages = num_stages
-        self.ranges: RangeChunks | None = None  # given once there is somebody who computes lost ranges
-        self._is_plans_turn = False  # a lost range had the last step of the instance's own
+        self.lost_ranges = LostRanges()
         self._plans: deque[StepPlan] = deque()
         self._urgent: deque[Batch] = deque()  # the engine's thread takes from it too
         self._has_work = anyio.Event()
         self.newest_plan_id = -1  # that was told of
         self.grammars = GrammarCompiler(self.wake)
 
-    def queue(self, plan: StepPlan) -> None:
+    @property
+    def under_way(self) -> list[StepPlan]:
+        """Plans that wait."""
+        return [*self._plans]
+
+    def queue(self, plan: StepPlan) -> bool:
+        """Let a plan wait for its turn."""
         self.newest_plan_id = plan.plan_id
         if plan.urgent and len(self._urgent) < MAX_QUEUED_PLANS and not (self._may_wait(plan) or self._must_wait(plan)):
             batch = self._batch(plan)
@@ -102,8 +101,9 @@ class Plans:
         else:
             log.error("too many step plans are waiting; dropping one", plan_id=plan.plan_id)
             self._report(step_done(self._instance_id, plan))
+        return True
 
-    def clear(self) -> None:
+    def forget(self) -> None:
         """Forget all plans; no one waits for an answer."""
         self.release_decodes()
         self.newest_plan_id = -1  # another scheduler counts from 0
@@ -142,10 +142,11 @@ class Plans:
         urgent = self.take_urgent()
         if urgent is not None:
             return urgent
-        if self.ranges is not None and self._has_range and not (self._is_plans_turn and self._next_index is not None):
-            self._is_plans_turn = True
-            return self._made(None, (self.ranges.next_chunk(),), self._decodes(self._free_residents, drafts=False))
-        self._is_plans_turn = False
+        ranges = self.lost_ranges
+        if self._has_range and not (ranges.is_plans_turn and self._next_index is not None):
+            ranges.is_plans_turn = True
+            return self._made(None, (self._range_chunk(),), self._decodes(self._free_residents, drafts=False))
+        ranges.is_plans_turn = False
         while (index := self._next_index) is not None:
             plan = self._plans[index]
             del self._plans[index]
@@ -157,7 +158,18 @@ class Plans:
     @property
     def _has_range(self) -> bool:
         """Whether a lost range could be computed further."""
-        return self.ranges is not None and self.ranges.has_chunk
+        sequence = self.lost_ranges.next
+        request = None if sequence is None else self._sequences.get(*sequence.key)
+        return request is not None and not request.in_step
+
+    def _range_chunk(self) -> BatchChunk:
+        """Make the next tokens of a lost range part of the step that begins now."""
+        plan = self.lost_ranges.next_chunk()
+        request = self._sequences.get(plan.request_id, plan.epoch)
+        assert request is not None, f"{plan.request_id} is not held"
+        request.num_chunks += 1
+        request.num_steps += 1
+        return BatchChunk(request, plan, request.num_chunks - 1)
 
     def take_urgent(self) -> Batch | None:
         """Return the next urgent batch, to be executed at once; None if there is none. Any thread; cheap."""
@@ -324,11 +336,7 @@ class Plans:
             return None
         if not self._take_frames(request, end - request.sequence.num_elsewhere_tokens):
             return None
-        onward = request.state.onward
-        if onward is not None and request.num_chunks == 0:
-            if onward.state is CopyState.WAITING:
-                onward.offer()
-            self._report(TransferOffered(self._instance_id, request.request_id, request.epoch, onward.transfer_id))
+        self._begin_chunk(request)
         if request.trace is not None and request.num_chunks == 0:
             request.trace.prefill_began()
         request.num_chunks += 1

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection
 from typing import Protocol
 
-from pdmesh.core.events import RequestFinished, StepDone
+from pdmesh.core.events import StepDone
 from pdmesh.engine.base import DrawnToken, Logprobs, SliceResult
 from pdmesh.model import FinishReason, GatewayId, InstanceId, OwnDecodeSteps
 from pdmesh.plans import ChunkDone, StepPlan
@@ -144,22 +144,6 @@ def prompt_logprobs(chunk: BatchChunk, result: SliceResult) -> PromptLogprobs:
         epoch=chunk.request.epoch,
         start=chunk.plan.start + 1,
         logprobs=tuple(_on_wire(logprobs) for logprobs in result.prompt_logprobs),
-    )
-
-
-def finished(
-    instance_id: InstanceId, request: LocalRequest, reason: FinishReason, own_steps: OwnDecodeSteps | None
-) -> RequestFinished:
-    """Make the report of a request that ended here, with the own decode steps since the last report."""
-    return RequestFinished(
-        instance_id=instance_id,
-        request_id=request.request_id,
-        epoch=request.epoch,
-        reason=reason,
-        num_output_tokens=request.sequence.num_output_tokens,
-        own_steps=own_steps,
-        num_drafted_tokens=request.num_drafted_tokens,
-        num_accepted_tokens=request.num_accepted_tokens,
     )
 
 

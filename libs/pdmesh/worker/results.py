@@ -9,18 +9,21 @@ import structlog
 from pdmesh.core.events import DecodeStepsDone
 from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.engine.base import SliceResult
+from pdmesh.errors import ProtocolError
+from pdmesh.instance.machine import InstanceMachine
 from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.kv.piece import FirstToken
+from pdmesh.kv.spread import SpreadKv
 from pdmesh.model import FinishReason
 from pdmesh.worker.batch import Batch, BatchChunk, BatchDecode
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.groups import PrefillGroups
 from pdmesh.worker.growth import RoomGrowth
-from pdmesh.worker.lost_ranges import LostRanges
 from pdmesh.worker.moves import MovingDecodes
+from pdmesh.worker.recomputing import RecomputedRanges
 from pdmesh.worker.replies import embedding_out, error_out, prompt_logprobs, step_done, token_out
 from pdmesh.worker.sequences import LocalRequest
-from pdmesh.worker.spread import SpreadContexts
+from pdmesh.worker.spans import DONE, ERROR
 from pdmesh.worker.times import StepTime
 
 log = structlog.get_logger()
@@ -32,20 +35,20 @@ class Results:
     def __init__(
         self,
         context: InstanceContext,
+        machine: InstanceMachine,
         *,
         own: OwnSteps,
         groups: PrefillGroups,
         moves: MovingDecodes,
         growth: RoomGrowth,
-        spread: SpreadContexts,
-        lost_ranges: LostRanges,
+        lost_ranges: RecomputedRanges,
     ) -> None:
         self._context = context
         self._own = own
+        self._machine = machine
         self._groups = groups
         self._moves = moves
         self._growth = growth
-        self._spread = spread
         self._lost_ranges = lost_ranges
 
     def hand_out(self, batch: Batch, results: list[SliceResult | None], time: StepTime) -> bool:
@@ -61,9 +64,9 @@ class Results:
             if chunk.request.is_released:
                 continue
             if (why_aborted := chunk.aborted) is not None:
-                self._context.endings.drop(chunk.request, why_aborted)
+                self._context.drop(chunk.request, why_aborted)
             elif chunk.request.gives_back:
-                self._context.endings.drop(chunk.request, "other instances that hold KV of it do not answer")
+                self._context.drop(chunk.request, "other instances that hold KV of it do not answer")
             elif chunk.exchange is not None:  # a member was lost, and what it waited for is planned anew
                 chunk.exchange.ledger.abandon(*chunk.begun_blocks(self._context.block_size))
         self._tell_of_step(batch, time, ended)
@@ -76,7 +79,7 @@ class Results:
                 self._lost_ranges.ended(chunk, is_computed=result is not None)
             elif result is not None:
                 self._finish_chunk(chunk, result, time)
-                self._spread.between_steps(chunk.request)
+                self.between_steps(chunk.request)
         for decode, result in zip(batch.decodes, results[len(batch.chunks) :], strict=True):
             if result is not None and decode.draft:
                 self._note_draft(decode, result)
@@ -84,9 +87,9 @@ class Results:
                 continue
             if result is not None:
                 self._deliver(decode.request, result)
-                self._spread.between_steps(decode.request)
+                self.between_steps(decode.request)
             else:
-                self._spread.lost(decode.request)
+                self._lose_members(decode.request)
         if self._own.num_left <= 0 and (own_steps := self._own.take()) is not None:
             self._context.report(DecodeStepsDone(self._context.instance_id, own_steps))
         decoding = [decode.request for decode in batch.decodes]
@@ -99,11 +102,29 @@ class Results:
             if not self._context.sequences.step_ended(request):
                 continue
             if request.state.is_range:
-                self._context.endings.drop(request, f"the engine failed: {error}")
+                self._context.drop(request, f"the engine failed: {error}")
             else:
                 log.error("request ended by the engine's failure", request_id=request.request_id, epoch=request.epoch)
                 self._context.gateways.send(request, error_out(request, error))
-                self._context.endings.finish(request, FinishReason.ERROR)
+                self._finish(request, FinishReason.ERROR)
+
+    def between_steps(self, request: LocalRequest) -> None:
+        """Let a context have the members that the scheduler named, if it named any and no step computes it."""
+        if request.state.next_members is None or request.in_step:
+            return
+        try:
+            self._context.do(self._machine.set_members(request.state))
+        except ProtocolError as error:
+            self._context.drop(request, str(error))
+
+    def _lose_members(self, request: LocalRequest) -> None:
+        """Note that a step lacked KV that other instances hold."""
+        if request.state.next_members is not None:  # named while the step ran: continue if the range is there
+            self.between_steps(request)
+            return
+        elsewhere = request.sequence.elsewhere
+        numbers = elsewhere.lost_members if isinstance(elsewhere, SpreadKv) else ()
+        self._context.do(self._machine.lose_members(request.state, numbers))
 
     def _tell_of_step(self, batch: Batch, time: StepTime, ended: Collection[BatchChunk]) -> None:
         """Report a planned step; note one of the instance's own."""
@@ -127,26 +148,19 @@ class Results:
         request, plan = chunk.request, chunk.plan
         if request.trace is not None:
             request.trace.chunk_done(plan.num_tokens, time, is_last=plan.is_last)
-        request.state.compute(request.num_computed_tokens + plan.num_tokens)
+        self._context.do(self._machine.end_chunk(request.state, plan))
         if request.exchange is not None and chunk.exchange is None and not plan.is_last:
             request.exchange.add_computed(*chunk.completed_blocks(self._context.block_size))
-        # A chunk is computed with all KV before it, a helper's, too.
-        self._context.tables.keep_prompt(request, plan.start + plan.num_tokens)
         self._context.windows.pass_by(request.held, request.sequence.block_table, plan.start + plan.num_tokens)
         self._context.metrics.prompt_tokens.inc(plan.num_tokens)
         if not plan.is_last:
             return
         self._groups.leave(request)
-        if request.sender is None:
-            request.state.end_prompt()
-            self._context.sequences.decode(request)
-            self._deliver(request, result)
-            return
         token_index = request.sequence.num_output_tokens
+        self._context.do(self._machine.end_prompt(request.state))
         self._deliver(request, result)
-        if not request.is_released:
+        if request.sender is not None and not request.is_released:
             assert result.token_id is not None
-            request.state.end_prompt()
             request.sender.commit(FirstToken(result.token_id, token_index))
 
     def _note_draft(self, decode: BatchDecode, result: SliceResult) -> None:
@@ -159,7 +173,7 @@ class Results:
         """Send drawn tokens, or an embedding, to the gateway; release the request if it ends with the last of them."""
         if result.embedding:
             self._context.gateways.send(request, embedding_out(request, result.embedding))
-            self._context.endings.finish(request, FinishReason.STOP)
+            self._finish(request, FinishReason.STOP)
             return
         assert result.drawn, "a slice that samples gave nothing"
         *before, last = result.drawn
@@ -171,6 +185,18 @@ class Results:
         self._context.gateways.send(request, token_out(request, last, successor))
         request.sequence.token_ids.append(last.token_id)
         if last.finish_reason is not None:
-            self._context.endings.finish(request, last.finish_reason)
+            self._finish(request, last.finish_reason)
         else:
             self._moves.stepped(request, successor)
+
+    def _finish(self, request: LocalRequest, reason: FinishReason) -> None:
+        """End a request whose last token, or the error in its place, has been sent."""
+        request.end_trace(ERROR if reason is FinishReason.ERROR else DONE)
+        self._machine.endings.finish(
+            request.state,
+            reason,
+            request.sequence.num_output_tokens,
+            request.num_drafted_tokens,
+            request.num_accepted_tokens,
+        )
+        self._context.do(self._machine.done())

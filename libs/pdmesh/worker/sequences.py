@@ -14,6 +14,7 @@ from typing import NamedTuple, overload
 import anyio
 
 from pdmesh.engine.base import EngineSequence
+from pdmesh.instance.room import RoomReports
 from pdmesh.instance.sequence import Sequence as SequenceState
 from pdmesh.instance.sequence_phases import CopyState, SeqPhase
 from pdmesh.kv.blocks import BlockGuard, BlockPool
@@ -22,12 +23,12 @@ from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.offload.copies import KvLoad
 from pdmesh.kv.pages import NO_BLOCK
-from pdmesh.kv.spread import PartHolder
 from pdmesh.model import (
     Epoch,
     InstanceId,
     PrefixHashes,
     RequestId,
+    RequestKey,
     Resident,
     num_blocks_for,
 )
@@ -94,7 +95,6 @@ class LocalRequest:
     load: KvLoad | None = None  # set while some of its KV comes from the offload tier
     move: KvSource | None = None  # set while it decodes, and moves to another instance
     num_tokens_told: int = 0  # tokens of the transcript that was sent as the move began
-    next_holders: list[PartHolder] | None = None  # addresses of `Sequence.next_members`
     trace: RequestTrace | None = None  # set if the request is traced
     held: HeldBlocks = field(default_factory=HeldBlocks)  # in layers with a window
     num_reused_tokens: int = 0  # the first ones, whose KV was here
@@ -103,9 +103,8 @@ class LocalRequest:
     num_accepted_tokens: int = 0  # of these
     num_chunks: int = 0  # begun
     num_begun_tokens: int = 0  # up to the end of the last chunk that was begun
-    full_at_tokens: int = 0  # elsewhere, when it was last said that a range is full here, and one more
-    low_at_blocks: int = 0  # with how many blocks it was last said to have room for little more
-    out_at_blocks: int = 0  # and for nothing more
+    reports: RoomReports = field(default_factory=RoomReports)
+    began_s: float = 0.0  # when this instance began to compute it, if it is a lost range
     num_steps: int = 0  # that it is in: one, or of several stages some, each with a chunk of it
     has_drawn: bool = False  # all of its tokens but the last one had KV here as it was released
 
@@ -198,24 +197,17 @@ class LocalRequest:
             return False
         return is_low(self.num_own_tokens, num_blocks, self.block_size)
 
-    def growth_is_news(self, range_tokens: int) -> bool:
-        """Whether it is low, or out of room, or holds more than a range of so many tokens, and that was not said yet.
+    def is_news(self, range_tokens: int) -> bool:
+        """Return whether the scheduler has not heard that it is low, out of room, or holds more than a range.
 
         The last token has no KV yet.
         """
-        num_elsewhere_tokens = self.sequence.num_elsewhere_tokens
-        if range_tokens and self.num_own_tokens - 1 > range_tokens and not self.is_released:
-            is_news, self.full_at_tokens = self.full_at_tokens <= num_elsewhere_tokens, num_elsewhere_tokens + 1
-            if is_news:
-                return True
-        if not self.is_low:
+        if self.is_released:
             return False
-        num_blocks = len(self.sequence.block_table)
-        if not self.has_room:
-            is_news, self.out_at_blocks = self.out_at_blocks != num_blocks, num_blocks
-            return is_news
-        is_news, self.low_at_blocks = self.low_at_blocks != num_blocks, num_blocks
-        return is_news
+        num_blocks = len(self.context_table)
+        room = num_blocks * self.block_size - len(self.sequence.token_ids)
+        is_full = 0 < range_tokens < self.num_own_tokens - 1
+        return self.reports.note(num_blocks, room, is_low=self.is_low, is_full=is_full)
 
     @property
     def decodes_nowhere(self) -> bool:
@@ -267,6 +259,7 @@ class Sequences:
         self._keep_drawn = keep_drawn
         self._on_released = on_released
         self._requests: dict[tuple[RequestId, Epoch], LocalRequest] = {}
+        self.states: dict[RequestKey, SequenceState] = {}  # phase and copies of each
         self._decoding: dict[tuple[RequestId, Epoch], LocalRequest] = {}
         self._leaving: set[LocalRequest] = set()
         self._released = anyio.Event()
@@ -280,10 +273,6 @@ class Sequences:
 
     def get(self, request_id: RequestId, epoch: Epoch) -> LocalRequest | None:
         return self._requests.get((request_id, epoch))
-
-    def up_to(self, request_id: RequestId, epoch: Epoch) -> list[LocalRequest]:
-        """The request in this epoch and older ones."""
-        return [request for request in self if request.request_id == request_id and request.epoch <= epoch]
 
     def is_leaving(self, request_id: RequestId, epoch: Epoch) -> bool:
         """Whether the request was released but its blocks are not free yet."""
@@ -315,7 +304,8 @@ class Sequences:
         return counts
 
     def add(self, request: LocalRequest) -> None:
-        self._requests[request.request_id, request.epoch] = request
+        self._requests[request.state.key] = request
+        self.states[request.state.key] = request.state
 
     def decode(self, request: LocalRequest) -> None:
         """Let a request draw tokens from the next step on."""
@@ -326,7 +316,6 @@ class Sequences:
 
     def pause(self, request: LocalRequest) -> None:
         """Let a request draw no more tokens."""
-        request.state.pause(len(request.sequence.token_ids))
         del self._decoding[request.request_id, request.epoch]
 
     def release(self, request: LocalRequest) -> None:
@@ -334,7 +323,7 @@ class Sequences:
         if request.is_released:
             return
         key = request.request_id, request.epoch
-        del self._requests[key]
+        del self._requests[key], self.states[key]
         self._decoding.pop(key, None)
         self._leaving.add(request)
         request.has_drawn = request.phase in _WITH_DRAWN

@@ -1,0 +1,38 @@
+"""Chunks of prompts, and the end of a prompt."""
+
+from __future__ import annotations
+
+from pdmesh.core.events import TransferOffered
+from pdmesh.instance.floor import Floor
+from pdmesh.instance.sequence import Sequence
+from pdmesh.instance.sequence_phases import CopyState
+from pdmesh.model import GRANULE_TOKENS
+from pdmesh.plans import ChunkPlan
+
+
+class Chunks:
+    """The prompts that one instance computes."""
+
+    def __init__(self, floor: Floor) -> None:
+        self._floor = floor
+
+    def begin(self, sequence: Sequence) -> None:
+        """Offer the KV of a prompt with its first chunk."""
+        onward = sequence.onward
+        if onward is not None and onward.state is CopyState.WAITING:
+            onward.offer()
+            floor = self._floor
+            floor.effects.append(TransferOffered(floor.instance_id, *sequence.key, onward.transfer_id))
+
+    def end(self, sequence: Sequence, chunk: ChunkPlan) -> None:
+        """Note that a chunk is computed, and cache the prompt up to its end."""
+        num_tokens = chunk.start + chunk.num_tokens
+        sequence.compute(num_tokens)
+        self._floor.computed(sequence, num_tokens // GRANULE_TOKENS)
+
+    def end_prompt(self, sequence: Sequence, *, ends: bool = False) -> None:
+        """Note that the first token is drawn: decode here, unless the KV is for another instance or all ``ends``."""
+        moves_on = sequence.moves_on
+        sequence.end_prompt()
+        if not moves_on and not ends:
+            self._floor.decode(sequence)

@@ -1,0 +1,115 @@
+"""An instance machine whose blocks and tokens are counted: the simulator and the laws run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from pdmesh.instance.effects import Effect
+from pdmesh.instance.holding import Holding
+from pdmesh.instance.machine import InstanceMachine
+from pdmesh.instance.planned_steps import Steps
+from pdmesh.instance.residents import Length
+from pdmesh.instance.sequence import Sequence
+from pdmesh.model import FinishReason, InstanceId, InstanceProfile, PartMember, PrefixHashes, RequestKey
+
+
+class CountedMachine(InstanceMachine):
+    """Machine of one instance. ``length_of`` returns how long a request gets."""
+
+    def __init__(self, profile: InstanceProfile, length_of: Callable[[RequestKey], Length]) -> None:
+        self.holding = holding = Holding(profile, length_of)
+        self.steps = steps = Steps(holding)
+        self.residents = holding.residents
+        self.cache = holding.cache
+        self.own = holding.own
+        super().__init__(holding, steps, profile.role)
+
+    # --- copies ---
+
+    def end_copies(self) -> list[Effect]:
+        """End every copy: quarantined blocks are free."""
+        self.holding.end_copies()
+        return self.done()
+
+    def lose_member(self, instance_id: InstanceId) -> list[Effect]:
+        """Continue without an instance, which may have held ranges."""
+        for sequence in list(self.sequences.values()):
+            numbers = [number for number, each in enumerate(sequence.members) if each.instance_id == instance_id]
+            if numbers and (sequence.next_members is None or instance_id in _ids(sequence.next_members)):
+                self._spreading.lose_members(sequence, numbers)
+        return self.done()
+
+    def lose_offloaded(self, granules: PrefixHashes) -> list[Effect]:
+        """Lose granules of the offload tier."""
+        self.holding.lose_offloaded(granules)
+        return self.done()
+
+    # --- steps ---
+
+    def turn(self) -> list[Effect]:
+        """Let residents join and leave, between two steps."""
+        self.steps.turn()
+        return self.done()
+
+    def begin_step(self) -> list[Effect]:
+        """Begin the next plan's step, which is the last one of ``steps.running`` from then on."""
+        self.steps.begin()
+        return self.done()
+
+    def end_step(
+        self,
+        uncomputed: Collection[RequestKey] = (),
+        *,
+        duration_s: float = 0.0,
+        began_s: float = 0.0,
+        ended_s: float = 0.0,
+        ended_by_first_token: bool = False,
+    ) -> list[Effect]:
+        """End the running step. Chunks of ``uncomputed`` ended without the KV before them.
+
+        ``ended_by_first_token`` ends the generations of its last chunks at once.
+        """
+        self.steps.end(
+            uncomputed,
+            duration_s=duration_s,
+            began_s=began_s,
+            ended_s=ended_s,
+            ended_by_first_token=ended_by_first_token,
+        )
+        return self.done()
+
+    def make_own_steps(self, num_steps: int, *, duration_s: float, began_s: float, ended_s: float) -> list[Effect]:
+        """Make decode steps without a plan: no more than residents and reports allow at once."""
+        self.steps.make_own(num_steps, duration_s=duration_s, began_s=began_s, ended_s=ended_s)
+        return self.done()
+
+    def draw(self, num_steps: int) -> list[Effect]:
+        """Give every resident a token for each step, and report no step."""
+        self.steps.draw(num_steps)
+        return self.done()
+
+    def finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        num_output_tokens: int | None = None,
+        drawn: PrefixHashes | None = None,
+    ) -> list[Effect]:
+        """End a generation, with all that it was to draw unless ``num_output_tokens`` or ``drawn`` say otherwise."""
+        self.steps.finish(sequence, reason, num_output_tokens, drawn)
+        return self.done()
+
+    # --- the scheduler ---
+
+    def report_load(self) -> list[Effect]:
+        self.holding.report_load()
+        return self.done()
+
+    def drop_all_but_decoding(self) -> list[Effect]:
+        """End every copy, and forget all plans and all sequences that do not decode."""
+        self.holding.end_copies()
+        return super().drop_all_but_decoding()
+
+
+def _ids(members: tuple[PartMember, ...]) -> list[InstanceId]:
+    return [member.instance_id for member in members]

@@ -1,0 +1,151 @@
+"""What an instance machine needs of its owner: blocks and residents.
+
+The simulator and the laws count both (`pdmesh.instance.holding`). A worker has block tables and the engine's tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pdmesh.core.commands import AdmitPrefill, FetchKept, Hold, PlaceDecode, SendKept
+from pdmesh.core.events import MembersSet
+from pdmesh.core.instances.own_steps import OwnSteps
+from pdmesh.instance.effects import Effect
+from pdmesh.instance.sequence import Sequence
+from pdmesh.model import InstanceId, PartMember, PrefixHashes, RequestKey
+from pdmesh.plans import StepPlan, TransferPlan
+
+TakesBlocks = AdmitPrefill | PlaceDecode | FetchKept | SendKept
+MakesRoom = AdmitPrefill | PlaceDecode | FetchKept | Hold
+
+
+class Floor(Protocol):
+    """The blocks and the residents of an instance."""
+
+    @property
+    def instance_id(self) -> InstanceId: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def range_tokens(self) -> int:
+        """Tokens of a range that another instance holds; 0: none does."""
+        ...
+
+    @property
+    def effects(self) -> list[Effect]:
+        """Effects that the owner carries out, in order."""
+        ...
+
+    @property
+    def sequences(self) -> dict[RequestKey, Sequence]:
+        """Sequences with blocks here, except freed ones in the worker."""
+        ...
+
+    @property
+    def own(self) -> OwnSteps:
+        """Decode steps without a plan that no report names yet."""
+        ...
+
+    # --- new sequences ---
+
+    def chain_of(self, key: RequestKey) -> PrefixHashes:
+        """Return the cacheable blocks of a new request's prompt."""
+        ...
+
+    def take(self, sequence: Sequence, command: TakesBlocks, num_reused: int) -> bool:
+        """Give a new sequence its blocks; the first ``num_reused`` granules are cached here, or in the tier.
+
+        False if the sequence is not taken; the effects say why.
+        """
+        ...
+
+    # --- room ---
+
+    def make_room(self, command: MakesRoom) -> None:
+        """Evict the cached blocks that a command names."""
+        ...
+
+    def grow(self, sequence: Sequence, command: Hold) -> None:
+        """Let a sequence hold as many blocks as a command says, if it has fewer."""
+        ...
+
+    def keep(self, sequence: Sequence, command: Hold) -> bool:
+        """Let a sequence hold the blocks that it needs to decode here. False if there is no room."""
+        ...
+
+    def computed(self, sequence: Sequence, num_granules: int) -> None:
+        """Cache the first granules of a sequence."""
+        ...
+
+    # --- residents ---
+
+    def land(self, sequence: Sequence, num_tokens: int) -> None:
+        """Note that the whole KV of a sequence is here: `Sequence.land`, and cache it."""
+        ...
+
+    def decode(self, sequence: Sequence) -> None:
+        """Let a sequence draw tokens from the next step on: `Sequence.decode`."""
+        ...
+
+    def leave(self, sequence: Sequence) -> None:
+        """Let a resident draw no more from the next step on."""
+        ...
+
+    def stay(self, sequence: Sequence) -> None:
+        """Let a resident continue that was about to leave."""
+        ...
+
+    # --- copies ---
+
+    def why_not_sent(self, sequence: Sequence, transfer: TransferPlan) -> str:
+        """Return why KV cannot be sent from here, as far as its owner knows; empty if it can."""
+        ...
+
+    # --- ranges on other instances ---
+
+    def num_kv_tokens(self, sequence: Sequence) -> int:
+        """Return how many tokens of a context have their KV, here or elsewhere."""
+        ...
+
+    def spread(self, sequence: Sequence, members: tuple[PartMember, ...], num_blocks: int, done: MembersSet) -> None:
+        """Let ``members`` hold the first ranges from the next step on, before `Sequence.spread`.
+
+        Free the first ``num_blocks`` here. A prompt that is longer than the room gets as many again. Report ``done``
+        when the blocks are free.
+        """
+        ...
+
+    def lose_range(self, sequence: Sequence, number: int) -> None:
+        """Let a resident draw no more until another instance has computed a range of its context."""
+        ...
+
+    # --- the end ---
+
+    def release(self, sequence: Sequence) -> None:
+        """Give the blocks of a sequence back, once no running step computes it: `Sequence.free`."""
+        ...
+
+    def end(self, sequence: Sequence) -> None:
+        """Release a sequence that ended with the last step."""
+        ...
+
+    def is_leaving(self, key: RequestKey) -> bool:
+        """Return whether a sequence is released, and its blocks are not free yet."""
+        ...
+
+
+class PlanQueue(Protocol):
+    """The step plans of an instance."""
+
+    @property
+    def under_way(self) -> list[StepPlan]:
+        """Plans that have not ended."""
+        ...
+
+    def queue(self, plan: StepPlan) -> bool:
+        """Let a plan wait for its turn. False if it cannot."""
+        ...
+
+    def forget(self) -> None:
+        """Forget all plans: the scheduler that made them is gone."""
+        ...

@@ -1,0 +1,255 @@
+"""The blocks and the residents of an instance, as `pdmesh.instance.machine` uses both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+
+from pdmesh.core.commands import Hold, SendKept
+from pdmesh.core.events import KvReleased, MembersSet, RequestDropped
+from pdmesh.core.instances.own_steps import OwnSteps
+from pdmesh.errors import PdmeshError, ProtocolError
+from pdmesh.instance.effects import Effect
+from pdmesh.instance.floor import MakesRoom, TakesBlocks
+from pdmesh.instance.sequence import Sequence
+from pdmesh.instance.sequence_phases import SeqPhase
+from pdmesh.kv.blocks import OutOfBlocks
+from pdmesh.kv.spread import SpreadKv
+from pdmesh.model import GRANULE_TOKENS, InstanceId, PartMember, PrefixHashes, RequestKey
+from pdmesh.plans import TransferPlan
+from pdmesh.worker.block_tables import StalePrefix
+from pdmesh.worker.context import InstanceContext
+from pdmesh.worker.growth import RoomGrowth
+from pdmesh.worker.intake import Intake
+from pdmesh.worker.moves import MovingDecodes
+from pdmesh.worker.sequences import LocalRequest
+
+log = structlog.get_logger()
+
+
+class RequestFloor:
+    """A `pdmesh.instance.floor.Floor` of requests. ``carry_out`` carries out the effects up to now."""
+
+    def __init__(
+        self,
+        context: InstanceContext,
+        *,
+        intake: Intake,
+        growth: RoomGrowth,
+        moves: MovingDecodes,
+        own: OwnSteps,
+        carry_out: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._intake = intake
+        self._growth = growth
+        self._moves = moves
+        self._carry_out = carry_out
+        self._own = own
+        self._effects: list[Effect] = []
+
+    @property
+    def instance_id(self) -> InstanceId:
+        return self._context.instance_id
+
+    @property
+    def block_size(self) -> int:
+        return self._context.block_size
+
+    @property
+    def range_tokens(self) -> int:
+        return self._context.range_tokens
+
+    @property
+    def effects(self) -> list[Effect]:
+        return self._effects
+
+    @property
+    def sequences(self) -> dict[RequestKey, Sequence]:
+        return self._context.sequences.states
+
+    @property
+    def own(self) -> OwnSteps:
+        return self._own
+
+    def request(self, sequence: Sequence) -> LocalRequest:
+        """Return what the instance holds of a sequence."""
+        request = self._context.sequences.get(*sequence.key)
+        assert request is not None, f"{sequence.key} is not held"
+        return request
+
+    # --- new sequences ---
+
+    def chain_of(self, key: RequestKey) -> PrefixHashes:
+        return self._intake.chain_of(key)
+
+    def take(self, sequence: Sequence, command: TakesBlocks, num_reused: int) -> bool:
+        if not isinstance(command, SendKept):
+            self.make_room(command)
+        try:
+            request = self._intake.take(sequence, command, num_reused)
+        except PdmeshError as error:
+            self._refuse(sequence, error)
+            return False
+        log.debug(
+            "request held",
+            request_id=request.request_id,
+            epoch=request.epoch,
+            num_tokens=len(request.sequence.token_ids),
+            num_blocks=sequence.num_blocks,
+        )
+        return True
+
+    def _refuse(self, sequence: Sequence, error: PdmeshError) -> None:
+        """Report that a sequence is not taken and holds no room here, and why."""
+        key, reason = sequence.key, str(error)
+        log.warning("request refused", request_id=key[0], epoch=key[1], reason=reason)
+        self._context.metrics.refused_requests.inc()
+        self._effects.append(RequestDropped(self.instance_id, *key, reason))
+        if key not in self.sequences:
+            self._effects.append(KvReleased(self.instance_id, *key, sequence.received_by))
+        if isinstance(error, StalePrefix):
+            self._context.metrics.stale_prefixes.inc()
+            self._effects.append(self._context.tables.report())
+
+    # --- room ---
+
+    def make_room(self, command: MakesRoom) -> None:
+        self._context.tables.make_room(command.room)
+
+    def grow(self, sequence: Sequence, command: Hold) -> None:
+        self._growth.grow(self.request(sequence), command)
+
+    def keep(self, sequence: Sequence, command: Hold) -> bool:
+        """Let a request have room for its output. False if there is no room."""
+        request = self.request(sequence)
+        num_tokens = len(request.sequence.token_ids) - (request.phase is SeqPhase.COMPUTED)
+        request.max_kv_tokens = num_tokens + request.generation.max_tokens_left - 1
+        request.sender = None
+        self._context.mover.departures.withdraw(request.request_id, request.epoch)
+        try:
+            if request.max_kv_tokens > self._context.max_model_len:
+                raise ProtocolError(
+                    f"{request.max_kv_tokens} tokens are more than the {self._context.max_model_len} of the model"
+                )
+            self._growth.extend(request, command.num_blocks)
+        except PdmeshError as error:
+            self._context.drop(request, str(error))
+            return False
+        if request.phase is SeqPhase.COMPUTED:
+            self._context.gateways.give_turn(request, self.instance_id)
+        return True
+
+    def computed(self, sequence: Sequence, num_granules: int) -> None:
+        self._context.tables.keep_prompt(self.request(sequence), num_granules * GRANULE_TOKENS)
+
+    # --- residents ---
+
+    def land(self, sequence: Sequence, num_tokens: int) -> None:
+        sequence.land(num_tokens)
+        self._context.tables.keep_prompt(self.request(sequence), num_tokens)
+
+    def decode(self, sequence: Sequence) -> None:
+        """Let a request decode here, and tell its gateway if it was to decode elsewhere."""
+        request = self.request(sequence)
+        if request.phase is SeqPhase.PAUSED:
+            self._context.gateways.give_turn(request, self.instance_id)
+        self._context.sequences.decode(request)
+        self._context.wake()
+
+    def leave(self, sequence: Sequence) -> None:
+        """Let a request leave now, or with the end of the step that computes it."""
+        self._moves.leave(self.request(sequence))
+
+    def stay(self, sequence: Sequence) -> None:
+        """Do nothing: it decodes."""
+
+    # --- copies ---
+
+    def why_not_sent(self, sequence: Sequence, transfer: TransferPlan) -> str:
+        request = self.request(sequence)
+        try:
+            self._context.addresses.of(transfer.destination_ids)
+        except ProtocolError as error:
+            return str(error)
+        if sequence.is_decoding and len(transfer.destinations) != 1:
+            return "it would move to several instances"
+        if transfer.is_of_part and not transfer.is_of_lost_range and not _has_range(request, transfer):
+            return "the range is not here"
+        return ""
+
+    # --- ranges on other instances ---
+
+    def num_kv_tokens(self, sequence: Sequence) -> int:
+        request = self.request(sequence)
+        return request.num_computed_tokens if request.gives_back else len(request.sequence.token_ids) - 1
+
+    def spread(self, sequence: Sequence, members: tuple[PartMember, ...], num_blocks: int, done: MembersSet) -> None:
+        self._carry_out()
+        request, report = self.request(sequence), self._context.report
+        holders = self._context.addresses.holders(members)
+        num_tokens = len(members) * self.range_tokens
+        request.sequence.elsewhere = self._context.mover.parts.open(
+            request.request_id, request.epoch, members=holders, num_tokens=num_tokens
+        )
+        table = request.sequence.block_table
+        given_back = table[:num_blocks]
+        del table[:num_blocks]
+        request.reports.spread()
+        on_free = partial(report, done)
+        if request.sender is not None:
+            request.sender.give_back(num_tokens // request.block_size)
+            on_free = partial(self._use_again, request, num_blocks, done)
+        self._context.tables.take_out(given_back, on_free)
+        self._growth.tell([request])
+        self._context.wake()
+
+    def _use_again(self, request: LocalRequest, num_blocks: int, done: MembersSet) -> None:
+        """Take as many blocks for the tokens of a prompt that follow, as far as there are any, and say so."""
+        sender, table = request.sender, request.sequence.block_table
+        if request.is_released or sender is None:
+            return
+        first = request.sequence.num_elsewhere_tokens // request.block_size + len(table)
+        try:
+            new = self._context.tables.allocate(min(num_blocks, len(sender.block_ids) - first))
+        except OutOfBlocks as error:  # the scheduler's count is wrong
+            self._context.drop(request, str(error))
+            return
+        table += new
+        request.state.grow(len(new))
+        sender.hold(first, new)
+        self._context.report(done)
+
+    def lose_range(self, sequence: Sequence, number: int) -> None:
+        """Pause a request, in a running step, too."""
+        sequence.lose_range(number)
+        elsewhere = self.request(sequence).sequence.elsewhere
+        if isinstance(elsewhere, SpreadKv):
+            elsewhere.fail("a range of its KV was lost", number)
+
+    # --- the end ---
+
+    def release(self, sequence: Sequence) -> None:
+        """Release a request, after the effects before have been carried out."""
+        self._carry_out()
+        self._context.sequences.release(self.request(sequence))
+
+    def end(self, sequence: Sequence) -> None:
+        self.release(sequence)
+
+    def is_leaving(self, key: RequestKey) -> bool:
+        return self._context.sequences.is_leaving(*key)
+
+
+def _has_range(request: LocalRequest, transfer: TransferPlan) -> bool:
+    """Whether the first blocks here belong to the range of a transfer, and have their KV."""
+    blocks = transfer.sources[0].part.blocks
+    if len(transfer.destinations) != 1 or blocks.size > len(request.sequence.block_table):
+        return False
+    if request.phase is SeqPhase.HOLDING:
+        return True
+    num_elsewhere_blocks = request.sequence.num_elsewhere_tokens // request.block_size
+    has_kv = blocks.size * request.block_size <= request.num_own_tokens - 1
+    return request.state.is_decoding and has_kv and blocks.start == num_elsewhere_blocks
