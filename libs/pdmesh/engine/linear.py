@@ -35,12 +35,8 @@ class Linear(Protocol):
         """Whether a row's result depends on that row alone, to the last bit, and not on how many there are."""
         ...
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        """(num_rows, inputs) to (num_rows, outputs)."""
-        ...
-
-    def sums(self, rows: Tensor) -> Tensor:
-        """(num_rows, inputs) to (num_rows, outputs) in fp32: as they are summed, not rounded to the rows' dtype."""
+    def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
+        """(num_rows, inputs) to (num_rows, outputs): in the rows' dtype, or if ``wide`` in fp32, as they are summed."""
         ...
 
 
@@ -60,10 +56,9 @@ class PlainLinear:
     bias: Tensor | None
     row_by_row = False
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        return functional.linear(rows, self.weight, self.bias)
-
-    def sums(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
+        if not wide:
+            return functional.linear(rows, self.weight, self.bias)
         if rows.is_cuda and rows.dtype != torch.float32:
             return torch.mm(rows, self.weight.t(), out_dtype=torch.float32)
         return widened_linear(rows, self.weight, self.bias, torch.float32)
@@ -76,10 +71,10 @@ class PlainLinear:
 class WidenedLinear(PlainLinear):
     """bf16 on a CPU without bf16 products: ``weight`` stays bf16, and rows multiply fp32 copies of its panels."""
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        if rows.shape[0] < _WIDENED_FROM_ROWS:
+    def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
+        if not wide and rows.shape[0] < _WIDENED_FROM_ROWS:
             return functional.linear(rows, self.weight, self.bias)
-        return widened_linear(rows, self.weight, self.bias, rows.dtype)
+        return widened_linear(rows, self.weight, self.bias, torch.float32 if wide else rows.dtype)
 
 
 def widened_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -106,12 +101,9 @@ class OneDnnLinear:
     bias: Tensor | None
     row_by_row = False
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
-        return product
-
-    def sums(self, rows: Tensor) -> Tensor:
-        return self(rows).float()  # oneDNN rounds
+        return product.float() if wide else product  # oneDNN has rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,23 +120,17 @@ class TileLinear:
     num_inputs: int
     row_by_row = True
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        return self._multiply(rows, rows.dtype)
-
-    def sums(self, rows: Tensor) -> Tensor:
-        return self._multiply(rows, torch.float32)
-
-    def _multiply(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
         num_outputs, num_inputs = self.weight.shape
         num_rows = rows.shape[0]
         rows = padded_to(rows, num_rows, num_inputs).contiguous()
-        output = rows.new_empty(num_rows, num_outputs, dtype=dtype)
+        output = rows.new_empty(num_rows, num_outputs, dtype=torch.float32 if wide else None)
         self.library.linear(
             rows.data_ptr(),
             self.weight.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
             output.data_ptr(),
-            dtype == torch.float32,
+            wide,
             num_rows,
             num_outputs,
             num_inputs,

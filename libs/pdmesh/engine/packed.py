@@ -66,25 +66,19 @@ class PackedLinear:
     num_inputs: int
     row_by_row = True
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        return self._multiply(rows, rows.dtype)
-
-    def sums(self, rows: Tensor) -> Tensor:
-        return self._multiply(rows, torch.float32)
-
-    def _multiply(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
         if self.order is not None:
             rows = rows[:, self.order]
         num_rows, num_outputs, num_inputs = len(rows), _rounded_up(self.num_outputs), _rounded_up(self.num_inputs)
         rows = padded_to(rows, num_rows, num_inputs).contiguous()
-        output = rows.new_empty(num_rows, num_outputs, dtype=dtype)
+        output = rows.new_empty(num_rows, num_outputs, dtype=torch.float32 if wide else None)
         multiply = self.library.linear_rounded if self.is_rounded else self.library.linear_packed
         multiply(
             rows.data_ptr(),
             ctypes.addressof(self.weight),
             None if self.bias is None else self.bias.data_ptr(),
             output.data_ptr(),
-            dtype == torch.float32,
+            wide,
             num_rows,
             num_outputs,
             num_inputs,
@@ -113,11 +107,8 @@ class JoinedLinear:
     def row_by_row(self) -> bool:
         return all(part.row_by_row for part in self.parts)
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        return torch.cat([part(rows) for part in self.parts], dim=1)
-
-    def sums(self, rows: Tensor) -> Tensor:
-        return torch.cat([part.sums(rows) for part in self.parts], dim=1)
+    def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
+        return torch.cat([part(rows, wide=wide) for part in self.parts], dim=1)
 
 
 def packed_linear(

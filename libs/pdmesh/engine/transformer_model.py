@@ -6,7 +6,7 @@ between calls, so that a layer hook may run another step before it returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -210,9 +210,8 @@ class Transformer:
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Scores of the next token in fp32, (rows, vocab_size), for chosen rows of `forward`; into ``out`` if given."""
         assert self._weights.lm_head is not None, "scores come out of the last stage"
-        lm_head = self._weights.lm_head
         _, normed = self.kernels.add_norm(hidden, None, *self._weights.norm)
-        scores = self._row_by_row(normed, lm_head.sums, is_already=lm_head.row_by_row)
+        scores = self._linear(normed, self._weights.lm_head, wide=True)
         scores = scores if out is None else out.copy_(scores)
         config = self._config
         if config.logit_scale != 1:
@@ -266,15 +265,11 @@ class Transformer:
 
     def _delta(self, rows: Tensor, linear: Linear) -> Tensor:
         """Return what a product adds to hidden states, in their dtype."""
-        multiply = linear.sums if self.hidden_dtype == torch.float32 else linear
-        return self._row_by_row(rows, multiply, is_already=linear.row_by_row)
+        return self._linear(rows, linear, wide=self.hidden_dtype == torch.float32)
 
-    def _linear(self, rows: Tensor, linear: Linear) -> Tensor:
-        return self._row_by_row(rows, linear, is_already=linear.row_by_row)
-
-    def _row_by_row(self, rows: Tensor, multiply: Callable[[Tensor], Tensor], *, is_already: bool) -> Tensor:
+    def _linear(self, rows: Tensor, linear: Linear, *, wide: bool = False) -> Tensor:
         """Multiply; in deterministic mode, so that a row's result depends on that row alone."""
-        if not self._deterministic or is_already:
-            return multiply(rows)
+        if not self._deterministic or linear.row_by_row:
+            return linear(rows, wide=wide)
         padded = functional.pad(rows, (0, 0, 0, -len(rows) % _DETERMINISTIC_ROWS))
-        return torch.cat([multiply(tile) for tile in padded.split(_DETERMINISTIC_ROWS)])[: len(rows)]  # type: ignore[no-untyped-call]
+        return torch.cat([linear(tile, wide=wide) for tile in padded.split(_DETERMINISTIC_ROWS)])[: len(rows)]  # type: ignore[no-untyped-call]

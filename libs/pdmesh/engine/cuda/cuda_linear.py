@@ -56,15 +56,12 @@ class RowLinear:
     bias: Tensor | None
     row_by_row = False
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        if len(rows) != 1:
-            return functional.linear(rows, self.weight, self.bias)
-        return self._multiply_row(rows, rows.dtype)
-
-    def sums(self, rows: Tensor) -> Tensor:
-        if len(rows) != 1:
+    def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
+        if len(rows) == 1:
+            return self._multiply_row(rows, torch.float32 if wide else rows.dtype)
+        if wide:
             return torch.mm(rows, self.weight.t(), out_dtype=torch.float32)
-        return self._multiply_row(rows, torch.float32)
+        return functional.linear(rows, self.weight, self.bias)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return functional.embedding(token_ids, self.weight)

@@ -81,7 +81,7 @@ class _Scores(nn.Module):
         self._linear = linear
 
     def forward(self, rows: Tensor) -> Tensor:
-        scores = PlainLinear(self._linear.weight, None).sums(rows.flatten(0, -2))
+        scores = PlainLinear(self._linear.weight, None)(rows.flatten(0, -2), wide=True)
         scores = scores if self._linear.bias is None else scores + self._linear.bias
         return scores.view(*rows.shape[:-1], -1)
 

@@ -30,11 +30,8 @@ class GatheredLinear:
     def row_by_row(self) -> bool:
         return self.own.row_by_row
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        return self.group.gather(self.own(self.group.gather(rows, self.inputs)), self.outputs)
-
-    def sums(self, rows: Tensor) -> Tensor:
-        return self.group.gather(self.own.sums(self.group.gather(rows, self.inputs)), self.outputs)
+    def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
+        return self.group.gather(self.own(self.group.gather(rows, self.inputs), wide=wide), self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +46,8 @@ class GatheredVocabulary:
     def row_by_row(self) -> bool:
         return self.own.row_by_row
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        return self.group.gather(self.own(rows), self.num_tokens, to_all=False)
-
-    def sums(self, rows: Tensor) -> Tensor:
-        return self.group.gather(self.own.sums(rows), self.num_tokens, to_all=False)
+    def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
+        return self.group.gather(self.own(rows, wide=wide), self.num_tokens, to_all=False)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         lowest, highest = token_ids.aminmax()
