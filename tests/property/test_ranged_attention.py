@@ -185,8 +185,8 @@ def test_a_decode_behind_a_range_sees_no_more_beside_a_longer_one(window: int | 
     query = torch.randn(2, HEADS, HEAD_DIM, generator=generator)
     behind, longer = QuerySpan(0, 1, 100, [0, 1, 2], num_keys=40), QuerySpan(1, 1, 60, [4, 5, 6, 7])
     plan = TorchAttention(layout, SCALE, CPU).plan
-    alone, _ = plan([behind]).attend_partly(query, cache, window)
-    together, _ = plan([behind, longer]).attend_partly(query, cache, window)
+    alone, _ = plan([behind]).attend(query, cache, window=window, wide=True)
+    together, _ = plan([behind, longer]).attend(query, cache, window=window, wide=True)
     torch.testing.assert_close(together[0], alone[0])
 
 

@@ -81,8 +81,10 @@ class AttentionBackend(Protocol):
 class PartialPlan(AttentionPlan, Protocol):
     """A plan whose spans may be ranges of keys, to be merged."""
 
-    def attend_partly(self, query: Tensor, cache: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp as `attend` has them, both in fp32; rows of no span have any values.
+    def attend(
+        self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False, wide: bool = False
+    ) -> AttentionOutput:
+        """Attend as `AttentionPlan.attend` does; if ``wide``, the output is in fp32. Rows of no span have any values.
 
         With a ``window``, each row of a span sees a key at least.
         """
@@ -178,25 +180,17 @@ class _TorchPlan:
     decodes: tuple[_Decodes, ...]
 
     def attend(
-        self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
+        self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False, wide: bool = False
     ) -> AttentionOutput:
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        output = query.new_empty(query.shape, dtype=torch.float32 if wide else query.dtype)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
-        self._attend(multiplicable(query) * self.scale, cache, window, output, lse)
-        return AttentionOutput(output, lse)
-
-    def attend_partly(self, query: Tensor, cache: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-        output = query.new_empty(query.shape, dtype=torch.float32)
-        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        self._attend(query.float() * self.scale, cache, window, output, lse)
-        return output, lse
-
-    def _attend(self, query: Tensor, cache: Tensor, window: int | None, output: Tensor, lse: Tensor | None) -> None:
-        """``query`` is scaled, and says in which dtype to multiply."""
+        # The dtype of the scaled query is the one to multiply in.
+        query = (query.float() if wide else multiplicable(query)) * self.scale
         for chunk in self.chunks:
             self._attend_chunk(chunk, query, cache, window, output, lse)
         for decodes in self.decodes:
             self._attend_decodes(decodes, query, cache, window, output, lse)
+        return AttentionOutput(output, lse)
 
     def _gather(self, cache: Tensor, head_rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values, each (sequences * num_kv_heads, positions, head_dim)."""

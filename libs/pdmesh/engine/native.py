@@ -59,37 +59,18 @@ class _NativePlan:
     tables: Tensor
 
     def attend(
-        self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
+        self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False, wide: bool = False
     ) -> AttentionOutput:
-        """``query`` may be part of a wider row, as long as its heads lie side by side."""
-        output = query.new_empty(query.shape)
+        """Attend. Heads of ``query`` lie side by side, perhaps in a wider row. Only ordered libraries can be wide."""
+        output = query.new_empty(query.shape, dtype=torch.float32 if wide else query.dtype)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
-        self._attend(query, cache, output, None, lse, window or 0)
-        return AttentionOutput(output, lse)
-
-    def attend_partly(self, query: Tensor, cache: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-        """Of ordered libraries alone."""
-        wide = query.new_empty(query.shape, dtype=torch.float32)
-        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        self._attend(query, cache, None, wide, lse, window or 0)
-        return wide, lse
-
-    def _attend(
-        self,
-        query: Tensor,
-        cache: Tensor,
-        output: Tensor | None,
-        wide: Tensor | None,
-        lse: Tensor | None,
-        window: int,
-    ) -> None:
         num_heads, head_dim = query.shape[1:]
         self.backend.library.attention(
             query.data_ptr(),
             query.stride(0),
             cache.data_ptr(),
-            None if output is None else output.data_ptr(),
-            None if wide is None else wide.data_ptr(),
+            None if wide else output.data_ptr(),
+            output.data_ptr() if wide else None,
             None if lse is None else lse.data_ptr(),
             self.spans.data_ptr(),
             self.spans.shape[0],
@@ -100,10 +81,11 @@ class _NativePlan:
             self.backend.layout.block_size,
             head_dim,
             self.backend.scale,
-            window,
+            window or 0,
             self.backend.score_cap or 0.0,
             torch.get_num_threads(),
         )
+        return AttentionOutput(output, lse)
 
 
 @dataclass(frozen=True, slots=True)

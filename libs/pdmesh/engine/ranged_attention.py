@@ -53,12 +53,12 @@ class RangedAttention:
         num_seeing = self._end_of_sight(window, start + len(query)) - start
         if num_seeing == len(query):
             plan = self.whole.plan([self._behind(0, num_seeing, start, block_ids)])
-            return _as_bytes(*plan.attend_partly(query, cache, window))
+            return _as_bytes(*_attended(plan, query, cache, window))
         output = query.new_zeros(query.shape, dtype=torch.float32)
         lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
         if num_seeing > 0:
             plan = self.whole.plan([self._behind(0, num_seeing, start, block_ids)])
-            output[:num_seeing], lse[:num_seeing] = plan.attend_partly(query[:num_seeing], cache, window)
+            output[:num_seeing], lse[:num_seeing] = _attended(plan, query[:num_seeing], cache, window)
         return _as_bytes(output, lse)
 
     def by_range(self, spans: Sequence[QuerySpan], window: int | None) -> list[tuple[Tensor, PartialPlan]]:
@@ -124,11 +124,18 @@ class _RangedPlan:
             self._here[window] = self._ranged.by_range(self._spans, window)
         here: list[_Part] = []
         for own, plan in self._here[window]:
-            output, lse = plan.attend_partly(query, cache, window)
+            output, lse = _attended(plan, query, cache, window)
             here.append(_Part(own, output[own], lse[own]))
         # Ranges elsewhere are the first ones of their rows.
         there = [_part(rows, answer, query, each) for rows, each in asked for answer in each.answers()]
         return _merged([*there, *here], query, with_lse=with_lse)
+
+
+def _attended(plan: PartialPlan, query: Tensor, cache: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp, both in fp32."""
+    output, lse = plan.attend(query, cache, window=window, with_lse=True, wide=True)
+    assert lse is not None
+    return output, lse
 
 
 def _as_bytes(output: Tensor, lse: Tensor) -> bytes:

@@ -44,21 +44,11 @@ class _TiledPlan:
     spans: tuple[tuple[QuerySpan, Tensor], ...]
 
     def attend(
-        self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
+        self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False, wide: bool = False
     ) -> AttentionOutput:
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        output = query.new_empty(query.shape, dtype=torch.float32 if wide else query.dtype)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        self._attend(multiplicable(query), cache, window, output, lse)
-        return AttentionOutput(output, lse if with_lse else None)
-
-    def attend_partly(self, query: Tensor, cache: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-        output = query.new_empty(query.shape, dtype=torch.float32)
-        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        self._attend(query.float(), cache, window, output, lse)
-        return output, lse
-
-    def _attend(self, query: Tensor, cache: Tensor, window: int | None, output: Tensor, lse: Tensor) -> None:
-        """``query`` says in which dtype to multiply."""
+        query = query.float() if wide else multiplicable(query)  # the dtype to multiply in
         num_heads, head_dim = query.shape[1:]
         group = num_heads // self.num_kv_heads
         for span, table in self.spans:
@@ -75,6 +65,7 @@ class _TiledPlan:
                 ]
                 output[rows, heads] = torch.cat([part for part, _ in parts]).view(-1, group, head_dim)
                 lse[rows, heads] = torch.cat([part for _, part in parts]).view(-1, group)
+        return AttentionOutput(output, lse if with_lse else None)
 
 
 def _seen_keys(span: QuerySpan, window: int | None) -> Tensor:
