@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pdmesh.engine.attention import QuerySpan
-from pdmesh.engine.cuda.kv_store import DeviceKvStore, block_runs
+from pdmesh.engine.cuda.kv_store import DeviceKvStore
 from pdmesh.engine.cuda.page_tables import NUM_ROWS, PageTables, write_pages
 from pdmesh.engine.cuda.staging import Staging
 from pdmesh.kv.blocks import BlockPool
@@ -27,20 +27,6 @@ LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=5, dtype=
 
 def random_bytes(size: int, seed: int) -> bytes:
     return random.Random(seed).randbytes(size)
-
-
-@pytest.mark.parametrize(
-    ("block_ids", "runs"),
-    [
-        ([], []),
-        ([4], [(0, 1)]),
-        ([4, 5, 6], [(0, 3)]),
-        ([6, 5, 4], [(0, 1), (1, 1), (2, 1)]),
-        ([1, 2, 9], [(0, 2), (2, 1)]),
-    ],
-)
-def test_neighbours_are_copied_together(block_ids: list[int], runs: list[tuple[int, int]]) -> None:
-    assert list(block_runs(block_ids)) == runs
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import array
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,13 @@ from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 
 #: Tokens from which on a layer takes the device longer than its launches take the host, many times over.
 _LARGE_STEP = 2048
+
+
+class _Lane(NamedTuple):
+    """What one step at a time may use."""
+
+    attention: FlashInferAttention
+    staging: Staging
 
 
 class DeviceForward:
@@ -115,7 +123,7 @@ class DeviceForward:
         num_tokens = sum(part.num_tokens for part in batch)
         try:
             with self._lane() as lane, self._layer_graphs.lent(num_tokens) as graphs:
-                yield lane.forward(batch, spans, on_layer, graphs)
+                yield self._forward(lane, batch, spans, on_layer, graphs)
         finally:
             self.settle()
 
@@ -147,29 +155,11 @@ class DeviceForward:
 
     def _make_lane(self) -> _Lane:
         staging = Staging(self._streams)
-        attention = FlashInferAttention(self._flashinfer, self._tables, staging)
-        return _Lane(self._transformer, attention, self._store, self._streams, staging)
+        return _Lane(FlashInferAttention(self._flashinfer, self._tables, staging), staging)
 
-
-class _Lane:
-    """What one step at a time may use."""
-
-    def __init__(
+    def _forward(
         self,
-        transformer: Transformer,
-        attention: FlashInferAttention,
-        store: DeviceKvStore,
-        streams: Streams,
-        staging: Staging,
-    ) -> None:
-        self._transformer = transformer
-        self._attention = attention
-        self._store = store
-        self._streams = streams
-        self.staging = staging
-
-    def forward(
-        self,
+        lane: _Lane,
         batch: Sequence[SequenceSlice],
         spans: Sequence[QuerySpan],
         on_layer: LayerHook | None,
@@ -178,16 +168,16 @@ class _Lane:
         arrays = step_arrays(batch, self._store.layout)
         layers_ahead = 1 if len(arrays.token_ids) >= _LARGE_STEP else 2
         hook = None if on_layer is None else paced(on_layer, self._streams, layers_ahead)
-        plan = self._attention.plan(spans)
+        plan = lane.attention.plan(spans)
         if len(arrays.rests):
-            (rests,) = self.staging.upload(arrays.rests)
+            (rests,) = lane.staging.upload(arrays.rests)
             self._store.wipe(rests.long())
         if graphs is None:
-            ids, positions, num_prompt_tokens, slots = (values.long() for values in self.staging.upload(*arrays[:4]))
+            ids, positions, num_prompt_tokens, slots = (values.long() for values in lane.staging.upload(*arrays[:4]))
             inputs = StepInputs(ids, positions, num_prompt_tokens, slots, rests=None)
             hidden = self._transformer.forward(inputs, self._store.layers, plan, hook)
         else:
-            hidden = graphs.forward(arrays, self.staging, plan, hook)
+            hidden = graphs.forward(arrays, lane.staging, plan, hook)
         return DeviceOutput(self._transformer, hidden)
 
 

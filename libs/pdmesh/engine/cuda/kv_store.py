@@ -16,6 +16,7 @@ from pdmesh.engine.cuda.streams import Event, Streams
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.errors import KvTransferError
 from pdmesh.host import num_usable_cores
+from pdmesh.kv.sharing import common_runs
 from pdmesh.model import KvLayout
 
 log = structlog.get_logger()
@@ -95,11 +96,11 @@ class DeviceKvStore:
         if not self._check(block_ids, out):
             return
         cache, pieces = self._words[layer], self._pieces(block_ids, out)
-        runs = list(block_runs(block_ids))
+        runs = list(common_runs(block_ids, range(len(block_ids))))
         with self._streams.copying():
             if len(runs) <= _MAX_RUNS:
-                for first, count in runs:
-                    blocks = cache[block_ids[first] : block_ids[first] + count]
+                for block_id, first, count in runs:
+                    blocks = cache[block_id : block_id + count]
                     pieces[first : first + count].copy_(blocks.view(torch.uint8), non_blocking=True)
             else:
                 gathered = cache.index_select(0, self._index(block_ids))
@@ -109,11 +110,11 @@ class DeviceKvStore:
         if not self._check(block_ids, data):
             return
         cache, pieces = self._words[layer], self._pieces(block_ids, data)
-        runs = list(block_runs(block_ids))
+        runs = list(common_runs(block_ids, range(len(block_ids))))
         with self._streams.copying():
             if len(runs) <= _MAX_RUNS:
-                for first, count in runs:
-                    blocks = cache[block_ids[first] : block_ids[first] + count]
+                for block_id, first, count in runs:
+                    blocks = cache[block_id : block_id + count]
                     blocks.view(torch.uint8).copy_(pieces[first : first + count], non_blocking=True)
             else:
                 received = pieces.to(self._streams.device, non_blocking=True).view(torch.int64)
@@ -154,12 +155,3 @@ class DeviceKvStore:
         if memory.nbytes != len(block_ids) * self._layout.block_bytes:
             raise ValueError(f"{len(block_ids)} blocks of {self._layout.block_bytes} bytes are not {memory.nbytes}")
         return bool(block_ids)
-
-
-def block_runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first, count) of the positions at which ids follow one another."""
-    first = 0
-    for position in range(1, len(block_ids) + 1):
-        if position == len(block_ids) or block_ids[position] != block_ids[position - 1] + 1:
-            yield first, position - first
-            first = position
