@@ -7,7 +7,6 @@ the real classes, written down from the sources of 0.6.3 and 0.7.2.
 from __future__ import annotations
 
 import inspect
-import random
 
 import pytest
 import torch
@@ -18,7 +17,8 @@ from pdmesh.engine.attention import AttentionPlan, QuerySpan, TorchAttention
 from pdmesh.engine.cuda.flashinfer import FlashInfer, FlashInferAttention, workspace_bytes
 from pdmesh.engine.cuda.page_tables import PageTables
 from pdmesh.engine.cuda.staging import Staging
-from pdmesh.model import KvLayout, num_blocks_for
+from pdmesh.model import KvLayout
+from pdmesh_testing.attention import paged_case
 from pdmesh_testing.cuda import FakeStreams
 from pdmesh_testing.examples import examples
 from pdmesh_testing.flashinfer import FakeFlashInfer
@@ -31,23 +31,9 @@ class Backends:
     """Both backends over one random cache."""
 
     def __init__(self, parts: list[tuple[int, int]], block_size: int, seed: int) -> None:
-        self.layout = KvLayout(
-            num_layers=1, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, block_size=block_size, dtype="float32"
+        self.layout, self.spans, self.query, self.cache = paged_case(
+            parts, seed, num_kv_heads=NUM_KV_HEADS, group=GROUP, head_dim=HEAD_DIM, block_size=block_size
         )
-        generator = torch.Generator().manual_seed(seed)
-        total = sum(num_blocks_for(start + length, block_size) for start, length in parts)
-        ids = random.Random(seed).sample(range(total), total)
-        self.spans: list[QuerySpan] = []
-        row = block = 0
-        for start, length in parts:
-            num_blocks = num_blocks_for(start + length, block_size)
-            self.spans.append(QuerySpan(row, length, start, ids[block : block + num_blocks]))
-            row, block = row + length, block + num_blocks
-        shape = (total, 2, NUM_KV_HEADS, block_size, HEAD_DIM)
-        self.cache = torch.randn(shape, generator=generator)
-        # part of wider rows, as the projections leave it
-        self.query = torch.randn(row, NUM_KV_HEADS * (GROUP + 2), HEAD_DIM, generator=generator)
-        self.query = self.query[:, : NUM_KV_HEADS * GROUP]
         self.library = FakeFlashInfer()
         self.flashinfer = FlashInfer(
             self.library,
@@ -58,7 +44,7 @@ class Backends:
             num_multiprocessors=4,
             device=torch.device("cpu"),
         )
-        self.tables = PageTables(block_size=block_size, max_blocks=total, device=torch.device("cpu"))
+        self.tables = PageTables(block_size=block_size, max_blocks=len(self.cache), device=torch.device("cpu"))
         self.staging = Staging(FakeStreams())
 
     def check(self, plan: AttentionPlan) -> None:

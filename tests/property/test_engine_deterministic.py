@@ -6,16 +6,13 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.engine.attention import QuerySpan, TorchAttention
 from pdmesh.engine.base import SequenceSlice
 from pdmesh.engine.levels import CpuLevel
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.engine.tiled_attention import TiledAttention
-from pdmesh.model import KvLayout, SamplingParams, num_blocks_for
+from pdmesh.model import SamplingParams
 from pdmesh_testing.checkpoints import write_checkpoint
 from pdmesh_testing.examples import examples
 from pdmesh_testing.levels import ARCHITECTURE_LEVELS, library_or_skip
@@ -138,35 +135,6 @@ def logprobs_of(generation: SteppedRequest) -> list[object]:
 def prompt_of(num_tokens: int) -> list[int]:
     rng = random.Random(num_tokens)
     return [rng.randrange(320) for _ in range(num_tokens)]
-
-
-@settings(deadline=None, max_examples=examples(30))
-@given(
-    num_kv_heads=st.integers(1, 3),
-    group=st.integers(1, 3),
-    parts=st.lists(st.tuples(st.integers(0, 600), st.integers(1, 100)), min_size=1, max_size=4),
-    seed=st.integers(0, 2**32),
-)
-def test_tiled_attention_equals_the_reference(
-    num_kv_heads: int, group: int, parts: list[tuple[int, int]], seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    layout = KvLayout(num_layers=1, num_kv_heads=num_kv_heads, head_dim=32, block_size=16, dtype="float32")
-    num_blocks = [num_blocks_for(start + num_tokens, 16) for start, num_tokens in parts]
-    block_ids = random.Random(seed).sample(range(sum(num_blocks)), sum(num_blocks))
-    spans: list[QuerySpan] = []
-    row = 0
-    for (start, num_tokens), used in zip(parts, num_blocks, strict=True):
-        spans.append(QuerySpan(row, num_tokens, start, [block_ids.pop() for _ in range(used)]))
-        row += num_tokens
-    cache = torch.randn((sum(num_blocks), 2, num_kv_heads, 16, 32), generator=generator)
-    query = torch.randn((row, num_kv_heads * group, 32), generator=generator)
-    scale = 32**-0.5
-
-    actual = TiledAttention(layout, scale).plan(spans).attend(query, cache, with_lse=True)
-    expected = TorchAttention(layout, scale, torch.device("cpu")).plan(spans).attend(query, cache, with_lse=True)
-    torch.testing.assert_close(actual.output, expected.output, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(actual.lse, expected.lse, atol=1e-5, rtol=1e-5)
 
 
 @settings(deadline=None, max_examples=examples(4))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.linear import WeightMemory, tile_linear
 from pdmesh.engine.model_config import NormConfig
 from pdmesh.engine.native import NativeAttention, NativeKernels
-from pdmesh.model import KvLayout, num_blocks_for
+from pdmesh_testing.attention import PagedCase, paged_case
 from pdmesh_testing.examples import examples
 from pdmesh_testing.levels import ARCHITECTURE_LEVELS, library_or_skip
 
@@ -33,46 +33,17 @@ def library(request: pytest.FixtureRequest) -> KernelLibrary:
     return library_or_skip(*request.param)
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    layout: KvLayout
-    spans: list[QuerySpan]
-    query: torch.Tensor
-    cache: torch.Tensor
-
-    def in_dtype(self, dtype: str) -> Case:
-        """Rounded to ``dtype``."""
-        layout = replace(self.layout, dtype=dtype)
-        return Case(layout, self.spans, self.query.to(TORCH_DTYPES[dtype]), self.cache.to(TORCH_DTYPES[dtype]))
-
-    @property
-    def scale(self) -> float:
-        return float(self.layout.head_dim**-0.5)
-
-
 @st.composite
-def cases(draw: st.DrawFn, parts: st.SearchStrategy[tuple[int, int]]) -> Case:
-    """Sequences of (start, tokens), their keys and values in blocks of any order."""
-    num_kv_heads = draw(st.integers(1, 3))
-    group = draw(st.one_of(st.integers(1, 5), st.sampled_from([8, 16, 20])))
-    head_dim, block_size = draw(st.sampled_from([32, 64, 96, 128])), draw(st.sampled_from([16, 48]))
-    starts = draw(st.lists(parts, min_size=1, max_size=6))
-    seed = draw(st.integers(0, 2**32))
-    num_blocks = [num_blocks_for(start + num_tokens, block_size) for start, num_tokens in starts]
-    block_ids = random.Random(seed).sample(range(sum(num_blocks)), sum(num_blocks))
-    spans: list[QuerySpan] = []
-    row = block = 0
-    for (start, num_tokens), used in zip(starts, num_blocks, strict=True):
-        spans.append(QuerySpan(row, num_tokens, start, block_ids[block : block + used]))
-        row, block = row + num_tokens, block + used
-    generator = torch.Generator().manual_seed(seed)
-    cache = torch.randn((sum(num_blocks), 2, num_kv_heads, block_size, head_dim), generator=generator)
-    # queries are part of wider rows, as the engine gives them
-    query = torch.randn((row, num_kv_heads * (group + 2), head_dim), generator=generator)
-    layout = KvLayout(
-        num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype="float32"
+def cases(draw: st.DrawFn, parts: st.SearchStrategy[tuple[int, int]]) -> PagedCase:
+    """Sequences of (start, tokens)."""
+    return paged_case(
+        draw(st.lists(parts, min_size=1, max_size=6)),
+        draw(st.integers(0, 2**32)),
+        num_kv_heads=draw(st.integers(1, 3)),
+        group=draw(st.one_of(st.integers(1, 5), st.sampled_from([8, 16, 20]))),
+        head_dim=draw(st.sampled_from([32, 64, 96, 128])),
+        block_size=draw(st.sampled_from([16, 48])),
     )
-    return Case(layout, spans, query[:, : num_kv_heads * group], cache)
 
 
 DECODES = st.tuples(st.integers(0, 600), st.just(1))
@@ -82,7 +53,7 @@ CHUNKS = st.tuples(st.integers(0, 350), st.integers(1, 700))
 
 @settings(deadline=None, max_examples=examples(25))
 @given(case=cases(st.one_of(DECODES, FEW_TOKENS, CHUNKS)))
-def test_attention_equals_the_reference(library: KernelLibrary, case: Case) -> None:
+def test_attention_equals_the_reference(library: KernelLibrary, case: PagedCase) -> None:
     case = case.in_dtype(library.dtype)
     output, lse = (
         NativeAttention(library, case.layout, case.scale).plan(case.spans).attend(case.query, case.cache, with_lse=True)
@@ -98,7 +69,7 @@ def test_attention_equals_the_reference(library: KernelLibrary, case: Case) -> N
 @settings(deadline=None, max_examples=examples(20))
 @given(case=cases(st.one_of(FEW_TOKENS, CHUNKS)), schedule=st.randoms(use_true_random=False))
 def test_attention_gives_the_same_bits_in_any_pieces(
-    library: KernelLibrary, case: Case, schedule: random.Random
+    library: KernelLibrary, case: PagedCase, schedule: random.Random
 ) -> None:
     """Many rows and few are computed by different code, which sums in one order."""
     case = case.in_dtype(library.dtype)
@@ -141,7 +112,7 @@ def test_linear_equals_the_reference_and_each_row_is_itself(
     output = linear(rows)
     expected = functional.linear(rows.float(), weight.float(), None if bias is None else bias.float())
     torch.testing.assert_close(output.float(), expected, atol=TOLERANCE * num_inputs**0.5, rtol=TOLERANCE)
-    sums = linear.sums(rows)
+    sums = linear(rows, wide=True)
     assert sums.dtype == torch.float32
     assert torch.equal(sums.to(dtype), output)
     for first in (num_rows // 2, num_rows - 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 
 from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.kv_cache import TORCH_DTYPES
-from pdmesh.engine.levels import KernelLibrary
+from pdmesh.engine.levels import KernelLibrary, load_library
 from pdmesh.engine.native import NativeAttention
 from pdmesh.model import KvLayout, num_blocks_for
+from pdmesh_testing.attention import defined_attention
 from pdmesh_testing.examples import examples
 from pdmesh_testing.levels import library_or_skip, ordered_levels
 
@@ -31,7 +33,14 @@ def library(request: pytest.FixtureRequest) -> KernelLibrary:
 
 
 def attend(
-    library: KernelLibrary, spans: list[QuerySpan], query: torch.Tensor, cache: torch.Tensor, *, num_threads: int = 1
+    library: KernelLibrary,
+    spans: list[QuerySpan],
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    num_threads: int = 1,
+    window: int | None = None,
+    score_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp."""
     num_kv_heads, block_size, head_dim = cache.shape[2:]
@@ -41,22 +50,12 @@ def attend(
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        output, lse = NativeAttention(library, layout, SCALE).plan(spans).attend(query, cache, with_lse=True)
+        plan = NativeAttention(library, layout, SCALE, score_cap).plan(spans)
+        output, lse = plan.attend(query, cache, window=window, with_lse=True)
     finally:
         torch.set_num_threads(before)
     assert lse is not None
     return output, lse
-
-
-def reference(span: QuerySpan, query: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of one span in fp64; ``query`` is its rows."""
-    keys, values = cache[list(span.block_table)].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : span.end]
-    group = query.shape[1] // len(keys)
-    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-    scores = query.double().transpose(0, 1) @ keys.transpose(1, 2) * SCALE
-    positions = torch.arange(span.end)
-    scores.masked_fill_(positions > positions[span.start :, None], -torch.inf)
-    return (scores.softmax(-1) @ values).transpose(0, 1), scores.logsumexp(-1).t()
 
 
 def pages(start: int, num_tokens: int, block_size: int, seed: int) -> QuerySpan:
@@ -71,12 +70,19 @@ def draw(library: KernelLibrary, seed: int, *shape: int) -> torch.Tensor:
 
 @settings(deadline=None, max_examples=examples(25))
 @given(
-    num_tokens=st.integers(1, 40),
-    start=st.one_of(st.integers(0, 300), st.integers(SEGMENT - 40, SEGMENT + 5)),
+    num_tokens=st.one_of(st.integers(1, 40), st.integers(1, 120)),
+    start=st.one_of(st.integers(0, 300), st.integers(SEGMENT - 40, SEGMENT + 5), st.integers(1900, 4300)),
     heads=st.tuples(st.integers(1, 2), st.integers(1, 8)),
     head_dim=st.integers(1, 20).map(lambda eights: 8 * eights),
     block_size=st.sampled_from([1, 3, 16]),
     key_scale=st.sampled_from([0.0, 1.0, 100.0]),
+    masks=st.fixed_dictionaries(
+        {
+            "window": st.one_of(st.none(), st.integers(1, 40), st.integers(100, 300), st.integers(2000, 2200)),
+            "score_cap": st.sampled_from([None, 1.5, 50.0]),
+        }
+    ),
+    num_threads=st.sampled_from([1, 20]),
     seed=st.integers(0, 2**32),
 )
 def test_equals_the_reference(
@@ -87,21 +93,33 @@ def test_equals_the_reference(
     head_dim: int,
     block_size: int,
     key_scale: float,
+    masks: dict[str, Any],
+    num_threads: int,
     seed: int,
 ) -> None:
-    """Also where all scores are equal, or one is far above the others, and whatever lies in pages not written yet."""
+    """Also where all scores are equal, or one is far above the others, and whatever lies in pages not written yet.
+
+    Chunks and other levels have the same bits.
+    """
     num_kv_heads, group = heads
     span = pages(start, num_tokens, block_size, seed)
     cache = draw(library, seed, len(span.block_table), 2, num_kv_heads, block_size, head_dim)
     cache[:, 0] *= key_scale
     query = draw(library, seed + 1, num_tokens, num_kv_heads * group, head_dim)
-    expected, expected_lse = reference(span, query, cache)
+    expected, expected_lse = defined_attention(span, query, cache, SCALE, **masks)
     if span.end % block_size:
         cache[span.block_table[-1], :, :, span.end % block_size :] = torch.nan
-    output, lse = attend(library, [span], query, cache)
+    output, lse = attend(library, [span], query, cache, num_threads=num_threads, **masks)
     unit = torch.finfo(query.dtype).eps
     torch.testing.assert_close(output.double(), expected, rtol=unit, atol=unit / 4)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-4)
+    cut = num_tokens // 3
+    pieces = [QuerySpan(0, cut, start, span.block_table)] if cut else []
+    pieces.append(QuerySpan(cut, num_tokens - cut, start + cut, span.block_table))
+    others = [each for level in ordered_levels()[1:] if (each := load_library(level, library.dtype)) is not None]
+    for other, spans in ((library, pieces), *((other, [span]) for other in others)):
+        found = attend(other, spans, query, cache, num_threads=num_threads, **masks)
+        assert all(torch.equal(one, another) for one, another in zip(found, (output, lse), strict=True))
 
 
 @settings(deadline=None, max_examples=examples(8))

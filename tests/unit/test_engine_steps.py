@@ -45,30 +45,13 @@ def test_the_hook_sees_each_layers_kv_complete_and_in_order(engine: TorchEngine)
     assert len({content for _, content in seen}) == 3
 
 
-def test_a_hook_may_run_another_step(engine: TorchEngine) -> None:
-    """Layer-boundary preemption needs this: nothing of a step lives outside its call."""
-    other_prompt = PROMPT[::-1]
-    expected, other_expected = (generate(engine, prompt, 1).output_ids for prompt in (PROMPT, other_prompt))
-    tables = separate_tables(engine, [len(PROMPT), len(other_prompt)])
-    outer, inner = (
-        SequenceSlice(sequence=new_sequence(prompt, table), start=0, num_tokens=len(prompt), sample=True)
-        for prompt, table in zip((PROMPT, other_prompt), tables, strict=True)
-    )
-    nested: list[SliceResult] = []
-
-    def interrupt(layer: int) -> None:
-        if layer == 1:
-            nested.extend(engine.execute([inner]))
-
-    results = engine.execute([outer], on_layer=interrupt)
-    assert [result.token_id for result in results] == expected
-    assert [result.token_id for result in nested] == other_expected
-
-
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_interrupted_step_is_bit_identical(tmp_path: Path, dtype: str, native: bool) -> None:
-    """A chunk with history and a decode, interrupted in any layer by another prompt: the same KV and the same draws."""
+    """A chunk with history and a decode, interrupted in any layer by another prompt: the same KV and the same draws.
+
+    Layer-boundary preemption needs this: nothing of a step lives outside its call.
+    """
     params = SamplingParams(max_tokens=1 << 20, temperature=0.0, logprobs=5)
     write_checkpoint(tmp_path, num_layers=3, hidden_size=128, head_dim=32, num_heads=4, num_kv_heads=2)
     long, decoding, other = (list(range(first, first + 48)) for first in (3, 60, 120))
@@ -110,23 +93,6 @@ def test_two_chunks_of_one_request_may_share_a_step(engine: TorchEngine) -> None
 
 def test_an_empty_step_is_nothing(engine: TorchEngine) -> None:
     assert engine.execute([]) == []
-
-
-def test_kv_moved_to_another_engine_decodes_the_same(engine: TorchEngine, tmp_path: Path) -> None:
-    expected = generate(engine, PROMPT, 20).output_ids
-    receiver = TorchEngine(tmp_path, num_blocks=32, device="cpu")
-    source, target = block_table(engine, 80), block_table(receiver, 80, first=9)
-    sender = SteppedRequest(new_sequence(PROMPT, source), max_tokens=20)
-    step(engine, [(sender, len(PROMPT))])
-    for layer in range(3):
-        receiver.kv.scatter(layer, target, memoryview(layer_bytes(engine, layer, source)))
-    # a decode instance does not know the prompt's tokens: zeros stand in
-    moved = new_sequence([0] * len(PROMPT), target)
-    moved.token_ids.extend(sender.output_ids)
-    receiving = SteppedRequest(moved, max_tokens=20, num_computed=len(PROMPT))
-    while not receiving.done:
-        step(receiver, [(receiving, 1)])
-    assert receiving.output_ids == expected
 
 
 def test_garbage_in_freed_blocks_reaches_no_other_request(engine: TorchEngine) -> None:
