@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 NUM_TOKENS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS, START = 7, 4, 2, 24, 5, 40, 180
-NUM_INPUTS, NUM_OUTPUTS, ROW_SIZE, VOCAB_SIZE = 96, 128, 52, 1003
+NUM_INPUTS, NUM_OUTPUTS, ROW_SIZE, VOCAB_SIZE = 288, 96, 55, 1003
 
 #: Of magnitude below one, then some of other magnitudes: small ones are subnormal in float16.
 SCALES = (1.0, 1.0, 1.0, 1.0, 64.0, 2.0**-16)
@@ -91,7 +91,7 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
             yield f"{name}, {bits} bits, {num_rows} rows", digest
         numbers = array("f", bytes(4 * 5 * NUM_INPUTS))
         name, digest = call(
-            "pdmesh_unpack_codes", packed_weight, array("q", [0, 31, 32, 77, 127]), numbers, 5, NUM_INPUTS,
+            "pdmesh_unpack_codes", packed_weight, array("q", [0, 31, 32, 77, 95]), numbers, 5, NUM_INPUTS,
             results=[numbers],
         )  # fmt: skip
         yield f"{name}, {bits} bits{suffix}", digest
@@ -124,7 +124,7 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
             yield f"{name}, kind {kind}, {num_rows} rows", digest
         numbers = array("f", bytes(4 * 5 * NUM_INPUTS))
         name, digest = call(
-            "pdmesh_unpack_codes", packed_weight, array("q", [0, 31, 32, 77, 127]), numbers, 5, NUM_INPUTS,
+            "pdmesh_unpack_codes", packed_weight, array("q", [0, 31, 32, 77, 95]), numbers, 5, NUM_INPUTS,
             results=[numbers],
         )  # fmt: skip
         yield f"{name}, kind {kind}{suffix}", digest
@@ -171,6 +171,19 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
             results=[attended, sums],
         )  # fmt: skip
         yield f"{name}, window {window}", digest
+    # Of one key-value head; the first is beyond a segment of keys that is attended to apart.
+    for head_dim, group, start, num_tokens in ((8, 3, 2060, 2), (64, 7, 130, 1), (80, 1, 40, 9)):
+        num_blocks = -(-(start + num_tokens) // BLOCK_SIZE)
+        query = inputs.draw(num_tokens * group * head_dim)
+        cache = inputs.draw(num_blocks * 2 * BLOCK_SIZE * head_dim, scales=(1.0,))
+        attended, sums = array("H", bytes(2 * len(query))), array("H", bytes(4 * num_tokens * group))
+        name, digest = call(
+            f"pdmesh_attention{suffix}", query, group * head_dim, cache, attended, 0, sums,
+            array("q", [0, num_tokens, start, 0, start + num_tokens]), 1, array("q", range(num_blocks)),
+            group, 1, 1, BLOCK_SIZE, head_dim, head_dim**-0.5, 0, 0.0, num_threads,
+            results=[attended, sums],
+        )  # fmt: skip
+        yield f"{name}, {head_dim} dims", digest
 
     logits = array("f", (number / 2**12 - 8 for number in inputs.draw(8 * VOCAB_SIZE)))
     rows = array("q", (address(logits) + 4 * VOCAB_SIZE * row for row in range(8)))
