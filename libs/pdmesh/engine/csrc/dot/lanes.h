@@ -2,8 +2,7 @@
 // there are. Of each row, everything is summed in the order of wide.h.
 #pragma once
 
-#include <type_traits>
-
+#include "../strips.h"
 #include "narrow.h"
 
 namespace pdmesh {
@@ -11,17 +10,6 @@ namespace pdmesh {
 constexpr int kRowsAtOnce = 4;    // query rows whose accumulators are in registers
 constexpr int kKeyVectors = 4;    // vectors of 16 keys that are scored at once: enough sums under way
 constexpr int kScoredKeys = kKeyVectors * kTile;
-
-// Calls with the number as a constant: rows that are there, 1 ... kRowsAtOnce.
-template <class Call>
-inline void with_rows(int num_rows, const Call& call) {
-    switch (num_rows) {
-        case 1: return call(std::integral_constant<int, 1>());
-        case 2: return call(std::integral_constant<int, 2>());
-        case 3: return call(std::integral_constant<int, 3>());
-        default: return call(std::integral_constant<int, 4>());
-    }
-}
 
 // 16 keys from position `first` on, transposed: for each pair of dims, a vector of `turned` is `kKeyVectors` on.
 inline void turn_keys(const Cache& cache, const Task& task, int first, int end, bf16* turned) {
@@ -178,7 +166,7 @@ inline void attend_lanes(const Cache& cache, const Task& all) {
                     turn_keys(cache, tasks[head], first, end, turned.get() + i * kStep);
                 }
                 for (int row = 0; row < num_rows; row += kRowsAtOnce)
-                    with_rows(num_rows - row, [&](auto count) {
+                    with_rows<kRowsAtOnce>(std::min(num_rows - row, kRowsAtOnce), [&](auto count) {
                         score_keys<count>(
                             turned.get(), columns(head).query + 2 * row, dims, scores_of(head, row) + scored);
                     });
@@ -190,7 +178,7 @@ inline void attend_lanes(const Cache& cache, const Task& all) {
             rows.settle(cache);
             alignas(64) float sums[kTile] = {};
             for (int row = 0; row < num_rows; row += kRowsAtOnce) {
-                with_rows(num_rows - row, [&](auto count) {
+                with_rows<kRowsAtOnce>(std::min(num_rows - row, kRowsAtOnce), [&](auto count) {
                     const __m128 sum =
                         weigh_keys<count>(cache, rows.maximum + row, scores_of(head, row), num_keys, weights);
                     _mm_store_ps(sums + row, sum);

@@ -18,6 +18,41 @@ inline void pack_rows(const bf16* rows, int64_t first, int64_t num_rows, int64_t
                 row < num_rows ? _mm512_loadu_si512(rows + row * num_inputs + k) : _mm512_setzero_si512());
 }
 
+// low and high (R rows of 16 outputs) += a pair of inputs of each row, times a line of either tile of a panel.
+template <int R>
+__attribute__((always_inline)) inline void multiply_pair(
+    const bf16* inputs, __m512bh lower, __m512bh upper, __m512 (&low)[R], __m512 (&high)[R]) {
+#pragma GCC unroll 8
+    for (int row = 0; row < R; ++row) {
+        int32_t values;
+        std::memcpy(&values, inputs + row * kStep, 4);
+        const __m512bh both = (__m512bh)_mm512_set1_epi32(values);
+        low[row] = _mm512_dpbf16_ps(low[row], both, lower);
+        high[row] = _mm512_dpbf16_ps(high[row], both, upper);
+    }
+}
+
+// A product (R x 32) in memory, as what is summed: zeros unless it is added to.
+template <int R>
+__attribute__((always_inline)) inline void load_sums(
+    const float* product, bool accumulate, __m512 (&low)[R], __m512 (&high)[R]) {
+#pragma GCC unroll 8
+    for (int row = 0; row < R; ++row) {
+        low[row] = accumulate ? _mm512_load_ps(product + row * kPanel) : _mm512_setzero_ps();
+        high[row] = accumulate ? _mm512_load_ps(product + row * kPanel + kTile) : _mm512_setzero_ps();
+    }
+}
+
+template <int R>
+__attribute__((always_inline)) inline void store_sums(
+    float* product, const __m512 (&low)[R], const __m512 (&high)[R]) {
+#pragma GCC unroll 8
+    for (int row = 0; row < R; ++row) {
+        _mm512_store_ps(product + row * kPanel, low[row]);
+        _mm512_store_ps(product + row * kPanel + kTile, high[row]);
+    }
+}
+
 struct Output {
     const bf16* bias;  // or null
     void* rows;

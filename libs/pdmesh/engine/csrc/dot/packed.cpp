@@ -132,14 +132,7 @@ inline void multiply_groups(
             for (int pair = 0; pair < kEighth; ++pair) {
                 const __m512bh lower = (__m512bh)right(step, half, 0, pair);
                 const __m512bh upper = (__m512bh)right(step, half, 1, pair);
-#pragma GCC unroll 8
-                for (int row = 0; row < R; ++row) {
-                    int32_t values;
-                    std::memcpy(&values, inputs + row * kStep + 2 * pair, 4);
-                    const __m512bh both = (__m512bh)_mm512_set1_epi32(values);
-                    low[g][row] = _mm512_dpbf16_ps(low[g][row], both, lower);
-                    high[g][row] = _mm512_dpbf16_ps(high[g][row], both, upper);
-                }
+                multiply_pair(inputs + 2 * pair, lower, upper, low[g], high[g]);
             }
         }
 #pragma GCC unroll 4
@@ -198,14 +191,7 @@ void multiply_wide(const Rows& rows, const Chunk& chunk, const Table&) {
             for (int pair = 0; pair < kEighth; ++pair) {
                 const __m512bh lower = (__m512bh)_mm512_load_si512(codes + pair * kStep);
                 const __m512bh upper = (__m512bh)_mm512_load_si512(codes + kTileValues + pair * kStep);
-#pragma GCC unroll 8
-                for (int row = 0; row < R; ++row) {
-                    int32_t values;
-                    std::memcpy(&values, inputs + row * kStep + 2 * pair, 4);
-                    const __m512bh both = (__m512bh)_mm512_set1_epi32(values);
-                    low[row] = _mm512_dpbf16_ps(low[row], both, lower);
-                    high[row] = _mm512_dpbf16_ps(high[row], both, upper);
-                }
+                multiply_pair(inputs + 2 * pair, lower, upper, low, high);
             }
         }
 #pragma GCC unroll 8

@@ -24,31 +24,16 @@ void multiply_rows(
     const bf16* left, const bf16* right, float* product, int steps, bool accumulate, const bf16* ahead,
     int num_lines) {
     __m512 low[R], high[R];
-#pragma GCC unroll 8
-    for (int row = 0; row < R; ++row) {
-        low[row] = accumulate ? _mm512_load_ps(product + row * kPanel) : _mm512_setzero_ps();
-        high[row] = accumulate ? _mm512_load_ps(product + row * kPanel + kTile) : _mm512_setzero_ps();
-    }
+    load_sums(product, accumulate, low, high);
     for (int step = 0; step < steps; ++step, left += kTileValues, right += kPanelStep) {
         for (int line = 0; line < num_lines; ++line, ahead += kLine) _mm_prefetch(ahead, _MM_HINT_T0);
         for (int pair = 0; pair < kTile; ++pair) {
             const __m512bh first = (__m512bh)_mm512_load_si512(right + pair * kStep);
             const __m512bh second = (__m512bh)_mm512_load_si512(right + kTileValues + pair * kStep);
-#pragma GCC unroll 8
-            for (int row = 0; row < R; ++row) {
-                int32_t values;
-                std::memcpy(&values, left + row * kStep + 2 * pair, 4);
-                const __m512bh both = (__m512bh)_mm512_set1_epi32(values);
-                low[row] = _mm512_dpbf16_ps(low[row], both, first);
-                high[row] = _mm512_dpbf16_ps(high[row], both, second);
-            }
+            multiply_pair(left + 2 * pair, first, second, low, high);
         }
     }
-#pragma GCC unroll 8
-    for (int row = 0; row < R; ++row) {
-        _mm512_store_ps(product + row * kPanel, low[row]);
-        _mm512_store_ps(product + row * kPanel + kTile, high[row]);
-    }
+    store_sums(product, low, high);
 }
 
 constexpr decltype(&multiply_rows<1>) kMultiplyRows[kRows] = {

@@ -87,11 +87,7 @@ template <int R, class Numbers>
 void multiply_chunk(const bf16* left, const Chunk& chunk, const Numbers& given, float* product, bool accumulate) {
     const Numbers numbers = given;  // stays in registers
     __m512 low[R], high[R];
-#pragma GCC unroll 8
-    for (int row = 0; row < R; ++row) {
-        low[row] = accumulate ? _mm512_load_ps(product + row * kPanel) : _mm512_setzero_ps();
-        high[row] = accumulate ? _mm512_load_ps(product + row * kPanel + kTile) : _mm512_setzero_ps();
-    }
+    load_sums(product, accumulate, low, high);
     for (int eighth = 0; eighth < chunk.num_eighths; ++eighth) {
         const auto scales = numbers.scales(chunk.group(eighth));
         const uint8_t* step = chunk.codes + eighth / 2 * step_bytes(Numbers::kBits);
@@ -101,21 +97,10 @@ void multiply_chunk(const bf16* left, const Chunk& chunk, const Numbers& given, 
         for (int pair = 0; pair < kEighth; ++pair) {
             const __m512bh lower = (__m512bh)numbers.line(step, eighth % 2, 0, pair, scales);
             const __m512bh upper = (__m512bh)numbers.line(step, eighth % 2, 1, pair, scales);
-#pragma GCC unroll 8
-            for (int row = 0; row < R; ++row) {
-                int32_t values;
-                std::memcpy(&values, inputs + row * kStep + 2 * pair, 4);
-                const __m512bh both = (__m512bh)_mm512_set1_epi32(values);
-                low[row] = _mm512_dpbf16_ps(low[row], both, lower);
-                high[row] = _mm512_dpbf16_ps(high[row], both, upper);
-            }
+            multiply_pair(inputs + 2 * pair, lower, upper, low, high);
         }
     }
-#pragma GCC unroll 8
-    for (int row = 0; row < R; ++row) {
-        _mm512_store_ps(product + row * kPanel, low[row]);
-        _mm512_store_ps(product + row * kPanel + kTile, high[row]);
-    }
+    store_sums(product, low, high);
 }
 
 template <class Numbers>

@@ -206,7 +206,7 @@ void attend_segment(
         }
         for (int64_t tile = 0; tile < task.num_tiles(); ++tile) {
             const int64_t begin = task.tile_begin(tile);
-            with_rows(static_cast<int>(task.tile_begin(tile + 1) - begin), [&](auto count) {
+            with_rows<kTileRows>(static_cast<int>(task.tile_begin(tile + 1) - begin), [&](auto count) {
                 attend_tile<count>(
                     cache, task, begin, first_key, *block, tile == 0 ? next->keys : nullptr, state, scratch);
             });

@@ -7,7 +7,7 @@
 
 #include "../memory.h"
 #include "codes.h"
-#include "strips.h"
+#include "../strips.h"
 #include "vec.h"
 
 namespace {

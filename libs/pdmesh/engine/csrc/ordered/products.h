@@ -12,7 +12,7 @@
 #include <type_traits>
 
 #include "../memory.h"
-#include "strips.h"
+#include "../strips.h"
 #include "vec.h"
 
 namespace pdmesh {

@@ -2,9 +2,9 @@
 // lane's, over dims or keys in order, so that a row's bits depend on nothing but its own context.
 #pragma once
 
-#include <type_traits>
 #include <utility>
 
+#include "../strips.h"
 #include "pages.h"
 
 namespace pdmesh {
@@ -54,19 +54,6 @@ inline void accumulate(const Factor& factor, const Load& load_two, Floats (&sums
 #pragma GCC unroll 8
             for (int n = 0; n < N; ++n) sums[row][n] = multiply_add(value, vectors[n], sums[row][n]);
         }
-    }
-}
-
-// Calls with the number of rows, 1 ... kTileRows, as a constant.
-template <class Call>
-inline void with_rows(int num_rows, const Call& call) {
-    switch (num_rows) {
-        case 1: return call(std::integral_constant<int, 1>());
-        case 2: return call(std::integral_constant<int, 2>());
-        case 3: return call(std::integral_constant<int, 3>());
-        case 4: return call(std::integral_constant<int, 4>());
-        case 5: return call(std::integral_constant<int, 5>());
-        default: return call(std::integral_constant<int, 6>());
     }
 }
 
