@@ -51,11 +51,15 @@ class ComputeOptions:
 
 
 class Cache(NamedTuple):
-    """The cache that a model is to have."""
+    """The KV cache of a model.
+
+    ``memory`` is shared with the other ranks; None: the cache has its own. ``num_frames`` is the number of frames of
+    layers with a window; None: one for each block.
+    """
 
     num_blocks: int
-    memory: Tensor | None = None  # shared with the other ranks; None: its own
-    num_frames: int | None = None  # of layers with a window; None: one for each block
+    memory: Tensor | None = None
+    num_frames: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +69,7 @@ class Loaded:
     options: ComputeOptions
     config: ModelConfig
     weights: ModelWeights
-    layout: KvLayout  # of the whole cache
+    layout: KvLayout  # the whole cache's
     max_model_len: int
     kernels: KernelChoice  # compiled ones, for the CPU
     share: RankShare = WHOLE  # what of the model this is

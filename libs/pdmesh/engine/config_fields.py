@@ -131,7 +131,7 @@ def dense(
     partial: float = 1.0,
     biases: Sequence[str] = (),
 ) -> ModelConfig:
-    """Describe a Llama with these fields, from which other dense models differ.
+    """Describe a Llama with these fields. Other dense models are described by what differs.
 
     Arguments are the defaults of absent fields, as in transformers' configuration class. ``partial`` is the default of
     ``partial_rotary_factor``. ``biases`` names the fields that tell of biases: "attention_bias", "mlp_bias".

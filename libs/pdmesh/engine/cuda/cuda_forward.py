@@ -29,7 +29,7 @@ _LARGE_STEP = 2048
 
 
 class _Lane(NamedTuple):
-    """What one step at a time may use."""
+    """Attention and staging for one step at a time."""
 
     attention: FlashInferAttention
     staging: Staging
