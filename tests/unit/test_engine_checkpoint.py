@@ -23,7 +23,7 @@ from pdmesh.engine.files import load_model_config, load_model_info, resolve_mode
 from pdmesh.engine.model_config import ModelConfig, QkNorm, RopeConfig
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
-from pdmesh_testing.checkpoints import LLAMA_82M, CheckpointShape, write_checkpoint, write_safetensors
+from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint, write_safetensors
 from pdmesh_testing.reference import HfReference
 from pdmesh_testing.stepping import generate
 
@@ -248,22 +248,6 @@ def test_what_gateways_use_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_benchmark_shape_has_82m_parameters() -> None:
-    shape = LLAMA_82M
-    attention = 2 * shape.hidden_size * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    layer = attention + 3 * shape.hidden_size * shape.intermediate_size + 2 * shape.hidden_size
-    total = shape.vocab_size * shape.hidden_size + shape.num_layers * layer + shape.hidden_size
-    assert round(total / 1e6) == 82
-
-
-def test_bfloat16_is_rounded_to_nearest_even(tmp_path: Path) -> None:
-    values = np.array([1.0, 1.00390625, 1.01171875, -3.14159, 1e-30, 0.1], dtype=np.float32)
-    write_safetensors(tmp_path / "x.safetensors", {"x": values}, "bfloat16")
-    from safetensors.torch import load_file
-
-    assert torch.equal(load_file(tmp_path / "x.safetensors")["x"], torch.from_numpy(values).bfloat16())
-
-
 LOAD = """
 import sys
 from pathlib import Path
@@ -301,7 +285,12 @@ def add_tensors(directory: Path, **tensors: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["model__layers__0__self_attn__q_norm__weight", "model__layers__2__mlp__up_proj__weight", "score__weight"],
+    [
+        "model__layers__0__self_attn__q_norm__weight",
+        "model__layers__0__self_attn__q_proj__bias",
+        "model__layers__2__mlp__up_proj__weight",
+        "score__weight",
+    ],
 )
 def test_tensors_that_no_layer_reads_are_refused_by_name(tmp_path: Path, name: str) -> None:
     directory = write_checkpoint(tmp_path)
@@ -323,13 +312,6 @@ def test_tensors_that_change_nothing_are_left_alone(tmp_path: Path) -> None:
         mtp__layers__0__input_layernorm__weight=torch.ones(64),
     )
     assert generate(TorchEngine(directory, num_blocks=4), PROMPT, 6).output_ids == expected
-
-
-def test_biases_that_are_no_zeros_are_refused(tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path)
-    add_tensors(directory, model__layers__0__self_attn__q_proj__bias=torch.ones(64))
-    with pytest.raises(ConfigError, match=r"reads the tensor 'model\.layers\.0\.self_attn\.q_proj\.bias'"):
-        TorchEngine(directory, num_blocks=1)
 
 
 @pytest.mark.parametrize("is_same", [True, False])
