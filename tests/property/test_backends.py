@@ -7,7 +7,7 @@ import random
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from pdmesh.core.requests.transfer import Transfer
+from pdmesh.core.requests.copy import Copy
 from pdmesh.core.transfers.broker import TransferBroker
 from pdmesh.model import Epoch, IndexRange, InstanceId, KvPart, RequestId, RequestKey, TransferPurpose
 from pdmesh.plans import KvShard
@@ -24,7 +24,7 @@ class Line:
     def __init__(self, num_backends: int, *, computed_first: bool) -> None:
         self.offered: list[RequestKey] = []
         self.computed: set[RequestKey] = set()
-        self.granted: dict[RequestKey, Transfer] = {}
+        self.granted: dict[RequestKey, Copy] = {}
         self.landed: set[RequestKey] = set()
         self.computed_first = computed_first
         self.broker = TransferBroker(lambda _: False, self.computed.__contains__, random.Random(0))
@@ -42,7 +42,7 @@ class Line:
         self.landed.add(key)
         self.note(self.broker.land(self.granted[key], RECEIVER))
 
-    def note(self, granted: list[Transfer]) -> None:
+    def note(self, granted: list[Copy]) -> None:
         for transfer in granted:
             index = self.offered.index(transfer.key)
             self.granted[transfer.key] = transfer

@@ -7,13 +7,14 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import pdmesh.core.requests.request as requests
+from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.group_state import GroupState
 from pdmesh.core.requests.phases import FACTS, TRANSITIONS, IllegalTransition, Phase
 from pdmesh.core.requests.request import RequestState
-from pdmesh.core.requests.transfer import Transfer
-from pdmesh.model import InstanceId
+from pdmesh.model import InstanceId, TransferPurpose
 from pdmesh.policy.views import Rank
 from pdmesh_testing.core import a_request
 from pdmesh_testing.worker import a_shard, a_transfer
@@ -39,8 +40,12 @@ def planned() -> RequestState:
     return state
 
 
-def to(state: RequestState) -> Transfer:
-    return Transfer(state.key, a_transfer(PREFILL, DECODE))
+def to(state: RequestState) -> Copy:
+    return Copy(state.key, a_transfer(PREFILL, DECODE))
+
+
+def a_move(state: RequestState) -> Copy:
+    return Copy(state.key, replace(a_transfer(DECODE, OTHER), purpose=TransferPurpose.MOVE))
 
 
 def test_a_request_that_is_handed_over_goes_through_its_phases() -> None:
@@ -65,11 +70,11 @@ def test_a_request_that_is_handed_over_goes_through_its_phases() -> None:
     state.receive(to(state))
     state.land()
     note()
-    state.begin_move(Transfer(state.key, a_transfer(DECODE, OTHER)))
+    state.begin_copy(a_move(state))
     note()
-    state.end_move(failed=True)
+    state.end_copy(failed=True)
     note()
-    state.begin_move(Transfer(state.key, a_transfer(DECODE, OTHER)))
+    state.begin_copy(a_move(state))
     state.land_move()
     note()
     assert phases == [
@@ -104,8 +109,8 @@ def test_what_stays_lands_where_it_is_computed() -> None:
 
 
 def test_an_illegal_transition_names_itself_and_both_phases() -> None:
-    with pytest.raises(IllegalTransition, match=r"'r', 0.*begin_move from prefilling to moving"):
-        placed().begin_move(to(placed()))
+    with pytest.raises(IllegalTransition, match=r"'r', 0.*begin_copy from prefilling to moving"):
+        placed().begin_copy(a_move(placed()))
     with pytest.raises(IllegalTransition, match="land from waiting to decoding"):
         a_state().land()
 

@@ -8,7 +8,7 @@ import pytest
 
 from pdmesh.core.commands import FreeKv, GrantTransfer, Restart, RunStep
 from pdmesh.core.events import RequestDropped
-from pdmesh.core.requests.transfer import Transfer
+from pdmesh.core.requests.copy import Copy
 from pdmesh.core.transfers.broker import TransferBroker
 from pdmesh.model import Epoch, IndexRange, InstanceId, KvPart, RequestId, RequestKey, Role, TransferPurpose
 from pdmesh.plans import KvShard
@@ -32,7 +32,7 @@ class Bench:
         for receiver in (X, Y):
             self.broker.join(receiver, 1)
 
-    def open(self, name: str, sources: tuple[InstanceId, ...], destinations: tuple[InstanceId, ...]) -> Transfer:
+    def open(self, name: str, sources: tuple[InstanceId, ...], destinations: tuple[InstanceId, ...]) -> Copy:
         return self.broker.open(
             key(name),
             TransferPurpose.HAND_OVER,
@@ -40,7 +40,7 @@ class Bench:
             tuple(shard(destination, 0, 4 * len(sources)) for destination in destinations),
         )
 
-    def ready(self, transfer: Transfer) -> list[Transfer]:
+    def ready(self, transfer: Copy) -> list[Copy]:
         """Every destination confirms, then a source offers: who is granted by that."""
         for destination in transfer.plan.destination_ids:
             assert self.broker.reserve(transfer, destination) == []

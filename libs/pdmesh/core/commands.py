@@ -278,6 +278,10 @@ class Hold(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
         return RecordLine("stays to decode", f"{self.num_blocks} blocks", self.instance_id) if self.decodes else None
 
 
+#: Instances that have KV of a request, or ask for it (`SetPlaces`).
+Places = PrefillGroup | tuple[PartMember, ...] | InstanceId
+
+
 class SetPlaces(ToInstanceOfRequest, frozen=True, kw_only=True):
     """Name the other instances that have KV of a request, or ask for it. Absolute, and idempotent.
 
@@ -292,7 +296,7 @@ class SetPlaces(ToInstanceOfRequest, frozen=True, kw_only=True):
     * The instance where the context may soon decode, for the holder of a range: it answers questions from there, too.
     """
 
-    places: PrefillGroup | tuple[PartMember, ...] | InstanceId
+    places: Places
 
     @property
     def record_line(self) -> RecordLine | None:

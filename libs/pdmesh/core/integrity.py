@@ -68,8 +68,8 @@ def _check_giving_back(mesh: MeshState, state: RequestState) -> None:
     allocation = mesh.allocation_of(state.prefill_ids[0], state.key)
     if instance is None or allocation is None:
         return  # lost, which is about to be heard
-    assert state.transfer is not None, f"{state.key} gives ranges back, and has no receiver"
-    num_landed, num_away = state.transfer.num_landed_parts, state.num_ranges_away
+    assert state.incoming is not None, f"{state.key} gives ranges back, and has no receiver"
+    num_landed, num_away = state.incoming.num_landed_parts, state.num_ranges_away
     assert num_away <= num_landed, f"{state.key} has given {num_away} ranges back, of {num_landed} that have landed"
     num_held_tokens = allocation.num_blocks * instance.block_size
     assert num_held_tokens == state.held_tokens, f"{state.key} has room for {num_held_tokens}, not {state.held_tokens}"

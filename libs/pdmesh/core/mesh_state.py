@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from pdmesh.core.commands import (
     AdmitPrefill,
@@ -11,8 +11,10 @@ from pdmesh.core.commands import (
     ForgetRequest,
     FreeKv,
     GrantTransfer,
+    Hold,
     Outcome,
     PlaceDecode,
+    Places,
     Reject,
     Restart,
     SendKept,
@@ -24,8 +26,8 @@ from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.revisions import NewRequestShares
+from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.request import RequestState
-from pdmesh.core.requests.transfer import Transfer
 from pdmesh.core.roster import Roster
 from pdmesh.core.transfers.awaiting_decode import AwaitingDecode
 from pdmesh.core.transfers.broker import TransferBroker
@@ -34,6 +36,7 @@ from pdmesh.core.waiting.computing import Computing
 from pdmesh.core.waiting.queue import WaitingQueue
 from pdmesh.model import (
     GRANULE_TOKENS,
+    NO_TRANSFER,
     GatewayId,
     InstanceId,
     PartMember,
@@ -42,8 +45,11 @@ from pdmesh.model import (
     Request,
     RequestId,
     RequestKey,
+    TransferId,
     TransferPurpose,
 )
+from pdmesh.plans import NO_EVICTIONS, Evictions, KvShard
+from pdmesh.policy.seams import DecodePlacement
 from pdmesh.policy.views import Rank
 
 
@@ -67,7 +73,8 @@ class MeshState(Roster):
         self.recovering: dict[RequestKey, RequestState] = {}
         self.parts_lost: dict[RequestKey, RequestState] = {}  # decode, and lack a range of their contexts
         self.broker = TransferBroker(self._is_interrupted, self._is_computed, rng)
-        self.moving: dict[RequestKey, RequestState] = {}  # decode, and are on their way to another instance
+        #: Requests that decode, and are on their way to another instance, or a range of their contexts is.
+        self.copying: dict[RequestKey, RequestState] = {}
         self.commands: list[Command] = []
 
     def find(self, key: RequestKey) -> RequestState | None:
@@ -100,12 +107,12 @@ class MeshState(Roster):
         shard = instance.shard(allocation.num_blocks, len(parts) * size)
         state.adopt(shard, tuple(parts), allocation.told_members)
         if parts:
-            self.set_members(state.key, instance_id, allocation.told_members)  # it may have given one up, unheard
+            self.set_places(instance_id, state.key, allocation.told_members)  # it may have given one up, unheard
         allocation.told_members = ()
 
-    def set_members(self, key: RequestKey, instance_id: InstanceId, members: tuple[PartMember, ...]) -> None:
-        """Tell an instance where a context decodes, or is computed, who holds its first ranges."""
-        self.commands.append(SetPlaces(instance_id=instance_id, request_id=key[0], epoch=key[1], places=members))
+    def set_places(self, instance_id: InstanceId, key: RequestKey, places: Places) -> None:
+        """Name the other instances that have KV of a request, or ask for it, to an instance (`SetPlaces`)."""
+        self.commands.append(SetPlaces(instance_id=instance_id, request_id=key[0], epoch=key[1], places=places))
 
     # --- it is placed ---
 
@@ -184,20 +191,25 @@ class MeshState(Roster):
 
     def promise(
         self, state: RequestState, decode: InstanceState, long_tokens: int, members: Sequence[InstanceState] = ()
-    ) -> Transfer:
-        """Room on ``decode`` for a request whose prompt is computed elsewhere, and the transfer of its KV.
+    ) -> Copy:
+        """Room on ``decode`` for a request whose prompt is computed elsewhere, and the copy of its KV.
 
         ``members`` get room for the first ranges of its context. Then nothing that is kept is reused.
         """
         request, size = state.request, decode.part_blocks
         shard = decode.shard(decode.num_first_blocks(request), len(members) * size)
         parts = tuple([member.shard(size, number * size) for number, member in enumerate(members)])
-        purpose = TransferPurpose.HAND_OVER
-        num_reused = 0 if members else decode.num_kept_granules(request)
-        transfer = self.broker.open(
-            state.key, purpose, state.prefill_shards, (shard, *parts), state.rank_of_offer, num_reused
+        chain = () if members else request.chain
+        num_reused = decode.num_kept_granules(request) if chain else 0
+        copy = self.broker.open(
+            state.key,
+            TransferPurpose.HAND_OVER,
+            state.prefill_shards,
+            (shard, *parts),
+            state.rank_of_offer,
+            num_reused,
         )
-        state.receive(transfer)
+        state.receive(copy)
         decode.take(
             state.key,
             shard.num_blocks,
@@ -205,26 +217,24 @@ class MeshState(Roster):
             max_blocks=decode.num_decode_blocks(request),
             long_tokens=long_tokens,
             slo_tpot_s=request.slo_tpot_s,
-            transfer_id=transfer.plan.transfer_id,
-            chain=() if members else request.chain,
+            transfer_id=copy.plan.transfer_id,
+            chain=chain,
             num_reused=num_reused,
             tenant=request.tenant,
             share=request.share,
             num_elsewhere_tokens=len(members) * decode.max_kv_tokens,
         )
         for member in members:
-            member.take(state.key, size, AllocationKind.PART, transfer_id=transfer.plan.transfer_id)
+            member.take(state.key, size, AllocationKind.PART, transfer_id=copy.plan.transfer_id)
         for receiver in (decode, *members):
-            self.expect_kv(receiver, state.key, transfer)
-        return transfer
+            self.expect_kv(receiver, copy)
+        return copy
 
     def expect_kv(
         self,
         receiver: InstanceState,
-        key: RequestKey,
-        transfer: Transfer,
+        copy: Copy,
         *,
-        chain: PrefixHashes = (),
         home_id: InstanceId | None = None,
         members: tuple[PartMember, ...] = (),
     ) -> None:
@@ -232,10 +242,10 @@ class MeshState(Roster):
         self.commands.append(
             PlaceDecode(
                 instance_id=receiver.instance_id,
-                request_id=key[0],
-                epoch=key[1],
-                transfer=transfer.plan,
-                chain=chain,
+                request_id=copy.key[0],
+                epoch=copy.key[1],
+                transfer=copy.plan,
+                chain=copy.chain,
                 home_id=home_id,
                 members=members,
                 room=receiver.make_room(),
@@ -246,8 +256,8 @@ class MeshState(Roster):
 
     def offer(self, state: RequestState) -> None:
         """Its KV begins to be computed where it cannot stay: for the receiver that it has, or will have."""
-        if state.transfer is not None:
-            self.grant(self.broker.offer(state.transfer))
+        if state.incoming is not None:
+            self.grant(self.broker.offer(state.incoming))
         elif state.rank_of_offer is None:
             state.offer(self.broker.new_rank())
             self.awaiting_decode.offered(state.key)
@@ -260,45 +270,50 @@ class MeshState(Roster):
         self.awaiting_decode.is_ready(state.key)
         self.instances[state.prefill_ids[0]].defer(state.key, True)
 
-    def grant(self, transfers: Iterable[Transfer]) -> None:
-        """Tell the sources of transfers that the broker granted."""
-        for transfer in transfers:
-            request_id, epoch = transfer.key
-            for source_id in transfer.source_ids:
+    def grant(self, copies: Iterable[Copy]) -> None:
+        """Tell the sources of copies that the broker granted."""
+        for copy in copies:
+            request_id, epoch = copy.key
+            for source_id in copy.source_ids:
                 self.commands.append(
                     SendKept(
-                        instance_id=source_id,
-                        request_id=request_id,
-                        epoch=epoch,
-                        transfer=transfer.plan,
-                        chain=transfer.chain,
+                        instance_id=source_id, request_id=request_id, epoch=epoch, transfer=copy.plan, chain=copy.chain
                     )
-                    if transfer.is_fetch
-                    else GrantTransfer(
-                        instance_id=source_id, request_id=request_id, epoch=epoch, transfer=transfer.plan
+                    if copy.is_fetch
+                    else GrantTransfer(instance_id=source_id, request_id=request_id, epoch=epoch, transfer=copy.plan)
+                )
+
+    def stop(self, copy: Copy, how: Stop, *, told_by: InstanceId | None = None) -> None:
+        """Tell the sources of a copy to stop, but for the one that reported it (``told_by``)."""
+        for source_id in copy.source_ids:
+            if source_id != told_by and source_id in self.instances:
+                self.commands.append(
+                    StopCopy(
+                        instance_id=source_id,
+                        request_id=copy.key[0],
+                        epoch=copy.key[1],
+                        transfer_id=copy.plan.transfer_id,
+                        how=how,
                     )
                 )
 
+    def withdraw(self, copy: Copy, *, told_by: InstanceId | None = None) -> None:
+        """Let the KV of a copy stay at its sources, and its destinations free their room."""
+        self.broker.withdraw(copy)
+        self.stop(copy, Stop.WITHDRAW, told_by=told_by)
+        for destination_id in copy.destination_ids:
+            self.free(destination_id, copy.key)
+
     def offer_again(self, state: RequestState) -> None:
         """A preempted request goes on, and so may its transfer."""
-        if state.transfer is not None:
-            self.grant(self.broker.offer_again(state.transfer))
+        if state.incoming is not None:
+            self.grant(self.broker.offer_again(state.incoming))
 
     def take_back_backends(self) -> None:
         """Ask the sources of preempted requests for the backends that others wait for."""
         self.grant(self.broker.unblock())
-        for transfer in self.broker.take_back():
-            request_id, epoch = transfer.key
-            for source_id in transfer.source_ids:
-                self.commands.append(
-                    StopCopy(
-                        instance_id=source_id,
-                        request_id=request_id,
-                        epoch=epoch,
-                        transfer_id=transfer.plan.transfer_id,
-                        how=Stop.PAUSE,
-                    )
-                )
+        for copy in self.broker.take_back():
+            self.stop(copy, Stop.PAUSE)
 
     def _is_interrupted(self, key: RequestKey) -> bool:
         state = self.find(key)
@@ -316,14 +331,70 @@ class MeshState(Roster):
             state.land()
         for instance_id in state.decode_ids:
             self.instances[instance_id].settle(state.key)
-            if state.transfer is not None:
-                self.grant(self.broker.land(state.transfer, instance_id))
+            if state.incoming is not None:
+                self.grant(self.broker.land(state.incoming, instance_id))
 
     def _free_helpers(self, state: RequestState) -> None:
         """Its prompt is computed: its helpers are no longer needed."""
         self.recovering.pop(state.key, None)
         for helper_id in state.asked_ids:
             self.free(helper_id, state.key)
+
+    # --- it decodes, and its KV goes elsewhere ---
+
+    def begin_copy(
+        self,
+        state: RequestState,
+        purpose: TransferPurpose,
+        source: KvShard,
+        target: KvShard,
+        num_reused_granules: int = 0,
+        chain: PrefixHashes = (),
+    ) -> Copy:
+        """Begin to take a request that decodes, or a range of its context, to another instance."""
+        copy = self.broker.open(
+            state.key, purpose, (source,), (target,), num_reused_granules=num_reused_granules, chain=chain
+        )
+        state.begin_copy(copy)
+        self.copying[state.key] = state
+        return copy
+
+    def end_copy(self, state: RequestState, *, failed: bool = False) -> None:
+        """End a copy of a request that decodes: nothing changes."""
+        if state.outgoing is not None:
+            del self.copying[state.key]
+            self.broker.withdraw(state.outgoing)
+            state.end_copy(failed=failed)
+
+    def copies_of(self, instance_id: InstanceId) -> list[tuple[RequestState, Copy]]:
+        """Return the requests that decode and have a copy from or to an instance, with that copy."""
+        outgoing = [(state, state.outgoing) for state in self.copying.values()]
+        return [
+            (state, copy)
+            for state, copy in outgoing
+            if copy is not None and instance_id in (copy.source_id, copy.target_id)
+        ]
+
+    def nearest(
+        self,
+        source: InstanceState,
+        num_blocks: int,
+        able: Sequence[InstanceState],
+        cut: Set[str],
+        placement: DecodePlacement,
+    ) -> InstanceState | None:
+        """Return the best target for KV of ``source``: not ``cut`` off, over a fast link, then by ``placement``."""
+        slow = self.slow_from(source, num_blocks, [each.instance_id for each in able])
+        return min(
+            able,
+            default=None,
+            key=lambda each: (
+                each.instance_id in cut,
+                each.instance_id in slow,
+                placement.key(each.view),
+                each.instance_id,
+            ),
+        )
 
     def land_move(self, state: RequestState) -> None:
         """Its target goes on with a request that moved. One that was told to free it, or is gone, will not for long."""
@@ -332,7 +403,7 @@ class MeshState(Roster):
         if move.given_up or state.key not in self.instances[move.target_id].allocations:
             self.restart(state, f"it was lost on {move.target_id}, where it had moved")
             return
-        del self.moving[state.key]
+        del self.copying[state.key]
         target = self.instances[move.target_id]
         if (source := self.instances.get(move.source_id)) is not None:
             if (before := source.allocations.get(state.key)) is not None:
@@ -340,13 +411,6 @@ class MeshState(Roster):
             source.leave(state.key)
         state.land_move()
         target.settle(state.key)
-
-    def end_move(self, state: RequestState, *, failed: bool = False) -> None:
-        """End the request's move."""
-        if state.move is not None:
-            del self.moving[state.key]
-            self.broker.withdraw(state.move.transfer)
-            state.end_move(failed=failed)
 
     def drop_plans(self, instance: InstanceState) -> None:
         """Drop the plans in flight on an instance that has gone or begun anew, because nothing will report them."""
@@ -358,8 +422,8 @@ class MeshState(Roster):
 
     def note_interruption(self, state: RequestState) -> None:
         """Note that one of its chunks is no longer in flight: if none is, others may need its backend."""
-        if state.is_interrupted and state.transfer is not None:
-            self.broker.interrupted(state.transfer)
+        if state.is_interrupted and state.incoming is not None:
+            self.broker.interrupted(state.incoming)
 
     # --- it ends ---
 
@@ -388,15 +452,12 @@ class MeshState(Roster):
             for instance_id in state.prefill_ids:
                 if instance_id in self.instances:
                     self.instances[instance_id].drop_prefill(state)
-        if state.transfer is not None:
-            self.broker.withdraw(state.transfer)
+        if state.incoming is not None:
+            self.broker.withdraw(state.incoming)
         held_by = state.prefill_ids + state.decode_ids + state.asked_ids
-        if state.move is not None:
-            held_by += (state.move.target_id,)
-            self.end_move(state)
-        if state.part_move is not None:
-            held_by += (state.part_move.target_id,)
-            self.broker.withdraw(state.part_move.transfer)
+        if state.outgoing is not None:
+            held_by += (state.outgoing.target_id,)
+            self.end_copy(state)
         for instance_id in dict.fromkeys(held_by):
             if instance_id not in spare:
                 self.free(instance_id, key)
@@ -459,6 +520,30 @@ class MeshState(Roster):
                 reason=reason,
                 retracted=retracted,
                 blame=blame,
+            )
+        )
+
+    def hold(
+        self,
+        instance: InstanceState,
+        key: RequestKey,
+        *,
+        decodes: bool = False,
+        move_id: TransferId = NO_TRANSFER,
+        room: Evictions = NO_EVICTIONS,
+    ) -> None:
+        """Tell an instance how many blocks a request holds there (`Hold`)."""
+        allocation = instance.allocations[key]
+        self.commands.append(
+            Hold(
+                instance_id=instance.instance_id,
+                request_id=key[0],
+                epoch=key[1],
+                num_blocks=allocation.num_blocks,
+                num_elsewhere_blocks=allocation.num_elsewhere_tokens // instance.block_size,
+                decodes=decodes,
+                move_id=move_id,
+                room=room,
             )
         )
 

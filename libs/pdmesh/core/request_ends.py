@@ -59,12 +59,10 @@ class RequestEnds:
         wait_s = None if state.placed_s is None else state.waited_s(now_s)
         self._judge.finished(state.request, wait_s, state.first_token_s, event.num_output_tokens, now_s)
         # The one that reports frees its own KV; after the landing so do the sources, when they hear of it.
-        spare = (event.instance_id, *(state.prefill_ids if state.decodes and state.transfer else ()))
-        if state.move is not None:  # perhaps back to where it came from
-            spare = tuple([name for name in spare if name != state.move.target_id])
-        if state.members or state.part_move is not None:
-            holders = [*state.decode_ids[1:], *([state.part_move.target_id] if state.part_move else [])]
-            spare = tuple([name for name in spare if name not in holders])
+        spare = (event.instance_id, *(state.prefill_ids if state.decodes and state.incoming else ()))
+        # Other holders of its context, and the target of a copy, hear it from here; a move may go back where it was.
+        holders = state.decode_ids[1:] + ((state.outgoing.target_id,) if state.outgoing else ())
+        spare = tuple([name for name in spare if name not in holders])
         self._mesh.end(state, Outcome.FINISHED, num_output_tokens=event.num_output_tokens, spare=spare)
 
     def dropped(self, event: RequestDropped) -> None:
@@ -108,7 +106,7 @@ class RequestEnds:
         if (
             state is not None
             and state.needs(event.instance_id)
-            and not (state.transfer is not None and state.transfer.was_sent_by(event.instance_id))
+            and not (state.incoming is not None and state.incoming.was_sent_by(event.instance_id))
         ):
             do_without(
                 self._mesh, state, event.instance_id, f"instance {event.instance_id} dropped its KV", blame=SHARED_BLAME

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from pdmesh.core.commands import SetPlaces, Stop, StopCopy
 from pdmesh.core.copies.decode_moves import MAX_AT_ONCE, MAX_FAILED
 from pdmesh.core.copies.lost_parts import LostParts
 from pdmesh.core.events import MembersSet
@@ -22,9 +21,9 @@ from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.feasibility import could_place
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.phases import Phase
 from pdmesh.core.requests.request import RequestState
-from pdmesh.core.requests.transfer import PartMove, Transfer
 from pdmesh.model import InstanceId, RequestKey, TransferId, TransferPurpose
 from pdmesh.plans import ResidentContext
 from pdmesh.policy.seams import DecodePlacement
@@ -36,7 +35,6 @@ class Parts:
     def __init__(self, mesh: MeshState) -> None:
         self._mesh = mesh
         self._full: dict[RequestKey, None] = {}  # hold more than a range where they decode
-        self._moving: dict[RequestKey, RequestState] = {}  # a range of theirs
         self.lost_parts = LostParts(mesh)
 
     # --- who holds too much ---
@@ -96,21 +94,22 @@ class Parts:
 
     @staticmethod
     def _may_move(state: RequestState) -> bool:
-        is_whole = state.part_move is None and state.lost_part is None
+        is_whole = state.outgoing is None and state.lost_part is None
         return state.phase is Phase.DECODING and is_whole and state.num_failed_moves < MAX_FAILED
 
     # --- a range begins to move ---
 
     def _begin(self, state: RequestState, source: InstanceState, number: int, placement: DecodePlacement) -> bool:
         """Hand a range on to another instance with room, or have it computed there. False if there is none."""
-        home_id = state.decode_id
-        under_way = self._under_way
-        if sum(move.source_id == source.instance_id for move in under_way) >= MAX_AT_ONCE:
+        mesh, home_id = self._mesh, state.decode_id
+        copies = [each.range_copy for each in mesh.copying.values()]
+        under_way = [copy for copy in copies if copy is not None and not copy.has_landed]
+        if sum(copy.source_id == source.instance_id for copy in under_way) >= MAX_AT_ONCE:
             return True  # it waits for its turn
-        num_coming = Counter(move.target_id for move in under_way)
+        num_coming = Counter([copy.target_id for copy in under_way])
         with_room = [
             each
-            for each in self._mesh.instances.values()
+            for each in mesh.instances.values()
             if each is not source
             and each.instance_id != home_id
             and state.key not in each.allocations
@@ -120,68 +119,40 @@ class Parts:
             and source.part_blocks <= each.room.bounded
         ]
         able = [each for each in with_room if each.takes_new and num_coming[each.instance_id] < MAX_AT_ONCE]
-        if not able:
-            return bool(with_room)  # it waits for one that is silent for the moment, or for its turn there
-        cut = self._mesh.cut.of(source.instance_id) | self._mesh.cut.of(home_id or source.instance_id)
-        slow = self._mesh.slow_from(source, source.part_blocks, [each.instance_id for each in able])
-        target = min(
-            able,
-            key=lambda each: (
-                each.instance_id in cut,
-                each.instance_id in slow,
-                placement.key(each.view),
-                each.instance_id,
-            ),
-        )
-        self._hand_on(state, source, target, number)
-        return True
-
-    @property
-    def _under_way(self) -> list[PartMove]:
-        moves = [state.part_move for state in self._moving.values()]
-        return [move for move in moves if move is not None and not move.has_landed]
+        cut = mesh.cut.of(source.instance_id) | mesh.cut.of(home_id or source.instance_id)
+        target = mesh.nearest(source, source.part_blocks, able, cut, placement)
+        if target is not None:
+            self._hand_on(state, source, target, number)
+        return bool(with_room)  # else it waits for one that is silent for the moment, or for its turn there
 
     def _hand_on(self, state: RequestState, source: InstanceState, target: InstanceState, number: int) -> None:
         mesh, size = self._mesh, source.part_blocks
         is_lost = number == state.lost_part
-        transfer = mesh.broker.open(
-            state.key,
+        copy = mesh.begin_copy(
+            state,
             TransferPurpose.LOST_PART if is_lost else TransferPurpose.PART,
-            (source.shard(size, number * size),),
-            (target.shard(size, number * size),),
+            source.shard(size, number * size),
+            target.shard(size, number * size),
         )
-        state.begin_part_move(transfer, number)
-        self._moving[state.key] = state
-        target.take(state.key, size, AllocationKind.PART, transfer_id=transfer.plan.transfer_id)
+        target.take(state.key, size, AllocationKind.PART, transfer_id=copy.plan.transfer_id)
         before = state.members[:number] if is_lost else ()
         for member in before:
-            mesh.commands.append(
-                SetPlaces(
-                    instance_id=member.instance_id,
-                    request_id=state.key[0],
-                    epoch=state.key[1],
-                    places=target.instance_id,
-                )
-            )
-        mesh.expect_kv(target, state.key, transfer, home_id=state.decode_id, members=before)
-        mesh.grant(mesh.broker.offer(transfer))
+            mesh.set_places(member.instance_id, state.key, target.instance_id)
+        mesh.expect_kv(target, copy, home_id=state.decode_id, members=before)
+        mesh.grant(mesh.broker.offer(copy))
 
     # --- what instances say of it ---
 
     def landed(self, state: RequestState) -> None:
         """The range is where it goes: its request asks for it there from now on."""
         assert state.decode_id is not None
-        state.land_part()
-        self._tell(state, state.decode_id)
+        self._mesh.set_places(state.decode_id, state.key, state.next_members)
 
-    def landed_of_prompt(self, state: RequestState, transfer: Transfer) -> None:
+    def landed_of_prompt(self, state: RequestState, copy: Copy) -> None:
         """A range of a prompt is where it decodes: where it is computed its room is needed for the next ones."""
-        num_ranges = transfer.num_landed_parts
+        num_ranges = copy.num_landed_parts
         if state.gives_back and state.phase is Phase.PREFILLING and num_ranges > state.num_ranges_away:
-            self._mesh.set_members(state.key, state.prefill_ids[0], state.members[:num_ranges])
-
-    def _tell(self, state: RequestState, home_id: InstanceId) -> None:
-        self._mesh.set_members(state.key, home_id, state.next_members)
+            self._mesh.set_places(state.prefill_ids[0], state.key, state.members[:num_ranges])
 
     def set(self, event: MembersSet) -> RequestState | None:
         """The instance where it decodes has done so. Return the request, if that was waited for.
@@ -192,21 +163,21 @@ class Parts:
         if state is not None and state.phase is Phase.PREFILLING:
             self._given_back(state, event)
             return None
-        move = None if state is None else state.part_move
+        copy = None if state is None else state.range_copy
         if (
             state is None
-            or move is None
-            or not move.has_landed
+            or copy is None
+            or not copy.has_landed
             or state.decode_id != event.instance_id
-            or move.number >= len(event.member_ids)
-            or event.member_ids[move.number] != move.target_id
+            or copy.range_number >= len(event.member_ids)
+            or event.member_ids[copy.range_number] != copy.target_id
         ):
             self._mesh.ignore("MembersSet")
             return None
         home = self._mesh.instances[event.instance_id]
-        if move.source_id == event.instance_id and not move.computes:
+        if copy.source_id == event.instance_id and not copy.computes:
             home.hand_on(state.key, home.num_home_blocks(state.request, len(event.member_ids)))
-        self._end(state, move, home)
+        self._end(state, copy, home)
         return state
 
     def _given_back(self, state: RequestState, event: MembersSet) -> None:
@@ -217,103 +188,87 @@ class Parts:
             return
         state.give_back(len(members))
 
-    def _end(self, state: RequestState, move: PartMove, home: InstanceState) -> None:
+    def _end(self, state: RequestState, copy: Copy, home: InstanceState) -> None:
         """The range has its next holder, and the instance where it decodes knows."""
-        if move.source_id != home.instance_id:
-            self._mesh.free(move.source_id, state.key)
+        if copy.source_id != home.instance_id:
+            self._mesh.free(copy.source_id, state.key)
         allocation = home.allocations[state.key]
         first_block = allocation.num_elsewhere_tokens // home.block_size
-        state.end_part_move(home.shard(allocation.num_blocks, first_block))
+        state.hand_on_range(home.shard(allocation.num_blocks, first_block))
         allocation.told_members = ()
-        self._moving.pop(state.key, None)
+        del self._mesh.copying[state.key]
         self._note(home, state.key)
 
     def failed(self, key: RequestKey, instance_id: InstanceId, transfer_id: TransferId | None = None) -> bool:
         """One side of a range's way has given it up, or an instance its room. False if it has no part in one."""
         state = self._mesh.find(key)
-        move = None if state is None else state.part_move
-        if state is None or move is None or instance_id not in (move.source_id, move.target_id):
+        copy = None if state is None else state.range_copy
+        if state is None or copy is None or instance_id not in (copy.source_id, copy.target_id):
             return False
-        if transfer_id is not None and move.transfer.plan.transfer_id != transfer_id:
+        if transfer_id is not None and copy.plan.transfer_id != transfer_id:
             return False
-        if instance_id == move.target_id:
-            self._lose_target(state, move)
-        elif not move.has_landed:  # else it missed the acknowledgement
-            self._over(state, move, tells_source=False)
+        if instance_id == copy.target_id:
+            self._lose_target(state, copy)
+        elif not copy.has_landed:  # else it missed the acknowledgement
+            self._over(state, copy, told_by=instance_id)
         return True
 
     def released(self, instance_id: InstanceId, key: RequestKey) -> None:
         """An instance has given back a range, or its room for one: perhaps that was on its way there."""
         state = self._mesh.find(key)
-        if state is not None and state.part_move is not None and state.part_move.target_id == instance_id:
-            self._lose_target(state, state.part_move)
+        if state is not None and state.range_copy is not None and state.range_copy.target_id == instance_id:
+            self._lose_target(state, state.range_copy)
 
-    def _lose_target(self, state: RequestState, move: PartMove) -> None:
+    def _lose_target(self, state: RequestState, copy: Copy) -> None:
         """Go on as before; or start again, if perhaps the target is asked by now."""
-        if move.has_landed:
-            self._mesh.restart(state, f"instance {move.target_id} dropped a part of its KV")
+        if copy.has_landed:
+            self._mesh.restart(state, f"instance {copy.target_id} dropped a part of its KV")
         else:
-            self._over(state, move)
+            self._over(state, copy)
 
-    def _over(self, state: RequestState, move: PartMove, *, tells_source: bool = True) -> None:
+    def _over(self, state: RequestState, copy: Copy, *, told_by: InstanceId | None = None) -> None:
         """End the way of a range that has not landed."""
-        mesh, (request_id, epoch) = self._mesh, state.key
-        mesh.broker.withdraw(move.transfer)
-        if tells_source and move.source_id in mesh.instances:
-            mesh.commands.append(
-                StopCopy(
-                    instance_id=move.source_id,
-                    request_id=request_id,
-                    epoch=epoch,
-                    transfer_id=move.transfer.plan.transfer_id,
-                    how=Stop.WITHDRAW,
-                )
-            )
-        mesh.free(move.target_id, state.key)
-        state.end_part_move(None)
-        self._moving.pop(state.key, None)
+        self._mesh.withdraw(copy, told_by=told_by)
+        self._mesh.end_copy(state, failed=True)
 
     # --- instances come and go ---
 
+    def _of_instance(self, instance_id: InstanceId) -> list[tuple[RequestState, Copy]]:
+        return [(state, copy) for state, copy in self._mesh.copies_of(instance_id) if copy.is_of_part]
+
     def lost(self, instance_id: InstanceId) -> None:
         """An instance is gone, or has begun anew: what was on its way there, or from there, is not."""
-        for key, state in list(self._moving.items()):
-            move = state.part_move
-            if self._mesh.find(key) is not state or move is None:
-                del self._moving[key]
-            elif move.target_id == instance_id:
-                self._lose_target(state, move)
-            elif move.source_id == instance_id and not move.has_landed:
-                self._over(state, move)
+        for state, copy in self._of_instance(instance_id):
+            if copy.target_id == instance_id:
+                self._lose_target(state, copy)
+            elif not copy.has_landed:
+                self._over(state, copy)
 
     def joined(self, instance: InstanceState) -> None:
         """An instance registered, perhaps again: it may not have heard of its requests' members, or we not of that."""
-        for state in list(self._moving.values()):
-            move = state.part_move
-            if self._mesh.find(state.key) is not state or move is None:
-                del self._moving[state.key]
-            elif not move.has_landed and instance.instance_id in (move.source_id, move.target_id):
-                self._over(state, move)
-            elif move.target_id == instance.instance_id and state.key not in instance.allocations:
-                self._lose_target(state, move)
-            elif move.has_landed and state.decode_id == instance.instance_id:
+        for state, copy in self._of_instance(instance.instance_id):
+            if not copy.has_landed:
+                self._over(state, copy)
+            elif copy.target_id == instance.instance_id and state.key not in instance.allocations:
+                self._lose_target(state, copy)
+        for state in list(self._mesh.copying.values()):
+            landed = state.range_copy
+            if landed is not None and landed.has_landed and state.decode_id == instance.instance_id:
                 if instance.allocations[state.key].told_members == state.next_members:
-                    self._end(state, move, instance)
+                    self._end(state, landed, instance)
                 else:
-                    self._tell(state, instance.instance_id)
+                    self.landed(state)
         if instance.max_kv_tokens:
             for key in instance.allocations:
                 self._note(instance, key)
 
     def check_integrity(self) -> None:
         """AssertionError names what does not balance."""
-        for state in self._mesh.requests.values():
-            move = state.part_move
-            assert move is None or self._moving.get(state.key) is state, f"{state.key} moves a part, unrecorded"
-            if move is not None:
-                held = self._mesh.allocation_of(move.target_id, state.key)
-                assert held is not None, f"{state.key} has no room on {move.target_id}, where a part of it goes"
-                assert held.kind is AllocationKind.PART, f"{state.key} has {held.kind} on {move.target_id}"
+        for state in self._mesh.copying.values():
+            if (copy := state.range_copy) is not None:
+                held = self._mesh.allocation_of(copy.target_id, state.key)
+                assert held is not None, f"{state.key} has no room on {copy.target_id}, where a part of it goes"
+                assert held.kind is AllocationKind.PART, f"{state.key} has {held.kind} on {copy.target_id}"
 
 
 def _is_full(instance: InstanceState, allocation: Allocation) -> bool:

@@ -9,16 +9,17 @@ in `docs/architecture/moves.md`). The gateway takes tokens from the target becau
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from pdmesh.core.commands import Hold, SetPlaces, Stop, StopCopy
+from pdmesh.core.commands import Stop
 from pdmesh.core.events import MoveFailed, MoveSent
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.phases import Phase
 from pdmesh.core.requests.request import RequestState
-from pdmesh.core.requests.transfer import Move
 from pdmesh.model import InstanceId, RequestKey, TransferPurpose, short_weights
 from pdmesh.policy.on_demand import granted_blocks
 from pdmesh.policy.seams import DecodePlacement
@@ -46,7 +47,7 @@ class Moves:
             return f"is on its way to {state.move.target_id} already"
         if state.phase is not Phase.DECODING:
             return f"is {state.phase.replace('_', ' ')}, and only what decodes can move"
-        if state.part_move is not None or state.lost_part is not None:
+        if state.outgoing is not None or state.lost_part is not None:
             return "has a context of which a range is on its way"
         source, allocation = self._where(state)
         if source is target:
@@ -72,23 +73,21 @@ class Moves:
             return f"has no room on {target.instance_id}"
         return None
 
-    def begin(self, state: RequestState, target: InstanceState) -> Move:
+    def begin(self, state: RequestState, target: InstanceState) -> Copy:
         """Move a request to an instance that `why_not` says nothing against."""
         source, allocation = self._where(state)
         num_blocks = self._num_blocks(source, allocation)
-        mesh, (request_id, epoch) = self._mesh, state.key
-        chain = () if state.members else state.request.chain
+        mesh, chain = self._mesh, () if state.members else state.request.chain
         num_reused = target.num_kept_granules(state.request) if chain else 0
         first_block = allocation.num_elsewhere_tokens // source.block_size
-        transfer = mesh.broker.open(
-            state.key,
+        move = mesh.begin_copy(
+            state,
             TransferPurpose.MOVE,
-            (source.shard(allocation.num_blocks, first_block),),
-            (target.shard(num_blocks, first_block),),
-            num_reused_granules=num_reused,
+            source.shard(allocation.num_blocks, first_block),
+            target.shard(num_blocks, first_block),
+            num_reused,
+            chain,
         )
-        move = state.begin_move(transfer)
-        mesh.moving[state.key] = state
         target.take(
             state.key,
             num_blocks,
@@ -97,7 +96,7 @@ class Moves:
             num_tokens=allocation.num_tokens,
             long_tokens=allocation.long_tokens,
             slo_tpot_s=allocation.slo_tpot_s,
-            transfer_id=transfer.plan.transfer_id,
+            transfer_id=move.plan.transfer_id,
             chain=chain,
             num_reused=num_reused,
             tenant=state.request.tenant,
@@ -105,17 +104,15 @@ class Moves:
             num_elsewhere_tokens=allocation.num_elsewhere_tokens,
         )
         for member in state.members:
-            mesh.commands.append(
-                SetPlaces(instance_id=member.instance_id, request_id=request_id, epoch=epoch, places=target.instance_id)
-            )
-        mesh.expect_kv(target, state.key, transfer, chain=chain, members=state.members)
-        mesh.grant(mesh.broker.offer(transfer))
+            mesh.set_places(member.instance_id, state.key, target.instance_id)
+        mesh.expect_kv(target, move, members=state.members)
+        mesh.grant(mesh.broker.offer(move))
         return move
 
     def cancel(self, state: RequestState) -> None:
         """Cancel a request's move, which may have landed all the same."""
         if state.move is not None:
-            self._tell_source(state, state.move)
+            self._mesh.stop(state.move, Stop.CANCEL)
 
     def _where(self, state: RequestState) -> tuple[InstanceState, Allocation]:
         assert state.decode_id is not None
@@ -132,9 +129,8 @@ class Moves:
     def sent(self, event: MoveSent) -> None:
         """Its target has acknowledged all of it, and goes on."""
         state = self._of(event)
-        if state is None or state.move is None:
-            return  # the target told of it first
-        self._mesh.land_move(state)
+        if state is not None and state.move is not None:  # else the target told of it first
+            self._mesh.land_move(state)
 
     def failed(self, event: MoveFailed, now_s: float) -> None:
         """Its source sends no more. What becomes of it is told by the target, if that is there to tell."""
@@ -143,17 +139,17 @@ class Moves:
             self._mesh.free(event.instance_id, (event.request_id, event.epoch))  # it missed the acknowledgement
             return
         move = state.move
-        if move is None or move.transfer.plan.transfer_id != event.transfer_id:
+        if move is None or move.plan.transfer_id != event.transfer_id:
             return
         if not move.given_up:
             self._mesh.cut.note(move.source_id, move.target_id, now_s)
-        if self._holds(move.target_id, state.key):
+        if self._mesh.allocation_of(move.target_id, state.key) is not None:
             move.given_up, move.committed = True, event.committed
             self._mesh.free(move.target_id, state.key)
         elif event.committed:
             self._mesh.restart(state, f"it was lost on its way to {move.target_id}: {event.reason}")
         else:
-            self._over(state)
+            self._mesh.end_copy(state, failed=True)
 
     def released(self, instance_id: InstanceId, key: RequestKey) -> None:
         """An instance has given a request's room back: if it was to move there, it never began there."""
@@ -166,66 +162,37 @@ class Moves:
         state = self._mesh.find((event.request_id, event.epoch))
         return state if state is not None and state.needs(event.instance_id) else None
 
-    def _holds(self, instance_id: InstanceId, key: RequestKey) -> bool:
-        instance = self._mesh.instances.get(instance_id)
-        return instance is not None and key in instance.allocations
-
-    def _resume(self, state: RequestState, move: Move) -> None:
-        request_id, epoch = state.key
-        self._over(state)
-        source, allocation = self._where(state)
-        self._mesh.commands.append(
-            Hold(
-                instance_id=move.source_id,
-                request_id=request_id,
-                epoch=epoch,
-                num_blocks=allocation.num_blocks,
-                num_elsewhere_blocks=allocation.num_elsewhere_tokens // source.block_size,
-                decodes=True,
-                move_id=move.transfer.plan.transfer_id,
-            )
-        )
-
-    def _over(self, state: RequestState) -> None:
-        """End a move: the request stays where it is."""
-        self._mesh.end_move(state, failed=True)
-
-    def _tell_source(self, state: RequestState, move: Move) -> None:
-        request_id, epoch = state.key
-        self._mesh.commands.append(
-            StopCopy(
-                instance_id=move.source_id,
-                request_id=request_id,
-                epoch=epoch,
-                transfer_id=move.transfer.plan.transfer_id,
-                how=Stop.CANCEL,
-            )
-        )
+    def _resume(self, state: RequestState, move: Copy) -> None:
+        self._mesh.end_copy(state, failed=True)
+        self._mesh.hold(self._where(state)[0], state.key, decodes=True, move_id=move.plan.transfer_id)
 
     # --- instances come and go ---
+
+    def _of_instance(self, instance_id: InstanceId) -> list[tuple[RequestState, Copy]]:
+        return [(state, copy) for state, copy in self._mesh.copies_of(instance_id) if copy.is_move]
 
     def lost(self, instance_id: InstanceId) -> None:
         """An instance is gone: the sources of what was on its way there say how far they were."""
         self._stopping.pop(instance_id, None)
-        for state in list(self._mesh.moving.values()):
-            if state.move is not None and state.move.target_id == instance_id:
-                self._target_is_gone(state, state.move)
+        for state, move in self._of_instance(instance_id):
+            if move.target_id == instance_id:
+                self._target_is_gone(state, move)
 
-    def _target_is_gone(self, state: RequestState, move: Move) -> None:
+    def _target_is_gone(self, state: RequestState, move: Copy) -> None:
         """Handle a target that is gone: only the source knows whether the request may have begun there."""
         move.given_up = True
         if move.committed is None:
-            self._tell_source(state, move)
+            self._mesh.stop(move, Stop.CANCEL)
         elif move.committed:
             self._mesh.restart(state, f"it was lost on {move.target_id}, where it may have moved")
         else:
-            self._over(state)
+            self._mesh.end_copy(state, failed=True)
 
     def suspected(self, instance_id: InstanceId) -> None:
         """An instance is silent: what was to move there goes on where it is, if it can."""
-        for state in self._mesh.moving.values():
-            if state.move is not None and state.move.target_id == instance_id:
-                self._tell_source(state, state.move)
+        for _, move in self._of_instance(instance_id):
+            if move.target_id == instance_id:
+                self._mesh.stop(move, Stop.CANCEL)
 
     def joined(self, instance_id: InstanceId, *, stopping: bool, is_another: bool) -> None:
         """An instance registered, perhaps again: it has dropped what had not landed, and moves no more of its own.
@@ -233,18 +200,15 @@ class Moves:
         Unless it ``is_another`` process under the name, or was told to free what may have landed: that says nothing.
         """
         self.stops(instance_id, stopping)
-        for state in list(self._mesh.moving.values()):
-            move = state.move
-            if move is None:
-                continue
-            if move.target_id == instance_id and not self._holds(instance_id, state.key):
+        for state, move in self._of_instance(instance_id):
+            if move.source_id == instance_id:
+                move.given_up = True
+                self._mesh.free(move.target_id, state.key)
+            elif self._mesh.allocation_of(instance_id, state.key) is None:
                 if is_another or move.given_up:
                     self._target_is_gone(state, move)
                 else:
                     self._resume(state, move)
-            elif move.source_id == instance_id:
-                move.given_up = True
-                self._mesh.free(move.target_id, state.key)
 
     # --- everything leaves ---
 
@@ -271,17 +235,15 @@ class Moves:
                 self._empty(instance, placement)
 
     def _empty(self, source: InstanceState, placement: DecodePlacement) -> None:
-        targets = [other for other in self._mesh.instances.values() if other is not source and other.num_decode_tokens]
-        under_way = [state.move for state in self._mesh.moving.values() if state.move is not None]
+        mesh = self._mesh
+        targets = [other for other in mesh.instances.values() if other is not source and other.num_decode_tokens]
+        under_way = [state.move for state in mesh.copying.values() if state.move is not None]
         num_free = MAX_AT_ONCE - sum(move.source_id == source.instance_id for move in under_way)
-        num_left = {
-            target.instance_id: MAX_AT_ONCE - sum(move.target_id == target.instance_id for move in under_way)
-            for target in targets
-        }
+        num_coming = Counter([move.target_id for move in under_way])
         for key, allocation in source.allocations.items():
-            if num_free <= 0 or not any(number > 0 for number in num_left.values()):
+            if num_free <= 0 or all(num_coming[each.instance_id] >= MAX_AT_ONCE for each in targets):
                 return
-            state = self._mesh.find(key)
+            state = mesh.find(key)
             if (
                 allocation.kind is not AllocationKind.RESIDENT
                 or state is None
@@ -292,29 +254,20 @@ class Moves:
                 continue
             able = [each for each in targets if self.why_not(state, each) is None]
             exact = [each for each in able if each.exact_group == source.exact_group]
-            found = [each for each in exact or able if num_left[each.instance_id] > 0]
-            cut = self._mesh.cut.of(source.instance_id) | self._mesh.cut.of(state.request.gateway_id)
-            slow = self._mesh.slow_from(source, allocation.num_blocks, [each.instance_id for each in found])
-            target = min(
-                found,
-                default=None,
-                key=lambda each: (
-                    each.instance_id in cut,
-                    each.instance_id in slow,
-                    placement.key(each.view),
-                    each.instance_id,
-                ),
-            )
+            found = [each for each in exact or able if num_coming[each.instance_id] < MAX_AT_ONCE]
+            cut = mesh.cut.of(source.instance_id) | mesh.cut.of(state.request.gateway_id)
+            target = mesh.nearest(source, allocation.num_blocks, found, cut, placement)
             if target is not None:
                 self.begin(state, target)
                 num_free -= 1
-                num_left[target.instance_id] -= 1
+                num_coming[target.instance_id] += 1
 
     def check_integrity(self) -> None:
-        for key, state in self._mesh.moving.items():
-            assert self._mesh.find(key) is state, f"{key} moves, and is over"
-            assert state.phase is Phase.MOVING, f"{key} moves, and is {state.phase}"
-        num_moving = sum(state.phase is Phase.MOVING for state in self._mesh.requests.values())
-        assert num_moving == len(self._mesh.moving), f"{num_moving} move, recorded: {len(self._mesh.moving)}"
+        """AssertionError names what does not balance."""
+        for key, state in self._mesh.copying.items():
+            assert self._mesh.find(key) is state, f"{key} is on its way elsewhere, and is over"
+            assert state.outgoing is not None, f"{key} is not on its way elsewhere, and is recorded"
+        num_copying = sum(state.outgoing is not None for state in self._mesh.requests.values())
+        assert num_copying == len(self._mesh.copying), f"{num_copying} copies, recorded: {len(self._mesh.copying)}"
         gone = self._stopping.keys() - self._mesh.instances.keys()
         assert not gone, f"{gone} stop, and are gone"

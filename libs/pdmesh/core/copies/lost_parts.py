@@ -57,7 +57,7 @@ class LostParts:
             if self._mesh.find(key) is not state or state.lost_part is None:
                 del lost[key]
                 self._until_s.pop(key, None)
-            elif state.part_move is None:
+            elif state.outgoing is None:
                 self._serve(state, state.lost_part, begin, now_s)
 
     def _serve(self, state: RequestState, number: int, begin: Begin, now_s: float) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from pdmesh.core.commands import Hold
 from pdmesh.core.copies.context_ranges import can_resume
 from pdmesh.core.copies.rebalancing import Rebalancer
 from pdmesh.core.instances.allocations import READ_BY_STEPS, Allocation, AllocationKind
@@ -153,16 +152,7 @@ class OnDemandKv:
 
     def _grant(self, instance: InstanceState, key: RequestKey, num_blocks: int) -> None:
         instance.grow(key, num_blocks)
-        self._mesh.commands.append(
-            Hold(
-                instance_id=instance.instance_id,
-                request_id=key[0],
-                epoch=key[1],
-                num_blocks=num_blocks,
-                num_elsewhere_blocks=instance.allocations[key].num_elsewhere_tokens // instance.block_size,
-                room=instance.make_room(),
-            )
-        )
+        self._mesh.hold(instance, key, room=instance.make_room())
 
     def _age(self, key: RequestKey) -> _Age:
         """A resident that nobody has claimed yet is the youngest."""

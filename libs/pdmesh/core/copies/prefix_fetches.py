@@ -10,36 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import inf
+from typing import NamedTuple
 
 from pdmesh.core.commands import FetchKept
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.request import RequestState
-from pdmesh.core.requests.transfer import Transfer
 from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PrefixHash, RequestId, RequestKey, TransferPurpose
 
 #: From one instance, or to one, at once: two are sent, and the next are ready.
 MAX_AT_ONCE = 4
 
 
-class Fetch:
-    """A copy under way."""
+class Fetch(NamedTuple):
+    """A copy under way, and the request for which it is made."""
 
-    # Not a dataclass: mypyc would leave __init__ to the interpreter.
-    def __init__(self, transfer: Transfer, wanted_by: RequestKey, arrives_s: float, until_s: float) -> None:
-        """It is predicted to land at ``arrives_s``, and of no use after ``until_s``."""
-        self.transfer = transfer
-        self.wanted_by = wanted_by
-        self.arrives_s = arrives_s
-        self.until_s = until_s
-        self.source_id: InstanceId = transfer.source_ids[0]
-        self.destination_id: InstanceId = transfer.destination_ids[0]
-        self.first_granule: PrefixHash = transfer.chain[transfer.plan.num_reused_granules]
+    copy: Copy
+    wanted_by: RequestKey
+    arrives_s: float  # as predicted
+    until_s: float  # of no use after that
 
     @property
-    def key(self) -> RequestKey:
-        return self.transfer.key
+    def first_granule(self) -> PrefixHash:
+        """The first granule that it brings."""
+        return self.copy.chain[self.copy.plan.num_reused_granules]
 
 
 class Fetches:
@@ -71,7 +67,7 @@ class Fetches:
         return destination.takes_prompts and not destination.low and self._num_of(destination.instance_id) < MAX_AT_ONCE
 
     def _num_of(self, instance_id: InstanceId) -> int:
-        return sum([instance_id in (fetch.source_id, fetch.destination_id) for fetch in self._all.values()])
+        return sum([instance_id in (each.copy.source_id, each.copy.target_id) for each in self._all.values()])
 
     # --- one begins ---
 
@@ -90,7 +86,7 @@ class Fetches:
         key = RequestId(f"fetch-{mesh.broker.new_capability():016x}"), Epoch(0)
         num_blocks = num_granules * source.kept.granule_blocks
         num_there = destination.num_kept_granules(request)
-        transfer = mesh.broker.open(
+        copy = mesh.broker.open(
             key,
             TransferPurpose.FETCH,
             (source.shard(num_blocks),),
@@ -98,14 +94,14 @@ class Fetches:
             num_reused_granules=num_there,
             chain=chain,
         )
-        fetch = self._all[key] = Fetch(transfer, state.key, arrives_s, until_s)
+        fetch = self._all[key] = Fetch(copy, state.key, arrives_s, until_s)
         self._coming.setdefault(fetch.first_granule, []).append(fetch)
         for instance, num_reused in ((source, num_granules), (destination, num_there)):
             instance.take(
                 key,
                 num_blocks,
                 AllocationKind.FETCH,
-                transfer_id=transfer.plan.transfer_id,
+                transfer_id=copy.plan.transfer_id,
                 chain=chain,
                 num_reused=num_reused,
                 tenant=request.tenant,
@@ -116,13 +112,13 @@ class Fetches:
                 instance_id=destination.instance_id,
                 request_id=key[0],
                 epoch=key[1],
-                transfer=transfer.plan,
+                transfer=copy.plan,
                 chain=chain,
                 wanted_by=state.key,
                 room=destination.make_room(),
             )
         )
-        mesh.grant(mesh.broker.offer(transfer))
+        mesh.grant(mesh.broker.offer(copy))
 
     # --- one ends ---
 
@@ -150,29 +146,30 @@ class Fetches:
                 self._end(fetch)
 
     def _is_useless(self, fetch: Fetch, now_s: float) -> bool:
-        key, instances = fetch.key, self._mesh.instances
-        source, destination = instances.get(fetch.source_id), instances.get(fetch.destination_id)
+        copy, instances = fetch.copy, self._mesh.instances
+        source, destination = instances.get(copy.source_id), instances.get(copy.target_id)
         return (
             source is None
             or destination is None
             or fetch.until_s <= now_s
-            or fetch.transfer.withdrawn
-            or key not in source.allocations
-            or key not in destination.allocations
+            or copy.withdrawn
+            or copy.key not in source.allocations
+            or copy.key not in destination.allocations
             or not (source.takes_new and destination.takes_prompts)
             or bool(source.low or destination.low)
         )
 
     def _end(self, fetch: Fetch) -> None:
         self._forget(fetch)
-        self._mesh.broker.withdraw(fetch.transfer)
-        self._mesh.free(fetch.source_id, fetch.key)
-        self._mesh.free(fetch.destination_id, fetch.key)
+        copy = fetch.copy
+        self._mesh.broker.withdraw(copy)
+        self._mesh.free(copy.source_id, copy.key)
+        self._mesh.free(copy.target_id, copy.key)
         if (state := self._mesh.find(fetch.wanted_by)) is not None:
             state.await_until(-inf)
 
     def _forget(self, fetch: Fetch) -> None:
-        del self._all[fetch.key]
+        del self._all[fetch.copy.key]
         coming = self._coming[fetch.first_granule]
         coming.remove(fetch)
         if not coming:
@@ -182,7 +179,7 @@ class Fetches:
         """AssertionError names what does not balance."""
         listed = [fetch for fetches in self._coming.values() for fetch in fetches]
         assert len(listed) == len(self._all), f"{len(listed)} fetches by granule, {len(self._all)} by key"
-        assert all(self._all.get(fetch.key) is fetch for fetch in listed), "a fetch is listed that is over"
+        assert all(self._all.get(fetch.copy.key) is fetch for fetch in listed), "a fetch is listed that is over"
         for instance in self._mesh.instances.values():
             for key, allocation in instance.allocations.items():
                 if allocation.kind is AllocationKind.FETCH:

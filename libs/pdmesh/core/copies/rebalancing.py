@@ -139,7 +139,7 @@ class Rebalancer:
     # --- what may be ---
 
     def _leaving(self, source: InstanceState) -> Iterator[RequestState]:
-        for state in self._mesh.moving.values():
+        for state in self._mesh.copying.values():
             move = state.move
             if move is not None and move.source_id == source.instance_id and not move.given_up:
                 yield state
@@ -163,7 +163,7 @@ class Rebalancer:
 
         Nothing came from there of late. Those that could not be reached from here count only if there are no others.
         """
-        coming_to = {state.move.target_id for state in self._mesh.moving.values() if state.move is not None}
+        coming_to = {state.move.target_id for state in self._mesh.copying.values() if state.move is not None}
         targets = [
             each
             for each in self._mesh.instances.values()

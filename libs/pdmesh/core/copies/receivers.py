@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdmesh.core.commands import Hold, Stop, StopCopy
 from pdmesh.core.groups.recovery import lose_helper
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
@@ -46,34 +45,18 @@ def has_all_kv(mesh: MeshState, state: RequestState) -> bool:
 
     Not of one that gives ranges back: these are where it decodes alone.
     """
-    transfer = state.transfer
-    too_often = state.num_lost_receivers >= mesh.max_lost_receivers
-    if not state.is_in_prefill or transfer is None or too_often or state.gives_back:
+    copy, too_often = state.incoming, state.num_lost_receivers >= mesh.max_lost_receivers
+    if not state.is_in_prefill or copy is None or too_often or state.gives_back:
         return False
-    source_ids = transfer.source_ids
-    allocations = [mesh.allocation_of(source_id, state.key) for source_id in source_ids]
-    has_left = any(transfer.was_sent_by(source_id) for source_id in source_ids)
+    allocations = [mesh.allocation_of(source_id, state.key) for source_id in copy.source_ids]
+    has_left = any(copy.was_sent_by(source_id) for source_id in copy.source_ids)
     return not has_left and all(allocation is not None and not allocation.freeing for allocation in allocations)
 
 
 def lose_receiver(mesh: MeshState, state: RequestState, *, told_by: InstanceId | None = None) -> None:
     """Its KV waits where it is computed for another receiver. The source ``told_by`` knows."""
-    transfer = state.transfer
-    assert transfer is not None, f"{state.key} has no receiver to lose"
-    mesh.broker.withdraw(transfer)
-    for source_id in transfer.source_ids:
-        if source_id != told_by:
-            mesh.commands.append(
-                StopCopy(
-                    instance_id=source_id,
-                    request_id=state.key[0],
-                    epoch=state.key[1],
-                    transfer_id=transfer.plan.transfer_id,
-                    how=Stop.WITHDRAW,
-                )
-            )
-    for destination_id in transfer.destination_ids:
-        mesh.free(destination_id, state.key)
+    assert state.incoming is not None, f"{state.key} has no receiver to lose"
+    mesh.withdraw(state.incoming, told_by=told_by)
     state.lose_receiver()
     source = mesh.instances[state.prefill_ids[0]]
     mesh.awaiting_decode.add(state, source.kv_group, source.num_first_blocks(state.request))
@@ -97,15 +80,6 @@ def keep(mesh: MeshState, state: RequestState) -> None:
     num_blocks = instance.num_first_blocks(request)
     instance.keep(state.key, num_blocks, instance.num_decode_blocks(request))
     state.keep(instance.shard(num_blocks))
-    mesh.commands.append(
-        Hold(
-            instance_id=instance.instance_id,
-            request_id=state.key[0],
-            epoch=state.key[1],
-            num_blocks=num_blocks,
-            decodes=True,
-            room=instance.make_room(),
-        )
-    )
+    mesh.hold(instance, state.key, decodes=True, room=instance.make_room())
     if state.is_computed:
         mesh.land(state)

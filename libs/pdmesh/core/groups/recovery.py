@@ -8,7 +8,6 @@ passes on. What came after it is computed again, with the same bits.
 
 from __future__ import annotations
 
-from pdmesh.core.commands import SetPlaces
 from pdmesh.core.events import GroupPrefix
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests.group_state import GroupState
@@ -29,9 +28,9 @@ def lose_helper(mesh: MeshState, state: RequestState, instance_id: InstanceId) -
 def tell_group(mesh: MeshState, state: RequestState) -> None:
     """Tell all members which instances are members."""
     assert state.group is not None, f"{state.key} has no group to tell"
-    (request_id, epoch), group = state.key, state.group.told
+    group = state.group.told
     for member_id in group.living_ids:
-        mesh.commands.append(SetPlaces(instance_id=member_id, request_id=request_id, epoch=epoch, places=group))
+        mesh.set_places(member_id, state.key, group)
 
 
 class GroupRecovery:

@@ -9,8 +9,8 @@ from pdmesh.core.copies.decode_moves import Moves
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import OperationRequested
 from pdmesh.core.operators.operation_records import OperationRecord, OperationRecords
+from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.request import RequestState
-from pdmesh.core.requests.transfer import Move
 from pdmesh.model import OperationId, OperationState, RequestId
 
 
@@ -20,7 +20,7 @@ class _RequestMove:
 
     record: OperationRecord
     request: RequestState
-    move: Move
+    move: Copy
     is_overdue: bool = False
     is_taken_back: bool = False
 

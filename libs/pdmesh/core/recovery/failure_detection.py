@@ -18,8 +18,8 @@ from pdmesh.core.instances.feasibility import could_place
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.recovery.suspects import computing
+from pdmesh.core.requests.copy import CopyState
 from pdmesh.core.requests.request import RequestState
-from pdmesh.core.requests.transfer import TransferState
 from pdmesh.model import InstanceId
 from pdmesh.policy.bundle import Bundle
 
@@ -85,7 +85,7 @@ def _only_receives(state: RequestState, instance_id: InstanceId) -> bool:
 
 def _may_have_landed(state: RequestState) -> bool:
     """Whether its whole KV may be there already, and not be heard of."""
-    return state.is_computed and state.transfer is not None and state.transfer.state is TransferState.GRANTED
+    return state.is_computed and state.incoming is not None and state.incoming.state is CopyState.GRANTED
 
 
 def _loses_nothing(state: RequestState, members: Sequence[InstanceState | None]) -> bool:

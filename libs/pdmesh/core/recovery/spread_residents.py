@@ -70,7 +70,7 @@ class SpreadResidents:
             elif resident.members not in (known.members, known.next_members) or not self._have_parts(resident):
                 self._mesh.restart(known, f"instance {instance_id} knows others that hold its KV")
             elif known.lost_part is None:
-                self._mesh.set_members(key, instance_id, resident.members)  # it may have given one up, unheard
+                self._mesh.set_places(instance_id, key, resident.members)  # it may have given one up, unheard
         else:
             held = [member.instance_id for member in (*known.members, *known.next_members)]
             if instance_id not in held or instance_id == known.lost_member_id:

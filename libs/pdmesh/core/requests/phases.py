@@ -35,12 +35,10 @@ TRANSITIONS: dict[str, tuple[tuple[Phase, ...], tuple[Phase, ...]]] = {
     "keep": ((Phase.PREFILLING, Phase.AWAITING_DECODE), (Phase.PREFILLING, Phase.AWAITING_DECODE)),
     "land": (IN_PREFILL, (Phase.DECODING,)),
     # while it decodes
-    "begin_move": ((Phase.DECODING,), (Phase.MOVING,)),
-    "end_move": ((Phase.MOVING,), (Phase.DECODING,)),
+    "begin_copy": ((Phase.DECODING,), DECODES),
+    "end_copy": (DECODES, (Phase.DECODING,)),
     "land_move": ((Phase.MOVING,), (Phase.DECODING,)),
-    "begin_part_move": ((Phase.DECODING,), (Phase.DECODING,)),
-    "land_part": ((Phase.DECODING,), (Phase.DECODING,)),
-    "end_part_move": ((Phase.DECODING,), (Phase.DECODING,)),
+    "hand_on_range": ((Phase.DECODING,), (Phase.DECODING,)),
     "lose_part": ((Phase.DECODING,), (Phase.DECODING,)),
 }
 
@@ -52,18 +50,17 @@ class Facts(NamedTuple):
     has_receiver: bool | None  # an instance where it decodes, or will
     has_transfer: bool | None
     has_group: bool | None
-    moves: bool
-    moves_part: bool | None  # of its context
+    copies: bool | None  # it moves, or a range of its context is on its way
     is_planned: bool | None  # its whole prompt
 
 
 FACTS: dict[Phase, Facts] = {
-    Phase.WAITING: Facts(False, False, False, False, False, False, False),
-    Phase.PREFILLING: Facts(True, None, None, None, False, False, None),
-    Phase.AWAITING_DECODE: Facts(True, False, False, False, False, False, True),
-    Phase.TRANSFERRING: Facts(True, True, True, False, False, False, True),
-    Phase.DECODING: Facts(True, True, None, False, False, None, True),
-    Phase.MOVING: Facts(True, True, None, False, True, False, True),
+    Phase.WAITING: Facts(False, False, False, False, False, False),
+    Phase.PREFILLING: Facts(True, None, None, None, False, None),
+    Phase.AWAITING_DECODE: Facts(True, False, False, False, False, True),
+    Phase.TRANSFERRING: Facts(True, True, True, False, False, True),
+    Phase.DECODING: Facts(True, True, None, False, None, True),
+    Phase.MOVING: Facts(True, True, None, False, True, True),
 }
 
 

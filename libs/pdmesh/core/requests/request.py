@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
+from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.group_state import GroupState
 from pdmesh.core.requests.phases import DECODES, FACTS, IN_PREFILL, TRANSITIONS, Facts, IllegalTransition, Phase
-from pdmesh.core.requests.transfer import Move, PartMove, Transfer
 from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PartMember, PrefixHash, Request, RequestId, RequestKey
 from pdmesh.plans import KvShard, PrefillGroup
 from pdmesh.policy.seams import PrefillOrder
@@ -50,13 +50,12 @@ class RequestState:
     prefill_shards: tuple[KvShard, ...] = ()  # where its prompt is computed; of a group, its leader
     decode_shards: tuple[KvShard, ...] = ()  # where it decodes; the same where it stays
     given_ids: tuple[InstanceId, ...] = ()  # the instances that ever had its prompt or its KV, and may speak of it
-    transfer: Transfer | None = None  # that takes its KV from the ones to the others
+    incoming: Copy | None = None  # that takes its KV from the ones to the others, or did
     rank_of_offer: int | None = None  # of its KV that has no receiver
     num_lost_receivers: int = 0
-    move: Move | None = None  # while it decodes: its way to another instance
+    outgoing: Copy | None = None  # of it, or of a range of its context, to another instance while it decodes
     num_failed_moves: int = 0  # of it, or of parts of it
     members: tuple[PartMember, ...] = ()  # that hold the first ranges of its context while it decodes, in their order
-    part_move: PartMove | None = None  # of one of these ranges, or the next one, to another instance
     lost_part: int | None = None  # the range whose member was lost, until another one has it
     num_lost_parts: int = 0
     rebalanced_s: float = -inf  # when it last began to move because of where it was
@@ -271,7 +270,7 @@ class RequestState:
 
     def end_prompt(self) -> None:
         """Its prompt is computed, and its KV is to move on."""
-        self._go("end_prompt", Phase.AWAITING_DECODE if self.transfer is None else Phase.TRANSFERRING)
+        self._go("end_prompt", Phase.AWAITING_DECODE if self.incoming is None else Phase.TRANSFERRING)
         self.group = None
 
     def ask_helper(self, instance_id: InstanceId, leader_id: InstanceId, capability: int) -> GroupState:
@@ -299,25 +298,19 @@ class RequestState:
         """Note its KV's rank among all offers while it has no receiver."""
         self.rank_of_offer = rank
 
-    def receive(self, transfer: Transfer) -> None:
-        """Give the request room where it decodes, and a transfer of its KV."""
+    def receive(self, copy: Copy) -> None:
+        """Give the request room where it decodes, and a copy of its KV."""
         self._go("receive", Phase.TRANSFERRING if self.is_computed else Phase.PREFILLING)
-        self.transfer, self.decode_shards = transfer, transfer.plan.destinations
-        self.members = tuple(
-            [
-                PartMember(instance_id=instance_id, capability=transfer.plan.capability)
-                for instance_id in transfer.destination_ids[1:]
-            ]
-        )
+        self.incoming, self.decode_shards, self.members = copy, copy.plan.destinations, copy.members
         self._give(self.decode_shards)
 
     def lose_receiver(self) -> None:
         """Its receiver is lost: its KV waits where it was computed for another receiver."""
-        assert self.transfer is not None, f"{self.key} has no receiver to lose"
+        assert self.incoming is not None, f"{self.key} has no receiver to lose"
         self._go("lose_receiver", Phase.AWAITING_DECODE if self.is_computed else Phase.PREFILLING)
-        self.rank_of_offer = self.transfer.rank
+        self.rank_of_offer = self.incoming.rank
         self.num_lost_receivers += 1
-        self.transfer, self.decode_shards, self.members = None, (), ()
+        self.incoming, self.decode_shards, self.members = None, (), ()
 
     def keep(self, shard: KvShard) -> None:
         """Let the request decode where its prompt is computed, with this room."""
@@ -333,68 +326,62 @@ class RequestState:
         self._go("land", Phase.DECODING)
         self.group = None
 
-    # --- it moves ---
+    # --- its KV goes elsewhere while it decodes ---
 
     def rebalance(self, now_s: float) -> None:
         """Note when the request was last chosen to move away."""
         self.rebalanced_s = now_s
 
-    def begin_move(self, transfer: Transfer) -> Move:
-        """Begin a move to another instance; the request decodes where it is meanwhile."""
-        self._go("begin_move", Phase.MOVING)
-        self.move = Move(transfer)
-        self._give(transfer.plan.destinations)
-        return self.move
+    @property
+    def move(self) -> Copy | None:
+        """The copy by which it moves to another instance."""
+        return self.outgoing if self.phase is Phase.MOVING else None
 
-    def end_move(self, *, failed: bool) -> None:
-        """End a move: the request stays, because that ``failed`` or because it ends."""
-        self._go("end_move", Phase.DECODING)
-        self.move = None
+    @property
+    def range_copy(self) -> Copy | None:
+        """The copy that takes a range of its context to another instance."""
+        return None if self.phase is Phase.MOVING else self.outgoing
+
+    def begin_copy(self, copy: Copy) -> None:
+        """Begin to take the request, or a range of its context, to another instance; it decodes where it is."""
+        self._go("begin_copy", Phase.MOVING if copy.is_move else Phase.DECODING)
+        self.outgoing = copy
+        self._give(copy.plan.destinations)
+
+    def end_copy(self, *, failed: bool) -> None:
+        """End a copy that changes nothing, because it ``failed`` or because the request ends."""
+        self._go("end_copy", Phase.DECODING)
+        self.outgoing = None
         self.num_failed_moves += failed
 
     def land_move(self) -> None:
         """Land a move: the request decodes at its target."""
         self._go("land_move", Phase.DECODING)
-        assert self.move is not None, f"{self.key} lands without a move"
-        self.transfer, self.move = self.move.transfer, None
-        self.prefill_shards = self.transfer.plan.sources
-        self.decode_shards = (*self.transfer.plan.destinations, *self.decode_shards[1:])
+        assert self.outgoing is not None, f"{self.key} lands without a move"
+        self.incoming, self.outgoing = self.outgoing, None
+        self.prefill_shards = self.incoming.plan.sources
+        self.decode_shards = (*self.incoming.plan.destinations, *self.decode_shards[1:])
 
     # --- its context is spread ---
-
-    def begin_part_move(self, transfer: Transfer, number: int) -> PartMove:
-        """Begin to take a range of its context on to another instance."""
-        self._go("begin_part_move", Phase.DECODING)
-        (shard,) = transfer.plan.destinations
-        member = PartMember(instance_id=shard.instance_id, capability=transfer.plan.capability)
-        self.part_move = PartMove(transfer, number, member)
-        self._give((shard,))
-        return self.part_move
 
     @property
     def next_members(self) -> tuple[PartMember, ...]:
         """All members as they are once the range that is on its way has its next holder."""
-        move, members = self.part_move, self.members
-        return members if move is None else (*members[: move.number], move.member, *members[move.number + 1 :])
+        copy, members = self.range_copy, self.members
+        if copy is None:
+            return members
+        number = copy.range_number
+        return (*members[:number], *copy.members, *members[number + 1 :])
 
-    def land_part(self) -> None:
-        """The range is where it goes: the instance where it decodes is told."""
-        self._go("land_part", Phase.DECODING)
-        assert self.part_move is not None, f"{self.key} has no part on its way"
-        self.part_move.has_landed = True
-
-    def end_part_move(self, home: KvShard | None) -> None:
-        """End it: the range has another holder, and ``home`` is what there is now where it decodes. Or it failed."""
-        self._go("end_part_move", Phase.DECODING)
-        move, members = self.part_move, self.next_members
-        assert move is not None, f"{self.key} has no part on its way"
-        self.part_move = None
-        self.num_failed_moves += home is None
-        if home is not None:
-            number, (_, *shards) = move.number, self.decode_shards
-            self.members = members
-            self.lost_part = None if number == self.lost_part else self.lost_part
-            self.decode_shards = (home, *shards[:number], *move.transfer.plan.destinations, *shards[number + 1 :])
+    def hand_on_range(self, home: KvShard) -> None:
+        """The range that was on its way has its next holder; ``home`` is what there is now where it decodes."""
+        self._go("hand_on_range", Phase.DECODING)
+        copy, self.members = self.outgoing, self.next_members
+        assert copy is not None, f"{self.key} has no part on its way"
+        number, (_, *shards) = copy.range_number, self.decode_shards
+        self.outgoing = None
+        self.lost_part = None if number == self.lost_part else self.lost_part
+        self.decode_shards = (home, *shards[:number], *copy.plan.destinations, *shards[number + 1 :])
 
     @property
     def lost_member_id(self) -> InstanceId | None:
@@ -435,14 +422,15 @@ class RequestState:
         found = Facts(
             is_placed=bool(self.prefill_shards),
             has_receiver=bool(self.decode_shards),
-            has_transfer=self.transfer is not None,
+            has_transfer=self.incoming is not None,
             has_group=self.group is not None,
-            moves=self.move is not None,
-            moves_part=self.part_move is not None,
+            copies=self.outgoing is not None,
             is_planned=self.is_planned,
         )
         for name, wanted, value in zip(Facts._fields, FACTS[self.phase], found, strict=True):
             assert wanted is None or wanted == value, f"{self.key} is {self.phase}, and {name} is {value}"
+        is_move = self.outgoing is not None and self.outgoing.is_move
+        assert is_move == (self.phase is Phase.MOVING), f"{self.key} is {self.phase}, and moves: {is_move}"
         assert self.decode_ids[1:] == tuple([member.instance_id for member in self.members]), f"{self.key} has others"
-        if self.phase is Phase.PREFILLING and self.transfer is None and self.decode_shards:
+        if self.phase is Phase.PREFILLING and self.incoming is None and self.decode_shards:
             assert self.decode_shards == self.prefill_shards, f"{self.key} decodes elsewhere, and has no transfer"

@@ -156,9 +156,9 @@ class Reusing:
                 num_tokens = _num_common(chain, state.request.chain) * GRANULE_TOKENS
                 yield self._candidate(head, instance, num_tokens, reuse)
         for fetch in islice(self._fetches.coming(head), MAX_ASKED):
-            destination = self._mesh.instances.get(fetch.destination_id)
+            destination = self._mesh.instances.get(fetch.copy.target_id)
             if destination is not None and destination.could_prefill(head.request):
-                num_tokens = _num_common(chain, fetch.transfer.chain) * GRANULE_TOKENS
+                num_tokens = _num_common(chain, fetch.copy.chain) * GRANULE_TOKENS
                 yield self._candidate(head, destination, num_tokens, reuse, fetch.arrives_s - self._now_s)
 
     def _fetched(

@@ -1,6 +1,6 @@
-"""The transfer broker: it holds the KV transfers, and says which of them may run.
+"""The transfer broker: it holds the copies of KV, and says which of them may run.
 
-A receiver has few transfer backends, and a transfer needs one of each of its destinations, all at once. When they are
+A receiver has few transfer backends, and a copy needs one of each of its destinations, all at once. When they are
 scarce, transfers are served in the order of their *first* offer, and keep their backends until all of their KV has
 moved, so that later chunks cannot starve (Tetris §4.2). The order is the same at every receiver, so transfers with
 several destinations never wait for each other in a circle.
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from pdmesh.core.requests.transfer import Transfer, TransferState
+from pdmesh.core.requests.copy import Copy, CopyState
 from pdmesh.model import InstanceId, PrefixHashes, RequestKey, TransferId, TransferPurpose
 from pdmesh.plans import KvShard, TransferPlan
 
@@ -40,16 +40,16 @@ _COMPUTED, _COMPUTING, _LAST = 0, 1, 2
 @dataclass(slots=True)
 class _Receiver:
     num_backends: int
-    line: list[Transfer] = field(default_factory=list[Transfer])  # only a backend is missing, by rank
-    granted: dict[TransferId, Transfer] = field(default_factory=dict[TransferId, Transfer])  # with a backend of it
+    line: list[Copy] = field(default_factory=list[Copy])  # only a backend is missing, by rank
+    granted: dict[TransferId, Copy] = field(default_factory=dict[TransferId, Copy])  # with a backend of it
 
     @property
     def is_full(self) -> bool:
         return len(self.granted) == self.num_backends
 
-    def may_begin(self, transfer: Transfer) -> bool:
+    def may_begin(self, copy: Copy) -> bool:
         """Whether its kind may have one more of the backends."""
-        return transfer.is_hand_over or self.num_others < self.most_others
+        return copy.is_hand_over or self.num_others < self.most_others
 
     @property
     def num_others(self) -> int:
@@ -62,7 +62,7 @@ class _Receiver:
 
     @property
     def num_returning(self) -> int:
-        return sum(transfer.is_returning for transfer in self.granted.values())
+        return sum(copy.is_returning for copy in self.granted.values())
 
 
 class TransferBroker:
@@ -81,12 +81,12 @@ class TransferBroker:
         self._is_interrupted = is_interrupted
         self._is_computed = is_computed
         self._rng = rng
-        self._transfers: dict[TransferId, Transfer] = {}
+        self._copies: dict[TransferId, Copy] = {}
         self._num_opened = 0
         self._num_ranked = 0
         self._receivers: dict[InstanceId, _Receiver] = {}
         self._changed: dict[InstanceId, None] = {}  # receivers where someone may have to give a backend back
-        self._shared: dict[InstanceId, None] = {}  # receivers where a transfer to several waits, or did a moment ago
+        self._shared: dict[InstanceId, None] = {}  # receivers where a copy to several waits, or did a moment ago
 
     # --- receivers come and go ---
 
@@ -98,9 +98,9 @@ class TransferBroker:
     def leave(self, receiver_id: InstanceId) -> None:
         """A receiver is gone, and with it what was on its way there."""
         self._receivers.pop(receiver_id, None)
-        for transfer in [t for t in self._transfers.values() if receiver_id in t.destination_ids]:
-            transfer.give_back(receiver_id)
-            self.withdraw(transfer)
+        for copy in [t for t in self._copies.values() if receiver_id in t.destination_ids]:
+            copy.give_back(receiver_id)
+            self.withdraw(copy)
 
     # --- transfers ---
 
@@ -113,8 +113,8 @@ class TransferBroker:
         rank: int | None = None,
         num_reused_granules: int = 0,
         chain: PrefixHashes = (),
-    ) -> Transfer:
-        """A new transfer, with a name and a capability of its own; ``rank`` if its request was offered before."""
+    ) -> Copy:
+        """A new copy, with a name and a capability of its own; ``rank`` if its request was offered before."""
         self._num_opened += 1
         plan = TransferPlan(
             transfer_id=TransferId(self._num_opened),
@@ -124,68 +124,68 @@ class TransferBroker:
             capability=self.new_capability(),
             num_reused_granules=num_reused_granules,
         )
-        transfer = self._transfers[plan.transfer_id] = Transfer(key, plan, rank, chain)
-        return transfer
+        copy = self._copies[plan.transfer_id] = Copy(key, plan, rank, chain)
+        return copy
 
     def new_capability(self) -> int:
         """64 random bits, for the KV of one request."""
         return self._rng.getrandbits(64)
 
-    def find(self, transfer_id: TransferId, key: RequestKey) -> Transfer | None:
-        """The transfer of this request by this name, if it is not over."""
-        transfer = self._transfers.get(transfer_id)
-        return transfer if transfer is not None and transfer.key == key and not transfer.is_over else None
+    def find(self, transfer_id: TransferId, key: RequestKey) -> Copy | None:
+        """The copy of this request by this name, if it is not over."""
+        copy = self._copies.get(transfer_id)
+        return copy if copy is not None and copy.key == key and not copy.is_over else None
 
-    def offer(self, transfer: Transfer) -> list[Transfer]:
+    def offer(self, copy: Copy) -> list[Copy]:
         """A source has something to send. A repeated offer changes nothing."""
-        if transfer.state is TransferState.GRANTED:
+        if copy.state is CopyState.GRANTED:
             return []
-        transfer.offer(self.new_rank() if transfer.rank is None else transfer.rank)
-        return self._line_up(transfer)
+        copy.offer(self.new_rank() if copy.rank is None else copy.rank)
+        return self._line_up(copy)
 
     def new_rank(self) -> int:
         """Return a rank behind every earlier offer."""
         self._num_ranked += 1
         return self._num_ranked
 
-    def offer_again(self, transfer: Transfer) -> list[Transfer]:
-        """A preempted request goes on. Nothing if its transfer has not been offered yet."""
-        return [] if transfer.rank is None else self.offer(transfer)
+    def offer_again(self, copy: Copy) -> list[Copy]:
+        """A preempted request goes on. Nothing if its copy has not been offered yet."""
+        return [] if copy.rank is None else self.offer(copy)
 
-    def reserve(self, transfer: Transfer, destination_id: InstanceId) -> list[Transfer]:
+    def reserve(self, copy: Copy, destination_id: InstanceId) -> list[Copy]:
         """A destination is ready for it. A repeated confirmation changes nothing."""
-        transfer.reserve(destination_id)
-        return self._line_up(transfer)
+        copy.reserve(destination_id)
+        return self._line_up(copy)
 
-    def land(self, transfer: Transfer, destination_id: InstanceId) -> list[Transfer]:
+    def land(self, copy: Copy, destination_id: InstanceId) -> list[Copy]:
         """All that goes to this destination is there."""
-        transfer.land(destination_id)
-        return self.release(transfer, destination_id)
+        copy.land(destination_id)
+        return self.release(copy, destination_id)
 
-    def release(self, transfer: Transfer, destination_id: InstanceId) -> list[Transfer]:
+    def release(self, copy: Copy, destination_id: InstanceId) -> list[Copy]:
         """Release a destination's backend after landing or freeing; return transfers granted in its place."""
-        self._leave_line(transfer)
-        had_backend = transfer.give_back(destination_id)
-        self._forget_if_done(transfer)
+        self._leave_line(copy)
+        had_backend = copy.give_back(destination_id)
+        self._forget_if_done(copy)
         receiver = self._receivers.get(destination_id)
         if receiver is None or not had_backend:
             return []
-        del receiver.granted[transfer.plan.transfer_id]
+        del receiver.granted[copy.plan.transfer_id]
         return self._grant(destination_id)
 
-    def release_of(self, key: RequestKey, destination_id: InstanceId) -> list[Transfer]:
+    def release_of(self, key: RequestKey, destination_id: InstanceId) -> list[Copy]:
         """The same for all of a request's, whose KV this destination has freed."""
         receiver = self._receivers.get(destination_id)
         if receiver is None:
             return []
-        found = [transfer for transfer in receiver.granted.values() if transfer.key == key]
-        return [granted for transfer in found for granted in self.release(transfer, destination_id)]
+        found = [copy for copy in receiver.granted.values() if copy.key == key]
+        return [granted for copy in found for granted in self.release(copy, destination_id)]
 
-    def withdraw(self, transfer: Transfer) -> None:
-        """Withdraw a transfer. A granted one keeps its backends until `release`."""
-        self._leave_line(transfer)
-        transfer.withdraw()
-        self._forget_if_done(transfer)
+    def withdraw(self, copy: Copy) -> None:
+        """Withdraw a copy. A granted one keeps its backends until `release`."""
+        self._leave_line(copy)
+        copy.withdraw()
+        self._forget_if_done(copy)
 
     def takes_move(self, receiver_id: InstanceId) -> bool:
         """Whether one more running decode could move there now, without waiting for a backend."""
@@ -195,15 +195,15 @@ class TransferBroker:
     def granted(self, receiver_id: InstanceId) -> tuple[RequestKey, ...]:
         """The requests that have a backend of this receiver."""
         receiver = self._receivers.get(receiver_id)
-        return () if receiver is None else tuple(transfer.key for transfer in receiver.granted.values())
+        return () if receiver is None else tuple(copy.key for copy in receiver.granted.values())
 
-    def unblock(self) -> list[Transfer]:
+    def unblock(self) -> list[Copy]:
         """Grant what waits behind transfers to several receivers, which may have gone, or come later in turn now."""
-        granted: list[Transfer] = []
+        granted: list[Copy] = []
         while self._shared:
             shared, self._shared = self._shared, {}
             known = [receiver_id for receiver_id in shared if receiver_id in self._receivers]
-            more = [transfer for receiver_id in known for transfer in self._grant(receiver_id)]
+            more = [copy for receiver_id in known for copy in self._grant(receiver_id)]
             if not more:
                 break
             granted += more
@@ -211,13 +211,13 @@ class TransferBroker:
 
     # --- preempted requests ---
 
-    def interrupted(self, transfer: Transfer) -> None:
+    def interrupted(self, copy: Copy) -> None:
         """Its request was preempted."""
-        self._changed.update(dict.fromkeys(transfer.destination_ids))
+        self._changed.update(dict.fromkeys(copy.destination_ids))
 
-    def take_back(self) -> list[Transfer]:
+    def take_back(self) -> list[Copy]:
         """Return transfers of preempted requests that must give backends up; each is named once, the last first."""
-        asked: list[Transfer] = []
+        asked: list[Copy] = []
         for receiver_id in self._changed:
             receiver = self._receivers.get(receiver_id)
             if receiver is not None:
@@ -225,14 +225,14 @@ class TransferBroker:
         self._changed.clear()
         return asked
 
-    def _take_back(self, receiver: _Receiver) -> list[Transfer]:
+    def _take_back(self, receiver: _Receiver) -> list[Copy]:
         idle = self._idle(receiver) if receiver.line else []
         num_wanted = self._num_wanted(receiver) if idle else 0
         if num_wanted <= 0:
             return []
         asked = sorted(idle, key=_RANK, reverse=True)[:num_wanted]
-        for transfer in asked:
-            transfer.ask_back()
+        for copy in asked:
+            copy.ask_back()
         return asked
 
     def _num_wanted(self, receiver: _Receiver) -> int:
@@ -240,68 +240,68 @@ class TransferBroker:
         wanted = (t for t in receiver.line if not self._is_interrupted(t.key) and receiver.may_begin(t))
         return sum(1 for _ in wanted) - receiver.num_returning
 
-    def _idle(self, receiver: _Receiver) -> list[Transfer]:
+    def _idle(self, receiver: _Receiver) -> list[Copy]:
         """Return granted transfers of preempted requests that are still wanted."""
-        granted = (t for t in receiver.granted.values() if t.state is TransferState.GRANTED)
-        return [transfer for transfer in granted if self._is_interrupted(transfer.key)]
+        granted = (t for t in receiver.granted.values() if t.state is CopyState.GRANTED)
+        return [copy for copy in granted if self._is_interrupted(copy.key)]
 
-    def stopped(self, transfer: Transfer, source_id: InstanceId) -> list[Transfer] | None:
+    def stopped(self, copy: Copy, source_id: InstanceId) -> list[Copy] | None:
         """A source has stopped, as it was asked to. None if it was not asked."""
-        all_stopped = transfer.stop(source_id)
+        all_stopped = copy.stop(source_id)
         if not all_stopped:
             return None if all_stopped is None else []
-        for destination_id in transfer.destination_ids:
-            del self._receivers[destination_id].granted[transfer.plan.transfer_id]
-        if transfer.is_waiting:  # offered again meanwhile
-            self._join_line(transfer)
-        return [granted for receiver_id in transfer.destination_ids for granted in self._grant(receiver_id)]
+        for destination_id in copy.destination_ids:
+            del self._receivers[destination_id].granted[copy.plan.transfer_id]
+        if copy.is_waiting:  # offered again meanwhile
+            self._join_line(copy)
+        return [granted for receiver_id in copy.destination_ids for granted in self._grant(receiver_id)]
 
     # --- inside ---
 
-    def _line_up(self, transfer: Transfer) -> list[Transfer]:
-        """Grant what can be granted now that the transfer may have come to wait."""
-        if transfer.is_waiting:
-            self._join_line(transfer)
-        return self._grant(transfer.plan.destinations[0].instance_id)
+    def _line_up(self, copy: Copy) -> list[Copy]:
+        """Grant what can be granted now that the copy may have come to wait."""
+        if copy.is_waiting:
+            self._join_line(copy)
+        return self._grant(copy.plan.destinations[0].instance_id)
 
-    def _join_line(self, transfer: Transfer) -> None:
-        for destination_id in transfer.destination_ids:
+    def _join_line(self, copy: Copy) -> None:
+        for destination_id in copy.destination_ids:
             line = self._receivers[destination_id].line
-            index = bisect_left(line, transfer.rank, key=_RANK)
-            if index == len(line) or line[index] is not transfer:
-                line.insert(index, transfer)
-        if len(transfer.plan.destinations) > 1:
-            self._changed.update(dict.fromkeys(transfer.destination_ids))
-            self._shared.update(dict.fromkeys(transfer.destination_ids))
+            index = bisect_left(line, copy.rank, key=_RANK)
+            if index == len(line) or line[index] is not copy:
+                line.insert(index, copy)
+        if len(copy.plan.destinations) > 1:
+            self._changed.update(dict.fromkeys(copy.destination_ids))
+            self._shared.update(dict.fromkeys(copy.destination_ids))
 
-    def _leave_line(self, transfer: Transfer) -> None:
-        if len(transfer.destination_ids) > 1:
-            self._shared.update(dict.fromkeys(transfer.destination_ids))
-        for destination_id in transfer.destination_ids:
+    def _leave_line(self, copy: Copy) -> None:
+        if len(copy.destination_ids) > 1:
+            self._shared.update(dict.fromkeys(copy.destination_ids))
+        for destination_id in copy.destination_ids:
             receiver = self._receivers.get(destination_id)
-            if receiver is not None and transfer in receiver.line:
-                receiver.line.remove(transfer)
+            if receiver is not None and copy in receiver.line:
+                receiver.line.remove(copy)
 
-    def _forget_if_done(self, transfer: Transfer) -> None:
-        if transfer.is_over and not transfer.backends:
-            self._transfers.pop(transfer.plan.transfer_id, None)
+    def _forget_if_done(self, copy: Copy) -> None:
+        if copy.is_over and not copy.backends:
+            self._copies.pop(copy.plan.transfer_id, None)
 
-    def _grant(self, receiver_id: InstanceId) -> list[Transfer]:
+    def _grant(self, receiver_id: InstanceId) -> list[Copy]:
         receiver = self._receivers[receiver_id]
-        granted: list[Transfer] = []
-        while (transfer := self._next_grantable(receiver)) is not None:
-            self._leave_line(transfer)
-            transfer.grant()
-            for destination_id in transfer.destination_ids:
-                self._receivers[destination_id].granted[transfer.plan.transfer_id] = transfer
-            granted.append(transfer)
+        granted: list[Copy] = []
+        while (copy := self._next_grantable(receiver)) is not None:
+            self._leave_line(copy)
+            copy.grant()
+            for destination_id in copy.destination_ids:
+                self._receivers[destination_id].granted[copy.plan.transfer_id] = copy
+            granted.append(copy)
         if receiver.line:
             self._changed[receiver_id] = None
-            if any(len(transfer.destination_ids) > 1 for transfer in receiver.line):
+            if any(len(copy.destination_ids) > 1 for copy in receiver.line):
                 self._shared[receiver_id] = None
         return granted
 
-    def _next_grantable(self, receiver: _Receiver) -> Transfer | None:
+    def _next_grantable(self, receiver: _Receiver) -> Copy | None:
         """The first by its turn, if it is the first at all of its destinations, and these have backends.
 
         So one to several receivers never starves behind others that need only some of these.
@@ -312,7 +312,7 @@ class TransferBroker:
         others = [self._receivers[destination_id] for destination_id in first.destination_ids]
         return first if all(self._first(other) is first for other in others) else None
 
-    def _first(self, receiver: _Receiver) -> Transfer | None:
+    def _first(self, receiver: _Receiver) -> Copy | None:
         """The first by its turn, if there is a backend.
 
         Moves and fetches are passed over while as many are under way as may be.
@@ -321,35 +321,35 @@ class TransferBroker:
             return None
         first, least = None, _LAST + 1
         earliest = _COMPUTED if self.computed_first else _COMPUTING
-        for transfer in receiver.line:
-            if (turn := self._turn(transfer)) < least and receiver.may_begin(transfer):
-                first, least = transfer, turn
+        for copy in receiver.line:
+            if (turn := self._turn(copy)) < least and receiver.may_begin(copy):
+                first, least = copy, turn
                 if turn == earliest:
                     break  # of equal ones the first offer counts
         return first
 
-    def _turn(self, transfer: Transfer) -> int:
+    def _turn(self, copy: Copy) -> int:
         """Smaller is earlier, a preempted request the last; of equal ones the first offer counts."""
-        if self.computed_first and self._is_computed(transfer.key):
+        if self.computed_first and self._is_computed(copy.key):
             return _COMPUTED
-        return _LAST if self._is_interrupted(transfer.key) else _COMPUTING
+        return _LAST if self._is_interrupted(copy.key) else _COMPUTING
 
     def check_integrity(self) -> None:
         """AssertionError names what does not balance."""
         for receiver_id, receiver in self._receivers.items():
             self._check_receiver(receiver_id, receiver)
-        for transfer in self._transfers.values():
-            held = {name for name, other in self._receivers.items() if transfer.plan.transfer_id in other.granted}
-            assert held == set(transfer.backends), f"{transfer.key} has backends of {held}, not {transfer.backends}"
-            waits = any(transfer in receiver.line for receiver in self._receivers.values())
-            assert waits == transfer.is_waiting, f"{transfer.key} is {transfer.state.name}, in line: {waits}"
+        for copy in self._copies.values():
+            held = {name for name, other in self._receivers.items() if copy.plan.transfer_id in other.granted}
+            assert held == set(copy.backends), f"{copy.key} has backends of {held}, not {copy.backends}"
+            waits = any(copy in receiver.line for receiver in self._receivers.values())
+            assert waits == copy.is_waiting, f"{copy.key} is {copy.state.name}, in line: {waits}"
 
     def _check_receiver(self, receiver_id: InstanceId, receiver: _Receiver) -> None:
         num_granted = len(receiver.granted)
         assert num_granted <= receiver.num_backends, f"{receiver_id}: {num_granted} on {receiver.num_backends} backends"
         due = self._next_grantable(receiver)
         assert due is None, f"{receiver_id}: {due.key} waits for backends that are free"
-        ranks = [transfer.rank for transfer in receiver.line]
+        ranks = [copy.rank for copy in receiver.line]
         assert ranks == sorted(ranks, key=lambda rank: rank or 0), f"{receiver_id}: the line is out of order"
         num_wanted, num_idle = self._num_wanted(receiver), len(self._idle(receiver))
         assert num_wanted <= 0 or not num_idle, (

@@ -1,23 +1,22 @@
-"""A KV transfer as the core knows it: one object from the placement of its request to the last acknowledgement.
+"""A copy of KV as the core knows it: one object from its first command to its last acknowledgement.
 
-A transfer is granted by handshake: a source has offered it and every destination has confirmed its reservation, so that
-no piece arrives before its receiver knows of it. It needs a backend of each destination
-(`pdmesh.core.transfers.broker`), and has them until its KV has landed there, or until all sources of a preempted
-request have stopped when they were asked to.
+A copy is granted by handshake: a source has offered it and every destination has confirmed its reservation, so that no
+piece arrives before its receiver knows of it. It needs a backend of each destination (`pdmesh.core.transfers.broker`),
+and has them until its KV has landed there, or until all sources of a preempted request have stopped when they were
+asked to.
 
-What has happened is kept as facts; `Transfer.state` follows from them.
+Why KV is copied is decided in `pdmesh.core.copies`. What has happened is kept as facts; `Copy.state` follows from them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, auto
 
 from pdmesh.model import InstanceId, PartMember, PrefixHashes, RequestKey, TransferPurpose
 from pdmesh.plans import TransferPlan
 
 
-class TransferState(Enum):
+class CopyState(Enum):
     EXPECTED = auto()  # not offered yet, or a destination has not confirmed its room
     WAITING = auto()  # for a backend of each destination
     GRANTED = auto()  # it has them: its KV may move
@@ -27,13 +26,8 @@ class TransferState(Enum):
     WITHDRAWN = auto()  # its request ended; what it has of backends comes back as destinations free their room
 
 
-class Side(Enum):
-    SOURCE = auto()
-    DESTINATION = auto()
-
-
-class Transfer:
-    """One KV transfer. Its methods are its transitions; each may come late, or twice, from outside."""
+class Copy:
+    """One copy of KV. Its methods are its transitions; each may come late, or twice, from outside."""
 
     def __init__(self, key: RequestKey, plan: TransferPlan, rank: int | None = None, chain: PrefixHashes = ()) -> None:
         """``rank`` is that of its request's first offer, if that was offered to an earlier receiver.
@@ -45,9 +39,13 @@ class Transfer:
         self.chain = chain
         self.source_ids = plan.source_ids
         self.destination_ids = plan.destination_ids
+        self.source_id: InstanceId = plan.sources[0].instance_id
+        self.target_id: InstanceId = plan.destinations[0].instance_id
         self.rank = rank  # by first offer, among all requests
         self.in_line = rank is not None  # offered, and not granted since
         self.withdrawn = False
+        self.given_up = False  # the target of a move is told to free it, or is gone
+        self.committed: bool | None = None  # whether that target may have begun, as the source said when it stopped
         self.backends: dict[InstanceId, None] = {}  # of these destinations
         self._unreserved = set(self.destination_ids)
         self._unstopped: set[InstanceId] = set()  # sources that were asked to stop
@@ -55,18 +53,18 @@ class Transfer:
         self._sent: set[InstanceId] = set()  # sources whose KV was acknowledged
 
     @property
-    def state(self) -> TransferState:
+    def state(self) -> CopyState:
         if self.withdrawn:
-            return TransferState.WITHDRAWN
+            return CopyState.WITHDRAWN
         if not self._unlanded:
-            return TransferState.LANDED
+            return CopyState.LANDED
         if self._unstopped:
-            return TransferState.RETURNING
+            return CopyState.RETURNING
         if self.backends:
-            return TransferState.GRANTED
+            return CopyState.GRANTED
         if self.rank is None or self._unreserved:
-            return TransferState.EXPECTED
-        return TransferState.WAITING if self.in_line else TransferState.PAUSED
+            return CopyState.EXPECTED
+        return CopyState.WAITING if self.in_line else CopyState.PAUSED
 
     @property
     def is_waiting(self) -> bool:
@@ -79,6 +77,11 @@ class Transfer:
         return bool(self._unstopped)
 
     @property
+    def has_landed(self) -> bool:
+        """Whether all of its KV is at every destination."""
+        return not self._unlanded
+
+    @property
     def is_over(self) -> bool:
         """Whether it landed, or is not wanted any more."""
         return self.withdrawn or not self._unlanded
@@ -89,22 +92,41 @@ class Transfer:
         return self.plan.purpose is TransferPurpose.HAND_OVER
 
     @property
-    def is_part(self) -> bool:
+    def is_move(self) -> bool:
+        """Whether it takes a running decode to another instance."""
+        return self.plan.purpose is TransferPurpose.MOVE
+
+    @property
+    def is_of_part(self) -> bool:
         """Whether it takes a range of a context on that decodes, or the range's tokens, to another member."""
         return self.plan.is_of_part
+
+    @property
+    def computes(self) -> bool:
+        """Whether the target computes a range that was lost; the source, where it decodes, has only its tokens."""
+        return self.plan.purpose is TransferPurpose.LOST_PART
 
     @property
     def is_fetch(self) -> bool:
         return self.plan.purpose is TransferPurpose.FETCH
 
     @property
+    def range_number(self) -> int:
+        """The range's place in its context, from the first on, of a copy of one."""
+        blocks = self.plan.destinations[0].part.blocks
+        return blocks.start // blocks.size
+
+    @property
+    def members(self) -> tuple[PartMember, ...]:
+        """The holders of the ranges that it brings, in their order."""
+        ids = self.destination_ids if self.is_of_part else self.destination_ids[1:]
+        return tuple([PartMember(instance_id=each, capability=self.plan.capability) for each in ids])
+
+    @property
     def num_landed_parts(self) -> int:
         """Return how many of a context's first ranges are where they go, with all before them."""
         part_ids = self.destination_ids[1:]
         return next((index for index, name in enumerate(part_ids) if name in self._unlanded), len(part_ids))
-
-    def ids_of(self, side: Side) -> tuple[InstanceId, ...]:
-        return self.source_ids if side is Side.SOURCE else self.destination_ids
 
     def was_sent_by(self, source_id: InstanceId) -> bool:
         """Whether all that this source had to send was acknowledged: it frees its KV by itself."""
@@ -127,7 +149,7 @@ class Transfer:
 
     def ask_back(self) -> None:
         """Its sources are told to stop."""
-        assert self.state is TransferState.GRANTED, f"{self.key} is asked to stop, and is {self.state.name}"
+        assert self.state is CopyState.GRANTED, f"{self.key} is asked to stop, and is {self.state.name}"
         self._unstopped = set(self.source_ids)
 
     def stop(self, source_id: InstanceId) -> bool | None:
@@ -161,40 +183,3 @@ class Transfer:
         """Its request ended."""
         self.withdrawn = True
         self.in_line = False
-
-
-@dataclass(slots=True, eq=False)
-class Relocation:
-    """What of a running decode is on its way from one instance to another."""
-
-    transfer: Transfer
-
-    @property
-    def source_id(self) -> InstanceId:
-        return self.transfer.source_ids[0]
-
-    @property
-    def target_id(self) -> InstanceId:
-        return self.transfer.destination_ids[0]
-
-
-@dataclass(slots=True, eq=False)
-class Move(Relocation):
-    """A running decode on its way to another instance; until it has landed, it decodes where it was."""
-
-    given_up: bool = False  # its target is told to free it, or is gone
-    committed: bool | None = None  # as its source said once it sent no more: whether the target may have begun
-
-
-@dataclass(slots=True, eq=False)
-class PartMove(Relocation):
-    """A range of a context that decodes, on its way to the instance that holds it next."""
-
-    number: int  # the range's, from the first on
-    member: PartMember  # who holds it then
-    has_landed: bool = False  # and the instance where it decodes is told
-
-    @property
-    def computes(self) -> bool:
-        """Whether the target computes a range that was lost; the source, where it decodes, has only its tokens."""
-        return self.transfer.plan.purpose is TransferPurpose.LOST_PART
