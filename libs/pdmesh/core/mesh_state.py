@@ -7,28 +7,17 @@ from collections.abc import Iterable, Sequence, Set
 
 from pdmesh.core.commands import (
     AdmitPrefill,
-    Command,
     ForgetRequest,
-    FreeKv,
-    GrantTransfer,
-    Hold,
     Outcome,
-    PlaceDecode,
-    Places,
-    Reject,
-    Restart,
-    SendKept,
-    SetPlaces,
     Stop,
-    StopCopy,
 )
 from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.revisions import NewRequestShares
+from pdmesh.core.outbox import Outbox
 from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.request import RequestState
-from pdmesh.core.roster import Roster
 from pdmesh.core.transfers.awaiting_decode import AwaitingDecode
 from pdmesh.core.transfers.broker import TransferBroker
 from pdmesh.core.transfers.cut_pairs import CutPairs
@@ -36,24 +25,21 @@ from pdmesh.core.waiting.computing import Computing
 from pdmesh.core.waiting.queue import WaitingQueue
 from pdmesh.model import (
     GRANULE_TOKENS,
-    NO_TRANSFER,
     GatewayId,
     InstanceId,
-    PartMember,
     PrefixHashes,
     RejectReason,
     Request,
     RequestId,
     RequestKey,
-    TransferId,
     TransferPurpose,
 )
-from pdmesh.plans import NO_EVICTIONS, Evictions, KvShard
+from pdmesh.plans import KvShard
 from pdmesh.policy.seams import DecodePlacement
 from pdmesh.policy.views import Rank
 
 
-class MeshState(Roster):
+class MeshState(Outbox):
     """The instances, requests by id and by gateway, the queue, the broker, and the commands under way."""
 
     def __init__(
@@ -75,7 +61,6 @@ class MeshState(Roster):
         self.broker = TransferBroker(self._is_interrupted, self._is_computed, rng)
         #: Requests that decode, and are on their way to another instance, or a range of their contexts is.
         self.copying: dict[RequestKey, RequestState] = {}
-        self.commands: list[Command] = []
 
     def find(self, key: RequestKey) -> RequestState | None:
         state = self.requests.get(key[0])
@@ -109,10 +94,6 @@ class MeshState(Roster):
         if parts:
             self.set_places(instance_id, state.key, allocation.told_members)  # it may have given one up, unheard
         allocation.told_members = ()
-
-    def set_places(self, instance_id: InstanceId, key: RequestKey, places: Places) -> None:
-        """Name the other instances that have KV of a request, or ask for it, to an instance (`SetPlaces`)."""
-        self.commands.append(SetPlaces(instance_id=instance_id, request_id=key[0], epoch=key[1], places=places))
 
     # --- it is placed ---
 
@@ -230,28 +211,6 @@ class MeshState(Roster):
             self.expect_kv(receiver, copy)
         return copy
 
-    def expect_kv(
-        self,
-        receiver: InstanceState,
-        copy: Copy,
-        *,
-        home_id: InstanceId | None = None,
-        members: tuple[PartMember, ...] = (),
-    ) -> None:
-        """Tell a receiver, which has taken its blocks, what comes there, and what it is to give up for that."""
-        self.commands.append(
-            PlaceDecode(
-                instance_id=receiver.instance_id,
-                request_id=copy.key[0],
-                epoch=copy.key[1],
-                transfer=copy.plan,
-                chain=copy.chain,
-                home_id=home_id,
-                members=members,
-                room=receiver.make_room(),
-            )
-        )
-
     # --- its KV moves on ---
 
     def offer(self, state: RequestState) -> None:
@@ -269,33 +228,6 @@ class MeshState(Roster):
         state.end_prompt()
         self.awaiting_decode.is_ready(state.key)
         self.instances[state.prefill_ids[0]].defer(state.key, True)
-
-    def grant(self, copies: Iterable[Copy]) -> None:
-        """Tell the sources of copies that the broker granted."""
-        for copy in copies:
-            request_id, epoch = copy.key
-            for source_id in copy.source_ids:
-                self.commands.append(
-                    SendKept(
-                        instance_id=source_id, request_id=request_id, epoch=epoch, transfer=copy.plan, chain=copy.chain
-                    )
-                    if copy.is_fetch
-                    else GrantTransfer(instance_id=source_id, request_id=request_id, epoch=epoch, transfer=copy.plan)
-                )
-
-    def stop(self, copy: Copy, how: Stop, *, told_by: InstanceId | None = None) -> None:
-        """Tell the sources of a copy to stop, but for the one that reported it (``told_by``)."""
-        for source_id in copy.source_ids:
-            if source_id != told_by and source_id in self.instances:
-                self.commands.append(
-                    StopCopy(
-                        instance_id=source_id,
-                        request_id=copy.key[0],
-                        epoch=copy.key[1],
-                        transfer_id=copy.plan.transfer_id,
-                        how=how,
-                    )
-                )
 
     def withdraw(self, copy: Copy, *, told_by: InstanceId | None = None) -> None:
         """Let the KV of a copy stay at its sources, and its destinations free their room."""
@@ -469,27 +401,6 @@ class MeshState(Roster):
             )
         )
 
-    def refuse(
-        self,
-        request: Request,
-        message: str,
-        retry_after_s: float | None,
-        reason: RejectReason = RejectReason.OVERLOADED,
-        reject_ttl_s: float = 0.0,
-    ) -> None:
-        """Tell the gateway that a request which the core does not keep will not be served."""
-        self.commands.append(
-            Reject(
-                gateway_id=request.gateway_id,
-                request_id=request.request_id,
-                epoch=request.epoch,
-                reason=reason,
-                message=message,
-                retry_after_s=retry_after_s,
-                reject_ttl_s=reject_ttl_s,
-            )
-        )
-
     def reject(
         self,
         state: RequestState,
@@ -507,54 +418,3 @@ class MeshState(Roster):
         gateway_id = state.request.gateway_id
         self.ask_to_resume(gateway_id, state.key, reason, retracted=retracted, blame=blame)
         self.end(state, Outcome.RETRACTED if retracted else Outcome.RESTARTED)
-
-    def ask_to_resume(
-        self, gateway_id: GatewayId, key: RequestKey, reason: str, *, retracted: bool = False, blame: float = 0.0
-    ) -> None:
-        """Tell a gateway to resume a request, known here or not."""
-        self.commands.append(
-            Restart(
-                gateway_id=gateway_id,
-                request_id=key[0],
-                epoch=key[1],
-                reason=reason,
-                retracted=retracted,
-                blame=blame,
-            )
-        )
-
-    def hold(
-        self,
-        instance: InstanceState,
-        key: RequestKey,
-        *,
-        decodes: bool = False,
-        move_id: TransferId = NO_TRANSFER,
-        room: Evictions = NO_EVICTIONS,
-    ) -> None:
-        """Tell an instance how many blocks a request holds there (`Hold`)."""
-        allocation = instance.allocations[key]
-        self.commands.append(
-            Hold(
-                instance_id=instance.instance_id,
-                request_id=key[0],
-                epoch=key[1],
-                num_blocks=allocation.num_blocks,
-                num_elsewhere_blocks=allocation.num_elsewhere_tokens // instance.block_size,
-                decodes=decodes,
-                move_id=move_id,
-                room=room,
-            )
-        )
-
-    def free(self, instance_id: InstanceId, key: RequestKey) -> None:
-        """Ask once for the KV of a request that is no longer needed there."""
-        instance = self.instances.get(instance_id)
-        allocation = None if instance is None else instance.allocations.get(key)
-        if allocation is not None and not allocation.freeing:
-            allocation.freeing = True
-            self.commands.append(
-                FreeKv(instance_id=instance_id, request_id=key[0], epoch=key[1], transfer_id=allocation.transfer_id)
-            )
-            for member in allocation.told_members:
-                self.free(member.instance_id, key)
