@@ -11,7 +11,7 @@ import pytest
 
 from pdmesh.core.commands import ForgetRequest, PlaceDecode, Reject, Restart, SetPlaces
 from pdmesh.core.config import CoreConfig, KvReservation
-from pdmesh.core.copies.lost_parts import FIND_ROOM_S
+from pdmesh.core.copies.context_ranges import FIND_ROOM_S
 from pdmesh.core.events import (
     DrainRequested,
     Event,

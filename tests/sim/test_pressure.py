@@ -111,7 +111,7 @@ class PressedCore:
         of it begins after that.
         """
         bound = self.share * instance.profile.num_blocks
-        holds = {key: hold for key, hold in instance.allocations.items() if hold.kind is AllocationKind.PREFILL}
+        holds = {key: hold for key, hold in instance.allocations.items() if hold.kind is AllocationKind.LEAVING}
         awaiting_decode = self.core._mesh.awaiting_decode
         ahead = [hold.num_blocks for key, hold in holds.items() if key in awaiting_decode]
         assert len(ahead) <= 1 or sum(ahead) <= bound, f"{instance.instance_id}: {ahead} of {bound} blocks wait"

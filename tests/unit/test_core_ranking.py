@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pdmesh.core.instances.allocations import AllocationKind
+from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.core.instances.kv_growth import Growth
@@ -51,7 +51,9 @@ def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew(on_demand
                 instance.give_back(next(iter(instance.allocations)))
             elif instance.num_free_blocks > 20 and instance.allocated.num_seats_taken < 8:
                 chain = (PrefixHash(bytes(16)),) if rng.random() < 0.5 else ()
-                instance.take((key.request_id, key.epoch), rng.randint(1, 20), AllocationKind.RESIDENT, chain=chain)
+                instance.take(
+                    (key.request_id, key.epoch), Allocation(AllocationKind.RESIDENT, rng.randint(1, 20)), chain
+                )
             members[instance.instance_id] = instance
             ranking.put(instance)
             decoders.look_at(instance.instance_id, instance)
@@ -67,14 +69,15 @@ def test_an_instances_view_has_each_number_in_its_own_field() -> None:
     profile = modelled_profile("i", Role.MIXED, num_blocks=99, block_size=16, max_num_seqs=17)
     instance = InstanceState(profile, growth=Growth(), changed={}, number=7)
     kinds = (
-        [AllocationKind.PREFILL] * 3
+        [AllocationKind.LEAVING] * 3
         + [AllocationKind.LOCAL] * 2
         + [AllocationKind.PROMISED] * 4
         + [AllocationKind.RESIDENT] * 6
     )
     for number, kind in enumerate(kinds):
         key = a_request(f"r{number}")
-        instance.take((key.request_id, key.epoch), kind, kind, long_tokens=5000, slo_tpot_s=0.25)
+        allocation = Allocation(kind, kind, long_tokens=5000, slo_tpot_s=0.25)
+        instance.take((key.request_id, key.epoch), allocation)
     instance.queue_tokens(1234)
     instance.set_draining(True)
     assert instance.view == InstanceView(

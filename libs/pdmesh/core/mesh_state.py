@@ -11,7 +11,7 @@ from pdmesh.core.commands import (
     Outcome,
     Stop,
 )
-from pdmesh.core.instances.allocations import AllocationKind
+from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.revisions import NewRequestShares
@@ -141,15 +141,17 @@ class MeshState(Outbox):
             plan = self.promise(state, decode, long_tokens, members).plan
         prefill.take(
             state.key,
-            num_held_blocks,
-            AllocationKind.LOCAL if stays else AllocationKind.PREFILL,
-            max_blocks=prefill.num_decode_blocks(request) if stays else 0,
-            long_tokens=long_tokens,
-            slo_tpot_s=request.slo_tpot_s,
-            chain=() if gives_back else request.chain,
-            num_reused=num_kept,
-            tenant=request.tenant,
-            share=request.share,
+            Allocation(
+                AllocationKind.LOCAL if stays else AllocationKind.LEAVING,
+                num_held_blocks,
+                max_blocks=prefill.num_decode_blocks(request) if stays else 0,
+                long_tokens=long_tokens,
+                slo_tpot_s=request.slo_tpot_s,
+                tenant=request.tenant,
+                share=request.share,
+            ),
+            () if gives_back else request.chain,
+            num_kept,
         )
         prefill.defer(state.key, awaits_receiver)
         self.commands.append(
@@ -193,20 +195,22 @@ class MeshState(Outbox):
         state.receive(copy)
         decode.take(
             state.key,
-            shard.num_blocks,
-            AllocationKind.PROMISED,
-            max_blocks=decode.num_decode_blocks(request),
-            long_tokens=long_tokens,
-            slo_tpot_s=request.slo_tpot_s,
-            transfer_id=copy.plan.transfer_id,
-            chain=chain,
-            num_reused=num_reused,
-            tenant=request.tenant,
-            share=request.share,
-            num_elsewhere_tokens=len(members) * decode.max_kv_tokens,
+            Allocation(
+                AllocationKind.PROMISED,
+                shard.num_blocks,
+                max_blocks=decode.num_decode_blocks(request),
+                long_tokens=long_tokens,
+                slo_tpot_s=request.slo_tpot_s,
+                transfer_id=copy.plan.transfer_id,
+                tenant=request.tenant,
+                share=request.share,
+                num_elsewhere_tokens=len(members) * decode.max_kv_tokens,
+            ),
+            chain,
+            num_reused,
         )
         for member in members:
-            member.take(state.key, size, AllocationKind.PART, transfer_id=copy.plan.transfer_id)
+            member.take(state.key, Allocation(AllocationKind.PART, size, transfer_id=copy.plan.transfer_id))
         for receiver in (decode, *members):
             self.expect_kv(receiver, copy)
         return copy

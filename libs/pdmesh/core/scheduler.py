@@ -380,7 +380,7 @@ class SchedulerCore:
         handlers.on_timed(MoveSent, self._move_sent)
         handlers.on_timed(MoveFailed, self._moves.failed)
         handlers.on(MembersSet, self._members_set)
-        handlers.on(PartLost, self._parts.lost_parts.heard)
+        handlers.on(PartLost, self._parts.lost_range)
         handlers.on(KvReleased, ends.released)
         handlers.on(KvLow, self._kv_low)
         self._operations.register(handlers)
@@ -466,7 +466,7 @@ class SchedulerCore:
             self._operations.next_deadline_s,
             self._handovers.next_deadline_s,
             self._fetches.next_deadline_s,
-            self._parts.lost_parts.next_deadline_s,
+            self._parts.next_deadline_s,
             self._modes.wake_s,
         )
         if self._wake_s <= self._now_s:

@@ -3,8 +3,12 @@
 The home is the instance where a context decodes. It hands a full range on to another instance, and an instance that
 stops hands the ranges that it holds to instances that stay. The range is copied while the request decodes. Once it has
 landed, the home gets the new list of members. When the home reports that it asks these members, the previous holder
-frees the range. If the copy fails before that, nothing changes. A lost range takes the same way, except that it is
-computed again (`pdmesh.core.copies.lost_parts`).
+frees the range. If the copy fails before that, nothing changes.
+
+A range whose holder was lost takes the same way, except that only its tokens are copied. The request is paused, and an
+instance with room for the range computes it again: it asks the holders of earlier ranges, as a decode would. Nothing
+else is computed again, and the request continues in the same epoch. A request that finds no room in time, or whose
+context loses ranges again and again, starts again from its transcript.
 """
 
 from __future__ import annotations
@@ -12,11 +16,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from math import inf
 
 from pdmesh.core.copies.decode_moves import MAX_AT_ONCE, MAX_FAILED
-from pdmesh.core.copies.lost_parts import LostParts
-from pdmesh.core.events import MembersSet
+from pdmesh.core.copies.receivers import do_without
+from pdmesh.core.events import MembersSet, PartLost
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.feasibility import could_place
 from pdmesh.core.instances.instance import InstanceState
@@ -28,14 +32,18 @@ from pdmesh.model import InstanceId, RequestKey, TransferId, TransferPurpose
 from pdmesh.plans import ResidentContext
 from pdmesh.policy.seams import DecodePlacement
 
+#: Longest pause of a request for an instance with room for its lost range. A holder that died has mostly been started
+#: again by then. A request that starts again elsewhere would need as many instances.
+FIND_ROOM_S = 30.0
+
 
 class Parts:
-    """Ranges on their way, and those that are to be."""
+    """Ranges of contexts, full ones and lost ones, and their ways to their next holders."""
 
     def __init__(self, mesh: MeshState) -> None:
         self._mesh = mesh
         self._full: dict[RequestKey, None] = {}  # hold more than a range where they decode
-        self.lost_parts = LostParts(mesh)
+        self._until_s: dict[RequestKey, float] = {}  # deadlines of lost ranges that no instance computes yet
 
     # --- who holds too much ---
 
@@ -52,7 +60,12 @@ class Parts:
 
     def serve(self, leaving: Sequence[InstanceId], placement: DecodePlacement, now_s: float) -> None:
         """Have computed what was lost; hand on what is full, and what instances that stop hold; after any event."""
-        self.lost_parts.serve(partial(self._begin, placement=placement), now_s)
+        for key, state in list(self._mesh.parts_lost.items()):
+            if self._mesh.find(key) is not state or state.lost_part is None:
+                del self._mesh.parts_lost[key]
+                self._until_s.pop(key, None)
+            elif state.outgoing is None:
+                self._serve_lost(state, state.lost_part, placement, now_s)
         for key in list(self._full):
             self._serve_full(key, placement)
         for instance_id in leaving:
@@ -91,6 +104,34 @@ class Parts:
                 and self._may_move(state)
             ):
                 self._begin(state, source, state.decode_ids.index(source.instance_id) - 1, placement)
+
+    # --- a range is lost ---
+
+    @property
+    def next_deadline_s(self) -> float:
+        """Infinite if no lost range waits for an instance."""
+        return min(self._until_s.values(), default=inf)
+
+    def lost_range(self, event: PartLost) -> None:
+        """Replace a holder of a range that gave no answer where the context decodes."""
+        state = self._mesh.find((event.request_id, event.epoch))
+        if state is None or state.decode_id != event.instance_id or event.number >= len(state.members):
+            self._mesh.ignore("PartLost")
+            return
+        member_id = state.members[event.number].instance_id
+        if state.needs(member_id):
+            do_without(self._mesh, state, member_id, f"instance {member_id} does not answer, which holds KV of it")
+
+    def _serve_lost(self, state: RequestState, number: int, placement: DecodePlacement, now_s: float) -> None:
+        assert state.phase is Phase.DECODING, f"{state.key} lacks a range, and is {state.phase}"
+        home = None if state.decode_id is None else self._mesh.instances.get(state.decode_id)
+        until_s = self._until_s.setdefault(state.key, now_s + FIND_ROOM_S)
+        may_begin = state.num_failed_moves < MAX_FAILED
+        is_heard = home is not None and home.reachable and not home.suspected
+        if may_begin and is_heard and home is not None and self._begin(state, home, number, placement):
+            del self._until_s[state.key]
+        elif now_s >= until_s or not may_begin:
+            self._mesh.restart(state, f"range {number} of its KV was lost, and no instance computes it again")
 
     @staticmethod
     def _may_move(state: RequestState) -> bool:
@@ -134,7 +175,7 @@ class Parts:
             source.shard(size, number * size),
             target.shard(size, number * size),
         )
-        target.take(state.key, size, AllocationKind.PART, transfer_id=copy.plan.transfer_id)
+        target.take(state.key, Allocation(AllocationKind.PART, size, transfer_id=copy.plan.transfer_id))
         before = state.members[:number] if is_lost else ()
         for member in before:
             mesh.set_places(member.instance_id, state.key, target.instance_id)

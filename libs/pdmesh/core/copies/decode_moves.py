@@ -90,18 +90,20 @@ class Moves:
         )
         target.take(
             state.key,
-            num_blocks,
-            AllocationKind.PROMISED,
-            max_blocks=allocation.max_blocks,
-            num_tokens=allocation.num_tokens,
-            long_tokens=allocation.long_tokens,
-            slo_tpot_s=allocation.slo_tpot_s,
-            transfer_id=move.plan.transfer_id,
-            chain=chain,
-            num_reused=num_reused,
-            tenant=state.request.tenant,
-            share=state.request.share,
-            num_elsewhere_tokens=allocation.num_elsewhere_tokens,
+            Allocation(
+                AllocationKind.PROMISED,
+                num_blocks,
+                max_blocks=allocation.max_blocks,
+                num_tokens=allocation.num_tokens,
+                long_tokens=allocation.long_tokens,
+                slo_tpot_s=allocation.slo_tpot_s,
+                transfer_id=move.plan.transfer_id,
+                tenant=state.request.tenant,
+                share=state.request.share,
+                num_elsewhere_tokens=allocation.num_elsewhere_tokens,
+            ),
+            chain,
+            num_reused,
         )
         for member in state.members:
             mesh.set_places(member.instance_id, state.key, target.instance_id)

@@ -99,13 +99,15 @@ class Fetches:
         for instance, num_reused in ((source, num_granules), (destination, num_there)):
             instance.take(
                 key,
-                num_blocks,
-                AllocationKind.FETCH,
-                transfer_id=copy.plan.transfer_id,
-                chain=chain,
-                num_reused=num_reused,
-                tenant=request.tenant,
-                share=request.share,
+                Allocation(
+                    AllocationKind.FETCH,
+                    num_blocks,
+                    transfer_id=copy.plan.transfer_id,
+                    tenant=request.tenant,
+                    share=request.share,
+                ),
+                chain,
+                num_reused,
             )
         mesh.commands.append(
             FetchKept(

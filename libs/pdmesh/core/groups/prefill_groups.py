@@ -34,7 +34,7 @@ from pdmesh.core.events import HelperJoined
 from pdmesh.core.groups.formation import Formation
 from pdmesh.core.groups.parallel_prefill import ParallelPrefill, in_flight_s
 from pdmesh.core.groups.recovery import GroupRecovery, tell_group
-from pdmesh.core.instances.allocations import AllocationKind
+from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests.phases import Phase
@@ -325,12 +325,14 @@ class GroupPlanner:
         keeps = bool(request.chain) and shard.num_blocks + num_idle_blocks <= helper.num_free_blocks
         helper.take(
             state.key,
-            shard.num_blocks,
-            AllocationKind.PREFILL,
-            long_tokens=long_tokens,
-            chain=request.chain if keeps else (),
-            tenant=request.tenant,
-            share=request.share,
+            Allocation(
+                AllocationKind.LEAVING,
+                shard.num_blocks,
+                long_tokens=long_tokens,
+                tenant=request.tenant,
+                share=request.share,
+            ),
+            request.chain if keeps else (),
         )
         mesh.commands.append(
             AdmitPrefill(

@@ -11,24 +11,20 @@ from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from typing import Self
 
-from pdmesh.core.instances.kept import NOTHING, HeldGranules
+from pdmesh.core.instances.kept import NOTHING
 from pdmesh.model import NO_TRANSFER, PartMember, TransferId
 
 
 class AllocationKind(IntEnum):
     """What a request has on an instance."""
 
-    PREFILL = auto()  # its prompt's KV, which moves away
+    LEAVING = auto()  # its KV, which moves away, or is freed soon: it decodes elsewhere, or will
     LOCAL = auto()  # its prompt's KV, which stays; room for its output, a seat
     PROMISED = auto()  # room and a seat for KV on its way (virtual usage)
     RESIDENT = auto()  # its KV and its seat: it decodes here
-    LEAVING = auto()  # its KV, freed soon: it decodes elsewhere now
     PART = auto()  # a range of its KV, or the room for that: it decodes elsewhere, with this
     FETCH = auto()  # of no request: granules on their way from one instance to another, on both
 
-
-#: Kinds of KV that does not stay.
-MOVES_AWAY = frozenset({AllocationKind.PREFILL, AllocationKind.LEAVING})
 
 #: Kinds of what decodes where it is, or will.
 HAVE_SEATS = frozenset({AllocationKind.LOCAL, AllocationKind.PROMISED, AllocationKind.RESIDENT})
@@ -51,7 +47,6 @@ class Allocation:
         max_blocks: int = 0,
         num_tokens: int = 0,
         transfer_id: TransferId = NO_TRANSFER,
-        granules: HeldGranules = NOTHING,
         tenant: str | None = None,
         share: int = 1,
         num_elsewhere_tokens: int = 0,
@@ -61,10 +56,10 @@ class Allocation:
         self.num_blocks = num_blocks
         self.long_tokens = long_tokens  # of the prompt, if it is long
         self.slo_tpot_s = slo_tpot_s
-        self.max_blocks = max_blocks  # that it may be granted as it grows
+        self.max_blocks = max(num_blocks, max_blocks)  # that it may be granted as it grows
         self.num_tokens = num_tokens  # that it was last heard to hold; 0: not yet
         self.transfer_id = transfer_id  # that is to bring its KV, or brought it
-        self.granules = granules  # of its prompt, that are kept for others as they are computed
+        self.granules = NOTHING  # of its prompt, that are kept for others as they are computed
         self.tenant, self.share = tenant, share  # whose it is, once it is known
         self.num_elsewhere_tokens = num_elsewhere_tokens  # of its context, whose KV others hold
         self.told_members = members  # that hold it, where an instance told of it
@@ -127,7 +122,7 @@ class AllocationSums:
         if kind is AllocationKind.PROMISED:
             self.num_seats_taken += sign
             self.num_promised_blocks += sign * num_blocks
-        elif kind in MOVES_AWAY:
+        elif kind is AllocationKind.LEAVING:
             self.num_prefilling += sign
         elif kind is AllocationKind.LOCAL:
             self.num_seats_taken += sign

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdmesh.core.instances.allocations import MOVES_AWAY, READ_BY_STEPS, Allocation, AllocationKind, AllocationSums
+from pdmesh.core.instances.allocations import READ_BY_STEPS, Allocation, AllocationKind, AllocationSums
 from pdmesh.core.instances.empty import EmptyInstance
 from pdmesh.core.instances.kept import NOTHING, KeptHere
 from pdmesh.core.instances.kept_where import KeptWhere
@@ -20,7 +20,6 @@ from pdmesh.model import (
     InstanceId,
     InstanceProfile,
     KvPart,
-    PartMember,
     PrefixHash,
     Request,
     RequestKey,
@@ -75,43 +74,14 @@ class OccupiedInstance(EmptyInstance):
     # --- what requests take and give back ---
 
     def take(
-        self,
-        key: RequestKey,
-        num_blocks: int,
-        kind: AllocationKind,
-        *,
-        max_blocks: int = 0,
-        num_tokens: int = 0,
-        long_tokens: int = 0,
-        slo_tpot_s: float | None = None,
-        transfer_id: TransferId = NO_TRANSFER,
-        chain: Sequence[PrefixHash] = (),
-        num_reused: int = 0,
-        tenant: str | None = None,
-        share: int = 1,
-        num_elsewhere_tokens: int = 0,
-        members: tuple[PartMember, ...] = (),
+        self, key: RequestKey, allocation: Allocation, chain: Sequence[PrefixHash] = (), num_reused: int = 0
     ) -> None:
-        """``max_blocks``: that it may be granted in all, if that is more.
+        """Give a request its blocks.
 
         ``chain`` are granules of its prompt, of which the first ``num_reused`` are kept, and it shares their blocks, or
         come from the tier.
         """
-        max_blocks = max(num_blocks, max_blocks)
-        allocation = Allocation(
-            kind,
-            num_blocks,
-            long_tokens=long_tokens,
-            slo_tpot_s=slo_tpot_s,
-            max_blocks=max_blocks,
-            num_tokens=num_tokens,
-            transfer_id=transfer_id,
-            granules=self.kept.begin(chain, num_reused, tenant, share),
-            tenant=tenant,
-            share=share,
-            num_elsewhere_tokens=num_elsewhere_tokens,
-            members=members,
-        )
+        allocation.granules = self.kept.begin(chain, num_reused, allocation.tenant, allocation.share)
         self.allocations[key] = allocation
         self._count(allocation, 1)
 
@@ -151,7 +121,7 @@ class OccupiedInstance(EmptyInstance):
     def defer(self, key: RequestKey, waits: bool) -> None:
         """Whether KV that is to move away waits for that."""
         allocation = self.allocations.get(key)
-        if allocation is not None and allocation.kind in MOVES_AWAY and allocation.waits != waits:
+        if allocation is not None and allocation.kind is AllocationKind.LEAVING and allocation.waits != waits:
             self.allocated.defer(allocation, waits)
             self._change()
 

@@ -13,7 +13,7 @@ from math import inf
 
 from pdmesh.core.commands import SetRole, StopInstance
 from pdmesh.core.copies.receivers import do_without
-from pdmesh.core.instances.allocations import HAVE_SEATS, MOVES_AWAY, AllocationKind
+from pdmesh.core.instances.allocations import HAVE_SEATS, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.revisions import can_serve, have_pair
 from pdmesh.core.mesh_state import MeshState
@@ -44,7 +44,7 @@ COME_BACK_S = 600.0
 
 #: What an instance may hold in its new role.
 _STAYS: dict[Role, Collection[AllocationKind]] = {
-    Role.PREFILL: (*MOVES_AWAY, AllocationKind.FETCH),
+    Role.PREFILL: (AllocationKind.LEAVING, AllocationKind.FETCH),
     Role.DECODE: (*HAVE_SEATS, AllocationKind.PART, AllocationKind.FETCH),
     Role.MIXED: tuple(AllocationKind),
 }

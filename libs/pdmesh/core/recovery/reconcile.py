@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from pdmesh.core.commands import Outcome
 from pdmesh.core.copies.receivers import do_without
-from pdmesh.core.instances.allocations import AllocationKind
+from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.recovery.orphans import Orphans
@@ -164,19 +164,21 @@ class Reconciler:
             num_elsewhere_tokens = len(resident.members) * instance.max_kv_tokens
             instance.take(
                 key,
-                resident.num_blocks,
-                AllocationKind.RESIDENT if resident.part is None else AllocationKind.PART,
-                max_blocks=num_blocks_for(
-                    max(0, resident.max_total_tokens - num_elsewhere_tokens), instance.block_size
+                Allocation(
+                    AllocationKind.RESIDENT if resident.part is None else AllocationKind.PART,
+                    resident.num_blocks,
+                    max_blocks=num_blocks_for(
+                        max(0, resident.max_total_tokens - num_elsewhere_tokens), instance.block_size
+                    ),
+                    num_tokens=resident.num_context_tokens,
+                    num_elsewhere_tokens=num_elsewhere_tokens,
+                    members=resident.members,
+                    transfer_id=resident.transfer_id,
+                    tenant=None if known is None else known.request.tenant,
+                    share=1 if known is None else known.request.share,
                 ),
-                num_tokens=resident.num_context_tokens,
-                num_elsewhere_tokens=num_elsewhere_tokens,
-                members=resident.members,
-                transfer_id=resident.transfer_id,
-                chain=resident.granules,
-                num_reused=len(resident.granules),
-                tenant=None if known is None else known.request.tenant,
-                share=1 if known is None else known.request.share,
+                resident.granules,
+                len(resident.granules),
             )
             being_freed = old is not None and key in old.allocations and old.allocations[key].freeing
             if resident.decoding and known is not None and known.move and known.move.target_id == instance_id:
