@@ -7,8 +7,8 @@ import random
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
+from pdmesh.core.requests.broker import TransferBroker
 from pdmesh.core.requests.copy import Copy
-from pdmesh.core.transfers.broker import TransferBroker
 from pdmesh.model import Epoch, IndexRange, InstanceId, KvPart, RequestId, RequestKey, TransferPurpose
 from pdmesh.plans import KvShard
 from pdmesh_testing.examples import examples

@@ -17,7 +17,7 @@ from pdmesh.core.events import Event
 from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.core.transfers.awaiting_decode import turn_of
+from pdmesh.core.waiting.awaiting_decode import turn_of
 from pdmesh.model import InstanceId, RequestKey, Role, TransferPurpose
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig

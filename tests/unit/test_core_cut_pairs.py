@@ -9,8 +9,8 @@ import pytest
 from pdmesh.core.commands import AdmitPrefill, Command, PlaceDecode, Restart
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import InstanceJoined, InstanceLost, RequestArrived, Tick, TokenLinkReported
+from pdmesh.core.instances.cut_pairs import MAX_PAIRS, CutPairs, have_way
 from pdmesh.core.operator_events import BundleChangeRequested
-from pdmesh.core.transfers.cut_pairs import MAX_PAIRS, CutPairs, have_way
 from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PrefixHash, RequestId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.core.events import InstanceLost, MoveSent, RequestArrived, Tick
-from pdmesh.core.transfers import link_rates
-from pdmesh.core.transfers.link_rates import MAX_LINKS, MEMORY_S, LinkRate, LinksAsMeasured, MeasuredLinks
+from pdmesh.core.instances import link_rates
+from pdmesh.core.instances.link_rates import MAX_LINKS, MEMORY_S, LinkRate, LinksAsMeasured, MeasuredLinks
 from pdmesh.model import Epoch, InstanceId, InstanceProfile, RequestId, TransferId
 from pdmesh_testing.core import CoreBench, a_request, a_view, named_profile
 

@@ -8,8 +8,8 @@ import pytest
 
 from pdmesh.core.commands import FreeKv, GrantTransfer, Restart, RunStep
 from pdmesh.core.events import RequestDropped
+from pdmesh.core.requests.broker import TransferBroker
 from pdmesh.core.requests.copy import Copy
-from pdmesh.core.transfers.broker import TransferBroker
 from pdmesh.model import Epoch, IndexRange, InstanceId, KvPart, RequestId, RequestKey, Role, TransferPurpose
 from pdmesh.plans import KvShard
 from pdmesh_testing.core import CoreBench, of

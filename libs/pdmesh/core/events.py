@@ -268,7 +268,7 @@ class TransferSent(RequestReport):
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed(RequestReport):
-    """A transfer that either side gave up: a deadline, no progress, a checksum. A source keeps its KV.
+    """A transfer that either side ended: a deadline, no progress, a checksum. A source keeps its KV.
 
     A destination does not.
     """

@@ -12,15 +12,15 @@ from pdmesh.core.commands import (
     Stop,
 )
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
+from pdmesh.core.instances.cut_pairs import CutPairs
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.revisions import NewRequestShares
 from pdmesh.core.outbox import Outbox
+from pdmesh.core.requests.broker import TransferBroker
 from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.request import RequestState
-from pdmesh.core.transfers.awaiting_decode import AwaitingDecode
-from pdmesh.core.transfers.broker import TransferBroker
-from pdmesh.core.transfers.cut_pairs import CutPairs
+from pdmesh.core.waiting.awaiting_decode import AwaitingDecode
 from pdmesh.core.waiting.computing import Computing
 from pdmesh.core.waiting.queue import WaitingQueue
 from pdmesh.model import (

@@ -51,7 +51,7 @@ class Outbox(Roster):
         home_id: InstanceId | None = None,
         members: tuple[PartMember, ...] = (),
     ) -> None:
-        """Tell a receiver, which has taken its blocks, what comes there, and what it is to give up for that."""
+        """Announce a copy to a receiver, whose blocks are taken, and name the granules that it evicts first."""
         self.commands.append(
             PlaceDecode(
                 instance_id=receiver.instance_id,
@@ -79,7 +79,7 @@ class Outbox(Roster):
                 )
 
     def stop(self, copy: Copy, how: Stop, *, told_by: InstanceId | None = None) -> None:
-        """Tell the sources of a copy to stop, but for the one that reported it (``told_by``)."""
+        """Stop a copy at its sources. The source ``told_by`` has reported the end itself."""
         for source_id in copy.source_ids:
             if source_id != told_by and source_id in self.instances:
                 self.commands.append(

@@ -9,9 +9,9 @@ from typing import Protocol
 from pdmesh.core.instances.allocations import Allocation
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.kept_where import KeptWhere
+from pdmesh.core.instances.link_rates import MeasuredLinks
 from pdmesh.core.instances.numbers import Numbers
 from pdmesh.core.instances.revisions import weights_for_new
-from pdmesh.core.transfers.link_rates import MeasuredLinks
 from pdmesh.model import GRANULE_TOKENS, InstanceId, Request, RequestKey
 
 

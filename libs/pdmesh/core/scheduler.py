@@ -69,6 +69,7 @@ from pdmesh.core.events import (
 from pdmesh.core.handlers import Handlers
 from pdmesh.core.instances.feasibility import unready_reason
 from pdmesh.core.instances.kv_growth import Growth
+from pdmesh.core.instances.link_rates import LinkRate
 from pdmesh.core.instances.revisions import RevisionView, revisions
 from pdmesh.core.integrity import check_integrity
 from pdmesh.core.mesh_state import MeshState
@@ -87,7 +88,6 @@ from pdmesh.core.requests.phases import Phase
 from pdmesh.core.requests.request import RequestView
 from pdmesh.core.steps.packer import Packer
 from pdmesh.core.steps.step_reports import StepReports
-from pdmesh.core.transfers.link_rates import LinkRate
 from pdmesh.core.waiting.fairness import TenantView
 from pdmesh.model import InstanceId, RequestId, RequestKey
 from pdmesh.policy.bundle import Bundle

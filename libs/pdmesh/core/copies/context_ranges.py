@@ -164,7 +164,7 @@ class Parts:
         target = mesh.nearest(source, source.part_blocks, able, cut, placement)
         if target is not None:
             self._hand_on(state, source, target, number)
-        return bool(with_room)  # else it waits for one that is silent for the moment, or for its turn there
+        return bool(with_room)  # without a target, the range waits for a silent instance, or for its turn there
 
     def _hand_on(self, state: RequestState, source: InstanceState, target: InstanceState, number: int) -> None:
         mesh, size = self._mesh, source.part_blocks
@@ -250,7 +250,7 @@ class Parts:
             return False
         if instance_id == copy.target_id:
             self._lose_target(state, copy)
-        elif not copy.has_landed:  # else it missed the acknowledgement
+        elif not copy.has_landed:  # otherwise the source missed the acknowledgement
             self._over(state, copy, told_by=instance_id)
         return True
 

@@ -131,7 +131,7 @@ class Moves:
     def sent(self, event: MoveSent) -> None:
         """Its target has acknowledged all of it, and goes on."""
         state = self._of(event)
-        if state is not None and state.move is not None:  # else the target told of it first
+        if state is not None and state.move is not None:  # otherwise the target reported the landing first
             self._mesh.land_move(state)
 
     def failed(self, event: MoveFailed, now_s: float) -> None:

@@ -21,7 +21,7 @@ from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.ranking import Decoders
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests.request import RequestState
-from pdmesh.core.transfers.awaiting_decode import Wanted
+from pdmesh.core.waiting.awaiting_decode import Wanted
 from pdmesh.model import InstanceId, Request, Role
 from pdmesh.policy.bundle import Bundle
 

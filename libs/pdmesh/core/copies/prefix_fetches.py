@@ -29,8 +29,8 @@ class Fetch(NamedTuple):
 
     copy: Copy
     wanted_by: RequestKey
-    arrives_s: float  # as predicted
-    until_s: float  # of no use after that
+    arrives_s: float  # predicted completion
+    until_s: float  # deadline after which the copy is useless
 
     @property
     def first_granule(self) -> PrefixHash:

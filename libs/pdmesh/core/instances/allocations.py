@@ -18,7 +18,7 @@ from pdmesh.model import NO_TRANSFER, PartMember, TransferId
 class AllocationKind(IntEnum):
     """What a request has on an instance."""
 
-    LEAVING = auto()  # its KV, which moves away, or is freed soon: it decodes elsewhere, or will
+    LEAVING = auto()  # KV of a request that decodes elsewhere, or will
     LOCAL = auto()  # its prompt's KV, which stays; room for its output, a seat
     PROMISED = auto()  # room and a seat for KV on its way (virtual usage)
     RESIDENT = auto()  # its KV and its seat: it decodes here
@@ -56,10 +56,10 @@ class Allocation:
         self.num_blocks = num_blocks
         self.long_tokens = long_tokens  # of the prompt, if it is long
         self.slo_tpot_s = slo_tpot_s
-        self.max_blocks = max(num_blocks, max_blocks)  # that it may be granted as it grows
+        self.max_blocks = max(num_blocks, max_blocks)  # upper limit of grants
         self.num_tokens = num_tokens  # that it was last heard to hold; 0: not yet
         self.transfer_id = transfer_id  # that is to bring its KV, or brought it
-        self.granules = NOTHING  # of its prompt, that are kept for others as they are computed
+        self.granules = NOTHING  # granules of its prompt, cached as they are computed
         self.tenant, self.share = tenant, share  # whose it is, once it is known
         self.num_elsewhere_tokens = num_elsewhere_tokens  # of its context, whose KV others hold
         self.told_members = members  # that hold it, where an instance told of it

@@ -78,7 +78,7 @@ class OccupiedInstance(EmptyInstance):
     ) -> None:
         """Give a request its blocks.
 
-        ``chain`` are granules of its prompt, of which the first ``num_reused`` are kept, and it shares their blocks, or
+        ``chain`` are granules of its prompt. The first ``num_reused`` are cached, and their blocks are shared, or they
         come from the tier.
         """
         allocation.granules = self.kept.begin(chain, num_reused, allocation.tenant, allocation.share)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.instances.learning import LatencyLearner
+from pdmesh.core.instances.link_rates import LinksAsMeasured
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import BatchingChangeRequested, BundleChangeRequested
-from pdmesh.core.transfers.link_rates import LinksAsMeasured
 from pdmesh.errors import ConfigError
 from pdmesh.model import InstanceProfile
 from pdmesh.policy.bundle import Bundle

@@ -10,8 +10,8 @@ from __future__ import annotations
 from pdmesh.core.copies.decode_moves import Moves
 from pdmesh.core.copies.receivers import do_without
 from pdmesh.core.events import TokenLinkReported
+from pdmesh.core.instances.cut_pairs import have_way
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.transfers.cut_pairs import have_way
 
 
 def on_token_link(mesh: MeshState, moves: Moves, event: TokenLinkReported, now_s: float) -> None:

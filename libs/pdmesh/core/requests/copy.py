@@ -1,11 +1,11 @@
 """A copy of KV as the core knows it: one object from its first command to its last acknowledgement.
 
 A copy is granted by handshake: a source has offered it and every destination has confirmed its reservation, so that no
-piece arrives before its receiver knows of it. It needs a backend of each destination (`pdmesh.core.transfers.broker`),
+piece arrives before its receiver knows of it. It needs a backend of each destination (`pdmesh.core.requests.broker`),
 and has them until its KV has landed there, or until all sources of a preempted request have stopped when they were
 asked to.
 
-Why KV is copied is decided in `pdmesh.core.copies`. What has happened is kept as facts; `Copy.state` follows from them.
+`pdmesh.core.copies` decides why KV is copied. A copy keeps facts, and `Copy.state` follows from them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CopyState(Enum):
 
 
 class Copy:
-    """One copy of KV. Its methods are its transitions; each may come late, or twice, from outside."""
+    """Copy of KV. The methods are transitions; each may come late, or twice, from outside."""
 
     def __init__(self, key: RequestKey, plan: TransferPlan, rank: int | None = None, chain: PrefixHashes = ()) -> None:
         """``rank`` is that of its request's first offer, if that was offered to an earlier receiver.

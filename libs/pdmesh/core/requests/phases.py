@@ -50,7 +50,7 @@ class Facts(NamedTuple):
     has_receiver: bool | None  # an instance where it decodes, or will
     has_transfer: bool | None
     has_group: bool | None
-    copies: bool | None  # it moves, or a range of its context is on its way
+    copies: bool | None  # the request, or a range of its context, is on its way to another instance
     is_planned: bool | None  # its whole prompt
 
 

@@ -50,10 +50,10 @@ class RequestState:
     prefill_shards: tuple[KvShard, ...] = ()  # where its prompt is computed; of a group, its leader
     decode_shards: tuple[KvShard, ...] = ()  # where it decodes; the same where it stays
     given_ids: tuple[InstanceId, ...] = ()  # the instances that ever had its prompt or its KV, and may speak of it
-    incoming: Copy | None = None  # that takes its KV from the ones to the others, or did
+    incoming: Copy | None = None  # brings or brought its KV to where it decodes
     rank_of_offer: int | None = None  # of its KV that has no receiver
     num_lost_receivers: int = 0
-    outgoing: Copy | None = None  # of it, or of a range of its context, to another instance while it decodes
+    outgoing: Copy | None = None  # takes it, or a range of its context, to another instance while it decodes
     num_failed_moves: int = 0  # of it, or of parts of it
     members: tuple[PartMember, ...] = ()  # that hold the first ranges of its context while it decodes, in their order
     lost_part: int | None = None  # the range whose member was lost, until another one has it
@@ -374,7 +374,7 @@ class RequestState:
         return (*members[:number], *copy.members, *members[number + 1 :])
 
     def hand_on_range(self, home: KvShard) -> None:
-        """The range that was on its way has its next holder; ``home`` is what there is now where it decodes."""
+        """Give the range that was on its way its next holder. ``home`` is the shard left where the request decodes."""
         self._go("hand_on_range", Phase.DECODING)
         copy, self.members = self.outgoing, self.next_members
         assert copy is not None, f"{self.key} has no part on its way"

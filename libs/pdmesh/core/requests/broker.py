@@ -149,7 +149,7 @@ class TransferBroker:
         return self._num_ranked
 
     def offer_again(self, copy: Copy) -> list[Copy]:
-        """A preempted request goes on. Nothing if its copy has not been offered yet."""
+        """Offer the copy of a preempted request that continues. Nothing if it has not been offered yet."""
         return [] if copy.rank is None else self.offer(copy)
 
     def reserve(self, copy: Copy, destination_id: InstanceId) -> list[Copy]:
@@ -259,7 +259,7 @@ class TransferBroker:
     # --- inside ---
 
     def _line_up(self, copy: Copy) -> list[Copy]:
-        """Grant what can be granted now that the copy may have come to wait."""
+        """Put a copy in line if only backends are missing, and grant copies of its first receiver."""
         if copy.is_waiting:
             self._join_line(copy)
         return self._grant(copy.plan.destinations[0].instance_id)
