@@ -70,7 +70,8 @@ class TransferReports:
             return
         state = mesh.requests[event.request_id]
         if copy.is_move:
-            mesh.land_move(state)
+            if state.move is copy:  # otherwise its source reported first
+                mesh.land_move(state)
         elif copy.is_of_part:
             self._parts.landed(state)
         elif copy.has_landed:
