@@ -34,8 +34,7 @@ import httpx
 
 from benchmarks.harness.report import heading
 from pdmesh_testing.checkpoints import TINY, write_checkpoint
-from pdmesh_testing.exactness import random_prompts
-from pdmesh_testing.host_load import StreamFailed, draw
+from pdmesh_testing.exactness import StreamFailed, random_prompts, streamed
 from pdmesh_testing.hosts import API_KEY, GATEWAY_PORT, Hosts, ip, running_hosts, why_no_hosts
 
 #: By host: what runs there.
@@ -114,7 +113,7 @@ async def follow(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: i
         last_s = now_s
 
     try:
-        await draw(client, prompt, max_tokens, came)
+        await streamed(client, "model", prompt, max_tokens, came)
         stream.ended = True
     except (httpx.HTTPError, StreamFailed) as error:
         stream.error = repr(error)[:200]

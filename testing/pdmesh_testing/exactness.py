@@ -5,8 +5,9 @@ Used by the end-to-end tests on a few meshes, and by ``benchmarks/exactness/exac
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -96,6 +97,74 @@ async def complete(
     assert response.status_code == 200, response.text
     choice = response.json()["choices"][0]
     return Answer(tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]), choice["text"])
+
+
+class StreamFailed(Exception):
+    """A stream was refused, or ended early or with an error."""
+
+
+async def streamed(
+    client: httpx.AsyncClient,
+    model: str,
+    prompt: Sequence[int],
+    max_tokens: int,
+    on_tokens: Callable[[list[int]], object] = lambda _: None,
+) -> list[int]:
+    """Return the token ids of a streamed greedy completion; call ``on_tokens`` with all of them after each event.
+
+    Raises StreamFailed, and what the client raises where the connection breaks.
+    """
+    body = {
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": True,
+    }
+    token_ids: list[int] = []
+    last = ""
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            raise StreamFailed((await response.aread()).decode())
+        async for line in response.aiter_lines():
+            last = line or last
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise StreamFailed(str(event["error"]))
+                for choice in event["choices"]:
+                    token_ids += choice["token_ids"]
+                on_tokens(token_ids)
+    if last != "data: [DONE]":
+        raise StreamFailed("the stream ended early")
+    return token_ids
+
+
+async def streamed_while(
+    client: httpx.AsyncClient,
+    model: str,
+    references: Sequence[Reference],
+    disturb: Callable[[], object],
+    *,
+    num_begun: int,
+) -> list[list[int]]:
+    """Stream all references at once, ``disturb`` when the first ``num_begun`` have begun, and return the token ids."""
+    got = [list[int]() for _ in references]
+    begun = [anyio.Event() for _ in references]
+
+    async def run(index: int) -> None:
+        prompt, num_tokens = references[index].prompt, len(references[index].token_ids)
+        got[index] = await streamed(client, model, prompt, num_tokens, lambda _: begun[index].set())
+
+    async with anyio.create_task_group() as tasks:
+        for index in range(len(references)):
+            tasks.start_soon(run, index)
+        for event in begun[:num_begun]:
+            await event.wait()
+        disturb()
+    return got
 
 
 async def mismatches(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 
 import anyio
 import httpx
 
 from pdmesh_testing.checkpoints import TINY
-from pdmesh_testing.exactness import random_prompts
+from pdmesh_testing.exactness import random_prompts, streamed
 from pdmesh_testing.hosts import API_KEY, GATEWAY_PORT, Hosts
 
 #: Instances without a model, whose decode steps take 20 ms: streams last.
@@ -39,49 +38,6 @@ async def client_of(hosts: Hosts, name: str) -> AsyncGenerator[httpx.AsyncClient
                 while (await client.get("/ready")).status_code != 200:  # noqa: ASYNC110  # nobody else could tell
                     await anyio.sleep(0.1)
                 yield client
-
-
-def completion(prompt: Sequence[int], max_tokens: int) -> dict[str, object]:
-    """The body of a streamed, greedy completion with its token ids."""
-    return {
-        "model": "model",
-        "prompt": list(prompt),
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-    }
-
-
-class StreamFailed(Exception):
-    """A stream was refused, or ended with an error."""
-
-
-async def draw(
-    client: httpx.AsyncClient,
-    prompt: Sequence[int],
-    max_tokens: int,
-    on_tokens: Callable[[list[int]], None] = lambda _: None,
-) -> list[int]:
-    """Return the token ids of one stream; ``on_tokens`` hears all that have come so far, with each event.
-
-    Raises StreamFailed, and what the client raises where the connection breaks.
-    """
-    body = completion(prompt, max_tokens)
-    token_ids: list[int] = []
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            raise StreamFailed((await response.aread()).decode())
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    raise StreamFailed(str(event["error"]))
-                for choice in event["choices"]:
-                    token_ids += choice["token_ids"]
-                on_tokens(token_ids)
-    return token_ids
 
 
 class HostLoad:
@@ -131,7 +87,7 @@ class HostLoad:
             if begun is not None and len(token_ids) >= NUM_BEGUN:
                 begun.set()
 
-        into[index] = await draw(client, self._prompts[index], max_tokens, drawn)
+        into[index] = await streamed(client, "model", self._prompts[index], max_tokens, drawn)
 
 
 @contextmanager

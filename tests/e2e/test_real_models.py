@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Generator
@@ -12,12 +11,11 @@ from itertools import cycle
 from pathlib import Path
 
 import anyio
-import httpx
 import pytest
 
 from pdmesh.errors import PdmeshError
 from pdmesh.model import OperationKind
-from pdmesh_testing.exactness import Reference, complete, mismatches, reference
+from pdmesh_testing.exactness import Reference, complete, mismatches, reference, streamed_while
 from pdmesh_testing.mesh import PATIENT, RunningMesh, running_mesh
 from pdmesh_testing.operating import operator_of
 from pdmesh_testing.real_models import real_model, recorded, token_ids
@@ -107,46 +105,14 @@ async def test_chunks_and_handovers_change_no_token(served: Served) -> None:
     assert mesh.total("num_stale_prefixes") == 0
 
 
-async def streamed(client: httpx.AsyncClient, model: str, expected: Reference, begun: anyio.Event) -> list[int]:
-    """Token ids of a streamed greedy completion; ``begun`` is set with the first of them."""
-    body = {
-        "model": model,
-        "prompt": list(expected.prompt),
-        "max_tokens": len(expected.token_ids),
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-    }
-    drawn: list[int] = []
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        assert response.status_code == 200, await response.aread()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line.removeprefix("data: "))
-                assert "error" not in event, event
-                drawn += [token_id for choice in event["choices"] for token_id in choice["token_ids"]]
-                begun.set()
-    return drawn
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0", "scheduler"])
 async def test_a_killed_process_changes_no_stream(served: Served, victim: str) -> None:
     mesh = served.mesh
     references = [served.reference(LICENSE[500 * number :], 60, num_tokens=40) for number in range(4)]
-    pid, got = mesh.pids()[victim], dict[int, list[int]]()
-    begun = [anyio.Event() for _ in references]
-
-    async def run(client: httpx.AsyncClient, index: int) -> None:
-        got[index] = await streamed(client, mesh.model, references[index], begun[index])
-
-    async with mesh.client() as client, anyio.create_task_group() as tasks:
-        for index in range(len(references)):
-            tasks.start_soon(run, client, index)
-        for event in begun[:2]:
-            await event.wait()
-        os.kill(pid, signal.SIGKILL)
+    pid = mesh.pids()[victim]
+    async with mesh.client() as client:
+        got = await streamed_while(client, mesh.model, references, lambda: os.kill(pid, signal.SIGKILL), num_begun=2)
     for index, expected in enumerate(references):
         if expected.smallest_margin > _TIE:
             assert tuple(got[index]) == expected.token_ids, f"stream {index}"

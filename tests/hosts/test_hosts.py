@@ -18,8 +18,8 @@ import pytest
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import GetStatus, InstanceStatus, MeshStatus
 from pdmesh_testing.checkpoints import TINY, write_checkpoint
-from pdmesh_testing.exactness import mismatches, random_prompts, reference
-from pdmesh_testing.host_load import LIMIT_S, MOST_TOKENS, NUM_STREAMS, STAND_IN, HostLoad, client_of, draw, log_of
+from pdmesh_testing.exactness import mismatches, random_prompts, reference, streamed
+from pdmesh_testing.host_load import LIMIT_S, MOST_TOKENS, NUM_STREAMS, STAND_IN, HostLoad, client_of, log_of
 from pdmesh_testing.hosts import GATEWAY_PORT, SCHEDULER_PORT, Hosts, running_hosts, until, why_no_hosts
 
 WHY_NOT = why_no_hosts()
@@ -208,7 +208,7 @@ async def test_the_page_leads_from_one_machine_to_three(tmp_path: Path, checkpoi
                 timeout=LIMIT_S,
                 trust_env=False,
             ) as client:
-                assert len(await draw(client, range(40), 5)) == 5
+                assert len(await streamed(client, "model", range(40), 5)) == 5
 
 
 def run_cli(arguments: Sequence[str]) -> str:
