@@ -12,7 +12,7 @@ from pdmesh.model import Role, num_blocks_for
 from pdmesh.plans import ChunkPlan, PrefillGroup
 from pdmesh.transport.kv_transport import KvTransport
 from pdmesh.wire.messages import Generation
-from pdmesh_testing.worker import RunningInstance, a_transfer, introduce, prompt_of, running_instance
+from pdmesh_testing.worker import RunningInstance, a_transfer, chunk_plans, introduce, prompt_of, running_instance
 
 #: Of all groups here.
 GROUP_CAPABILITY = 0x6E0B5
@@ -99,18 +99,4 @@ def regroup(
 
 def block_chunks(generation: Generation, block_size: int, sizes: Sequence[int], start: int = 0) -> list[ChunkPlan]:
     """The prompt from ``start`` on in chunks of so many blocks; the last size is repeated until it is used up."""
-    plans: list[ChunkPlan] = []
-    while start < generation.num_tokens:
-        num_tokens = min(sizes[min(len(plans), len(sizes) - 1)] * block_size, generation.num_tokens - start)
-        end = start + num_tokens
-        plans.append(
-            ChunkPlan(
-                request_id=generation.request_id,
-                epoch=generation.epoch,
-                start=start,
-                num_tokens=num_tokens,
-                is_last=end == generation.num_tokens,
-            )
-        )
-        start = end
-    return plans
+    return chunk_plans(generation, [size * block_size for size in sizes], start)

@@ -451,22 +451,19 @@ def with_prefix(generation: Generation, salt: bytes = b"") -> Generation:
 def chunk_plans(generation: Generation, sizes: Sequence[int], start: int = 0) -> list[ChunkPlan]:
     """The request's chunks from ``start`` on: of these sizes, the last one repeated until the prompt is used up."""
     plans: list[ChunkPlan] = []
-    for size in itertools.chain(sizes, itertools.repeat(sizes[-1])):
-        num_tokens = min(size, generation.num_tokens - start)
-        end = start + num_tokens
+    while start < generation.num_tokens:
+        end = min(start + sizes[min(len(plans), len(sizes) - 1)], generation.num_tokens)
         plans.append(
             ChunkPlan(
                 request_id=generation.request_id,
                 epoch=generation.epoch,
                 start=start,
-                num_tokens=num_tokens,
+                num_tokens=end - start,
                 is_last=end == generation.num_tokens,
             )
         )
         start = end
-        if start == generation.num_tokens:
-            return plans
-    raise AssertionError("unreachable")
+    return plans
 
 
 async def hand_over(
