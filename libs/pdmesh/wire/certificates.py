@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,6 @@ from pdmesh.config import SecurityConfig
 from pdmesh.errors import ConfigError
 from pdmesh.late_logger import late_logger
 from pdmesh.watched_file import WatchedFile
-
-#: Tags of DER.
-_VERSION = 0xA0
-_UTC_TIME = 0x17
-
-_END = "-----END CERTIFICATE-----"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,38 +122,12 @@ def expires_at(path: Path | None) -> float | None:
     """Return when a certificate ends, in Unix time; None if there is none, or it cannot be read."""
     if path is None:
         return None
+    from cryptography import x509  # few processes ask
+
     try:
-        first, end, _ = path.read_text().partition(_END)
-        return _not_after(ssl.PEM_cert_to_DER_cert(first + end))
-    except (OSError, ValueError, IndexError):
+        return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc.timestamp()
+    except (OSError, ValueError):
         return None
-
-
-def _not_after(der: bytes) -> float:
-    """Return the end of an X.509 certificate's validity (RFC 5280, 4.1). Raises ValueError or IndexError."""
-    (_, certificate), *_ = _parts(der)
-    (_, signed), *_ = _parts(certificate)
-    fields = [(tag, value) for tag, value in _parts(signed) if tag != _VERSION]  # its number, how it is signed, by whom
-    validity = fields[3][1]
-    tag, moment = _parts(validity)[1]
-    digits = moment.decode("ascii").removesuffix("Z")
-    if tag == _UTC_TIME:
-        digits = ("19" if digits >= "50" else "20") + digits
-    return datetime.strptime(digits, "%Y%m%d%H%M%S").replace(tzinfo=UTC).timestamp()
-
-
-def _parts(der: bytes) -> list[tuple[int, bytes]]:
-    """Return the tags and contents of the values that stand one after the other."""
-    parts: list[tuple[int, bytes]] = []
-    start = 0
-    while start < len(der):
-        tag, length, start = der[start], der[start + 1], start + 2
-        if length & 0x80:
-            size = length & 0x7F
-            length, start = int.from_bytes(der[start : start + size]), start + size
-        parts.append((tag, der[start : start + length]))
-        start += length
-    return parts
 
 
 def _read(path: Path) -> bytes:
