@@ -9,9 +9,7 @@ names and labels.
 
 from __future__ import annotations
 
-import secrets
 import zlib
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -21,10 +19,10 @@ import anyio.abc
 import structlog
 from prometheus_client import CollectorRegistry
 
-from pdmesh.cli.actuator import ask_of, follow
+from pdmesh.cli.actuator import LookingActuator
 from pdmesh.config import MeshConfig
 from pdmesh.core.commands import DesiredProcesses
-from pdmesh.core.operator_events import MAX_ENDED, UNKNOWN_PID, ActuatorReported, EndedProcess, FailedStart
+from pdmesh.core.operator_events import UNKNOWN_PID, ActuatorReported, EndedProcess, FailedStart
 from pdmesh.core.operators.actuators import number_of
 from pdmesh.errors import ConfigError
 from pdmesh.failures import describe_exit
@@ -34,9 +32,6 @@ from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
 from pdmesh_kubernetes.api import Forbidden, KubernetesApi, KubernetesError, open_kubernetes
 
 log = structlog.get_logger()
-
-#: Between two looks at the cluster.
-LOOK_S = 1.0
 
 #: For an answer of the API server.
 API_LIMIT_S = 10.0
@@ -77,16 +72,13 @@ class Pod(NamedTuple):
         return zlib.crc32(f"{self.uid}/{self.num_restarts}".encode())
 
 
-class KubernetesActuator:
-    """Does what the scheduler wants with the scale of StatefulSets. Implements `pdmesh.cli.actuator.Actuator`.
-
-    `look` has to be called again and again.
-    """
+class KubernetesActuator(LookingActuator):
+    """Does what the scheduler wants with the scale of StatefulSets."""
 
     def __init__(self, api: KubernetesApi, release: str) -> None:
+        super().__init__()
         self._api = api
         self._prefix = f"{release}-"
-        self._id = secrets.token_hex(8)
         self._sets: Mapping[str, PodSet] = {}
         self._pods: Mapping[str, Pod] = {}
         self._num_restarts: dict[str, int] = {}  # of each pod, by its uid, when it was first seen
@@ -94,11 +86,6 @@ class KubernetesActuator:
         self._deleting: set[str] = set()  # pods, by uid
         self._not_deleted: set[str] = set()  # those of which it was said that they could not be
         self._not_replaced: set[int] = set()  # processes, by pid: their pods may not be deleted, and still have to be
-        self._refused: set[InstanceId] = set()  # could not be started, and are still wanted
-        self._failed: list[FailedStart] = []  # of these, those of which the scheduler has not heard
-        self._ended: deque[EndedProcess] = deque(maxlen=MAX_ENDED)  # ends that the scheduler has not heard of
-        self._complaint = ""
-        self.changed = anyio.Event()
 
     # --- `pdmesh.cli.actuator.Actuator` ---
 
@@ -106,7 +93,7 @@ class KubernetesActuator:
         """Return which pods are there."""
         settled = {name: pod for name, pod in self._pods.items() if pod.is_ready and not pod.is_leaving}
         return ActuatorReported(
-            actuator_id=self._id,
+            actuator_id=self.actuator_id,
             processes=tuple(ManagedProcess(name=name, pid=pod.pid) for name, pod in settled.items()),
             unsettled=tuple(InstanceId(name) for name in self._pods if name not in settled),
             available_bytes=_PLENTY_BYTES,
@@ -117,13 +104,6 @@ class KubernetesActuator:
             outdated=tuple(InstanceId(name) for name, pod in settled.items() if self._is_outdated(name, pod)),
             grace_s=max((pod.grace_s for pod in self._pods.values()), default=0.0),
         )
-
-    def heard(self, report: ActuatorReported) -> None:
-        """Forget the failed starts and the ends of processes that the scheduler has heard of."""
-        del self._failed[: len(report.failed)]
-        for ended in report.ended:
-            with suppress(ValueError):  # later ends have taken its place
-                self._ended.remove(ended)
 
     def pursue(self, desired: DesiredProcesses, tasks: anyio.abc.TaskGroup) -> None:
         """Begin to change the scale of StatefulSets that have more pods, or fewer, than are wanted; delete pods."""
@@ -166,28 +146,11 @@ class KubernetesActuator:
         except Forbidden as error:
             self._not_replaced.add(pod.pid)
             self._failed.append(FailedStart(instance_id=InstanceId(name), reason=str(error)))
-            self._note_change()
+            self.note_change()
         except KubernetesError:
             pass  # tried again while it is wanted
 
-    def _refuse(self, starts: Sequence[InstanceId], reason: str) -> None:
-        self._refused.update(starts)
-        self._failed += [FailedStart(instance_id=each, reason=reason) for each in starts]
-        self._note_change()
-
     # --- the cluster ---
-
-    async def watch(self) -> None:
-        """Look at the cluster until cancelled."""
-        while True:
-            try:
-                await self.look()
-                self._complaint = ""
-            except KubernetesError as error:
-                if str(error) != self._complaint:
-                    log.error("cannot look at the cluster; trying again", reason=str(error))
-                self._complaint = str(error)
-            await anyio.sleep(LOOK_S)
 
     async def look(self) -> None:
         """Take note of StatefulSets and pods, and delete those that are to be made anew. Raises KubernetesError."""
@@ -220,7 +183,7 @@ class KubernetesActuator:
                 pods[name] = pod._replace(has_served=True)
         if (sets, pods) != (self._sets, self._pods):
             self._sets, self._pods = sets, pods
-            self._note_change()
+            self.note_change()
         for name, pod in pods.items():
             has_ended = pod.num_restarts > self._num_restarts[pod.uid] and not pod.is_ready
             if has_ended and self._is_outdated(name, pod):
@@ -246,10 +209,6 @@ class KubernetesActuator:
             self._not_deleted.add(pod.uid)
             raise
         log.info("deleted a pod, to be made from the present template", path=path)
-
-    def _note_change(self) -> None:
-        self.changed.set()
-        self.changed = anyio.Event()
 
 
 def _pod_set(found: Mapping[str, Any]) -> PodSet:
@@ -312,8 +271,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             registry, host=config.telemetry.metrics_host, port=kubernetes.metrics_port, security=config.security
         ) as metrics_port:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(actuator.watch)
-                tasks.start_soon(follow, actuator, ask_of(config))
+                tasks.start_soon(actuator.run, config)
                 context.announce(release=kubernetes.release, metrics_port=metrics_port)
                 await context.stopping.wait()
                 tasks.cancel_scope.cancel()

@@ -1,14 +1,17 @@
 """An actuator starts and stops processes for the scheduler: on one host, or in one cluster.
 
 `follow` polls the scheduler, and with each question says which processes run. The answer describes a state, not an
-action, so nothing is done twice if a question is lost or the scheduler restarts. To support another system, implement
-`Actuator` in a module of its own; `pdmesh.cli.supervisor_actuator` does it for ``pdmesh up``.
+action, so nothing is done twice if a question is lost or the scheduler restarts. To support another system, derive a
+class from `Actuator` in a module of its own; `pdmesh.cli.supervisor_actuator` does it for ``pdmesh up``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+import secrets
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 
 import anyio
 import anyio.abc
@@ -16,8 +19,9 @@ import structlog
 
 from pdmesh.config import MeshConfig
 from pdmesh.core.commands import DesiredProcesses
-from pdmesh.core.operator_events import ActuatorReported
+from pdmesh.core.operator_events import MAX_ENDED, ActuatorReported, EndedProcess, FailedStart
 from pdmesh.errors import PdmeshError
+from pdmesh.model import InstanceId
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import MAX_WAIT_S, FollowPools, PoolsDesired
 
@@ -26,30 +30,81 @@ log = structlog.get_logger()
 #: Between two questions to a scheduler that does not answer.
 AWAY_PAUSE_S = 1.0
 
+#: Between two looks at a system.
+LOOK_S = 1.0
 
-class Actuator(Protocol):
+
+class Actuator(ABC):
     """A system that can start and stop processes. There may be several, each with a prefix for instances' names."""
+
+    def __init__(self) -> None:
+        self.actuator_id = secrets.token_hex(8)
+        self._refused: set[InstanceId] = set()  # still wanted although their start failed
+        self._failed: list[FailedStart] = []  # failed starts that the scheduler has not heard of
+        self._ended: deque[EndedProcess] = deque(maxlen=MAX_ENDED)  # ends that the scheduler has not heard of
+        self._changed = anyio.Event()
 
     @property
     def changed(self) -> anyio.Event:
         """Set at the next change of what `report` says."""
-        ...
+        return self._changed
 
+    @abstractmethod
     def report(self) -> ActuatorReported:
         """Return which processes run, are being started or are ending, and how much memory is free.
 
         A process's ``pid`` may be any number that its predecessor of the same name did not have; an instance's is the
         one that it registers with. The last process of an instance that leaves is reported until its memory is free.
         """
-        ...
 
-    def heard(self, report: ActuatorReported) -> None:
-        """Forget the failed starts of a report: the scheduler has heard of them."""
-        ...
-
+    @abstractmethod
     def pursue(self, desired: DesiredProcesses, tasks: anyio.abc.TaskGroup) -> None:
         """Begin, in ``tasks``, what is desired and neither done nor begun. Never waits, and does not raise."""
-        ...
+
+    def heard(self, report: ActuatorReported) -> None:
+        """Forget the failed starts and the ends of processes that the scheduler has heard of."""
+        del self._failed[: len(report.failed)]
+        for ended in report.ended:
+            with suppress(ValueError):  # later ends have taken its place
+                self._ended.remove(ended)
+
+    def note_change(self) -> None:
+        """Let the scheduler have a new report."""
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    def _refuse(self, instance_ids: Iterable[InstanceId], reason: str) -> None:
+        """Report that instances could not be started; they are not tried again as long as they are wanted."""
+        for instance_id in instance_ids:
+            self._refused.add(instance_id)
+            self._failed.append(FailedStart(instance_id=instance_id, reason=reason))
+        self.note_change()
+
+
+class LookingActuator(Actuator):
+    """An actuator that learns of processes by looking at a system again and again."""
+
+    @abstractmethod
+    async def look(self) -> None:
+        """Take note of the processes. Raises PdmeshError."""
+
+    async def run(self, config: MeshConfig) -> None:
+        """Look at the system, and follow the scheduler of ``config``, until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch)
+            tasks.start_soon(follow, self, ask_of(config))
+
+    async def _watch(self) -> None:
+        complaint = ""
+        while True:
+            try:
+                await self.look()
+                complaint = ""
+            except PdmeshError as error:
+                if str(error) != complaint:
+                    log.error("cannot look at the processes; trying again", reason=str(error))
+                complaint = str(error)
+            await anyio.sleep(LOOK_S)
 
 
 #: Asks the scheduler; None if it does not answer.

@@ -7,7 +7,6 @@ ready file (``deploy/compose/compose.yaml``). Containers of other services are l
 from __future__ import annotations
 
 import json
-import secrets
 import subprocess
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,19 +18,16 @@ import anyio.abc
 import anyio.to_thread
 import structlog
 
-from pdmesh.cli.actuator import ask_of, follow
+from pdmesh.cli.actuator import LookingActuator
 from pdmesh.config import MeshConfig
 from pdmesh.core.commands import DesiredProcesses
-from pdmesh.core.operator_events import ActuatorReported, FailedStart
+from pdmesh.core.operator_events import ActuatorReported
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.host import free_host_bytes
 from pdmesh.model import InstanceId, ManagedProcess, PoolMember, Role
 from pdmesh.service import ServiceContext, run_service
 
 log = structlog.get_logger()
-
-#: Between two looks at the project.
-LOOK_S = 1.0
 
 #: For a command of Docker's, beside the time that it gives a process to end.
 COMMAND_LIMIT_S = 60.0
@@ -92,22 +88,16 @@ class Container(NamedTuple):
     last_pid: int = 0  # the number of the process before, whose ready file may be left
 
 
-class ComposeActuator:
-    """Does what the scheduler wants with containers of a project. Implements `pdmesh.cli.actuator.Actuator`.
-
-    `look` has to be called again and again.
-    """
+class ComposeActuator(LookingActuator):
+    """Does what the scheduler wants with containers of a project."""
 
     def __init__(self, docker: Docker = run_docker) -> None:
+        super().__init__()
         self._docker = docker
-        self._id = secrets.token_hex(8)
         self._containers: Mapping[str, Container] = {}  # ids are the keys
         self._starting: set[InstanceId] = set()
         self._leaving: set[str] = set()  # ids of containers
-        self._refused: set[InstanceId] = set()  # still wanted although their start failed
-        self._failed: list[FailedStart] = []  # failed starts that are not reported yet
         self._lock = anyio.Lock()  # guards `_containers`
-        self.changed = anyio.Event()
 
     # --- `pdmesh.cli.actuator.Actuator` ---
 
@@ -122,17 +112,13 @@ class ComposeActuator:
             else:
                 unsettled.append(each.instance_id)
         return ActuatorReported(
-            actuator_id=self._id,
+            actuator_id=self.actuator_id,
             processes=tuple(processes),
             unsettled=tuple(unsettled),
             available_bytes=free_host_bytes() or 0,
             failed=tuple(self._failed),
             grace_s=GRACE_S,
         )
-
-    def heard(self, report: ActuatorReported) -> None:
-        """Forget the failed starts that the scheduler has heard of."""
-        del self._failed[: len(report.failed)]
 
     def pursue(self, desired: DesiredProcesses, tasks: anyio.abc.TaskGroup) -> None:
         """Begin to make containers for missing instances, and to remove the containers of leaving instances."""
@@ -155,19 +141,6 @@ class ComposeActuator:
 
     # --- the project ---
 
-    async def watch(self) -> None:
-        """Look at the project until cancelled."""
-        complaint = ""
-        while True:
-            try:
-                await self.look()
-                complaint = ""
-            except DockerError as error:
-                if str(error) != complaint:
-                    log.error("cannot look at the containers; trying again", reason=str(error))
-                complaint = str(error)
-            await anyio.sleep(LOOK_S)
-
     async def look(self) -> None:
         """Take note of containers and their instances. Raises DockerError."""
         async with self._lock:
@@ -181,7 +154,7 @@ class ComposeActuator:
         self._leaving &= containers.keys()
         if containers != self._containers:
             self._containers = containers
-            self._note_change()
+            self.note_change()
 
     async def _seen(self, found: Mapping[str, Any]) -> Container:
         """Return a container as Docker describes it, with its instance once it has registered."""
@@ -228,11 +201,10 @@ class ComposeActuator:
                 self._containers = named
         except DockerError as error:
             log.error("cannot make containers", service=str(role), reason=str(error))
-            self._refused.update(names)
-            self._failed += [FailedStart(instance_id=name, reason=str(error)) for name in names]
+            self._refuse(names, str(error))
         finally:
             self._starting.difference_update(names)
-            self._note_change()
+            self.note_change()
 
     async def _until_none_leaves(self, role: Role) -> None:
         """Wait for removals: `docker compose up` would start a stopped container again."""
@@ -248,11 +220,7 @@ class ComposeActuator:
         except DockerError as error:
             log.error("cannot remove a container; trying again", reason=str(error))
             self._leaving.discard(container_id)
-            self._note_change()
-
-    def _note_change(self) -> None:
-        self.changed.set()
-        self.changed = anyio.Event()
+            self.note_change()
 
 
 def run_actuator(config: MeshConfig) -> int:
@@ -267,8 +235,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     actuator = ComposeActuator()
     await actuator.look()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(actuator.watch)
-        tasks.start_soon(partial(follow, actuator, ask_of(config)))
+        tasks.start_soon(actuator.run, config)
         context.announce()
         await context.stopping.wait()
         tasks.cancel_scope.cancel()

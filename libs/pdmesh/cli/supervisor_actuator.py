@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
-from contextlib import suppress
-
 import anyio
 import anyio.abc
 
-from pdmesh.cli.actuator import follow
+from pdmesh.cli.actuator import Actuator, follow
 from pdmesh.cli.processes import is_gateway
 from pdmesh.cli.supervisor import END_S, Service, Supervisor
 from pdmesh.core.commands import DesiredProcesses
-from pdmesh.core.operator_events import ActuatorReported, FailedStart
+from pdmesh.core.operator_events import ActuatorReported
 from pdmesh.errors import PdmeshError
 from pdmesh.host import free_host_bytes
 from pdmesh.model import InstanceId, ManagedProcess, PoolMember
@@ -23,32 +20,32 @@ async def follow_scheduler(supervisor: Supervisor, tasks: anyio.abc.TaskGroup) -
     await follow(SupervisorActuator(supervisor, tasks), supervisor.plan.follow)
 
 
-class SupervisorActuator:
-    """Does what the scheduler wants with a supervisor's children, which live in ``tasks``.
-
-    Implements `pdmesh.cli.actuator.Actuator`.
-    """
+class SupervisorActuator(Actuator):
+    """Does what the scheduler wants with a supervisor's children, which live in ``tasks``."""
 
     def __init__(self, supervisor: Supervisor, tasks: anyio.abc.TaskGroup) -> None:
+        super().__init__()
         self._supervisor = supervisor
+        self._ended = supervisor.ended
         self._plan = supervisor.plan
         self._tasks = tasks
-        self._id = secrets.token_hex(8)
         self._starting: dict[InstanceId, anyio.CancelScope] = {}
         self._replacing: set[int] = set()  # processes, by pid
         self._temporary: frozenset[InstanceId] = frozenset()
-        self._refused: set[InstanceId] = set()  # could not be started, and are still wanted
-        self._failed: list[FailedStart] = []  # of these, those of which the scheduler has not heard
 
     @property
     def changed(self) -> anyio.Event:
         """Set at the next change of a child."""
         return self._supervisor.changed
 
+    def note_change(self) -> None:
+        """Let the scheduler have a new report."""
+        self._supervisor.note_change()
+
     def report(self) -> ActuatorReported:
         """Return which children run, are being started or are ending."""
         return ActuatorReported(
-            actuator_id=self._id,
+            actuator_id=self.actuator_id,
             processes=tuple(
                 ManagedProcess(
                     name=service.instance_id,
@@ -66,16 +63,9 @@ class SupervisorActuator:
             available_bytes=free_host_bytes() or 0,
             name_prefix=self._plan.name_prefix,
             failed=tuple(self._failed),
-            ended=tuple(self._supervisor.ended),
+            ended=tuple(self._ended),
             grace_s=self._plan.drain_s() + END_S,
         )
-
-    def heard(self, report: ActuatorReported) -> None:
-        """Forget the failed starts and the ends of processes that the scheduler has heard of."""
-        del self._failed[: len(report.failed)]
-        for ended in report.ended:
-            with suppress(ValueError):  # later ends have taken its place
-                self._supervisor.ended.remove(ended)
 
     def pursue(self, desired: DesiredProcesses, tasks: anyio.abc.TaskGroup) -> None:
         """Begin what is neither done nor begun."""
@@ -124,9 +114,7 @@ class SupervisorActuator:
                 self._share()
         except PdmeshError as error:
             self._supervisor.say(f"{member.instance_id} could not be started: {error}")
-            self._refused.add(member.instance_id)
-            self._failed.append(FailedStart(instance_id=member.instance_id, reason=str(error)))
-            self._supervisor.note_change()
+            self._refuse([member.instance_id], str(error))
         finally:
             del self._starting[member.instance_id]
 
