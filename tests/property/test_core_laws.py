@@ -1137,7 +1137,6 @@ class MeshMachine(RuleBasedStateMachine):
         timeout_s: float,
         force: bool = False,
         request_id: RequestId | None = None,
-        may_be_judged: bool = True,
     ) -> OperationRequested:
         """One more, as an operator asks for it."""
         self.num_operations += 1
@@ -1149,7 +1148,6 @@ class MeshMachine(RuleBasedStateMachine):
             role=role if kind is OperationKind.ROLE else None,
             force=force,
             request_id=request_id,
-            judged=may_be_judged and self.num_operations % 2 == 0,
         )
 
     @rule(
@@ -1352,7 +1350,7 @@ class MeshMachine(RuleBasedStateMachine):
             instance.events.append(DrainRequested(instance_id, enabled=False))
             self.operate(OperationKind.UNDRAIN, instance_id, role=Role.MIXED, timeout_s=0.0, force=False)
             role, kind = self.last_role(instance_id), OperationKind.ROLE
-            last = self.operation(kind, instance_id, role=role, timeout_s=0.0, force=True, may_be_judged=False)
+            last = self.operation(kind, instance_id, role=role, timeout_s=0.0, force=True)
             instance.events.append(last)
             instance.do(instance.machine.report_load())
         for _ in range(1000):

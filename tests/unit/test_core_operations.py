@@ -21,8 +21,8 @@ from pdmesh.core.events import InstanceJoined, InstanceLost, Tick
 from pdmesh.core.operator_events import OperationCancelled, OperationRequested
 from pdmesh.core.operators.instance_operations import COME_BACK_S
 from pdmesh.core.operators.operation_records import MAX_ENDED
-from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, Role
-from pdmesh_testing.core import CoreBench, bench_of, named_profile, of
+from pdmesh.model import Epoch, InstanceId, OperationId, OperationKind, OperationState, RequestId, Resident, Role
+from pdmesh_testing.core import GATEWAY, CoreBench, bench_of, named_profile, of
 
 
 def asked_for(
@@ -191,13 +191,22 @@ def test_undrain_and_cancel_give_an_instance_its_old_role_again() -> None:
 def test_the_next_scheduler_knows_which_role_an_instance_had() -> None:
     bench = bench_of("p0", "d0", "d1")
     target = bench.decoding("a")
-    bench.feed(replace(asked_for("role", target, role="prefill", name="x"), judged=True))
+    bench.feed(asked_for("role", target, role="prefill", name="x"))
     (again,) = bench.core.desired.operations
     assert again.role_before is Role.DECODE
     after = CoreBench()
     after.feed(replace(again, again=True))
-    after.feed(InstanceJoined(replace(named_profile(target), role=Role.PREFILL), ()))
-    assert after.operation("x").detail.startswith("judged by"), "it has nothing left to leave"
+    resident = Resident(
+        request_id=RequestId("a"),
+        epoch=Epoch(0),
+        gateway_id=GATEWAY,
+        num_blocks=3,
+        num_context_tokens=9,
+        decoding=True,
+        max_total_tokens=11,
+    )
+    after.feed(InstanceJoined(replace(named_profile(target), role=Role.PREFILL), (resident,)))
+    assert (after.operation("x").state, after.operation("x").num_left) == (OperationState.RUNNING, 1)
     after.feed(OperationCancelled(OperationId("x")))
     assert next(iter(after.core.instances)).role is Role.DECODE
 

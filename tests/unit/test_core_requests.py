@@ -60,7 +60,7 @@ def test_a_request_that_is_handed_over_goes_through_its_phases() -> None:
     state.plan_chunk(InstanceId("p"), 0, 8)
     note()
     state.end_chunk(InstanceId("p"), 0)
-    state.draw_first_token(2.0)
+    state.draw_first_token()
     state.end_prompt()
     note()
     state.receive(to(state))

@@ -223,7 +223,7 @@ def next_flip(there: Sequence[InstanceStatus], wanted: PoolCounts) -> Flip | Non
 def apply_advice(asked: Asked, options: AdviceOptions, *, timeout_s: float) -> int:
     """Change one role as advised, unless the pools are good enough, and return the exit code.
 
-    The bundle stays, and no process is started or stopped. The scheduler undoes a change that makes things worse.
+    The bundle stays, and no process is started or stopped.
     """
     there = current_state(asked).instances
     advice = advise(recording_of(asked, options), options, Output.JSON, same_bundle=True)
@@ -248,7 +248,6 @@ def apply_advice(asked: Asked, options: AdviceOptions, *, timeout_s: float) -> i
         instance_id=flip.instance_id,
         timeout_s=timeout_s,
         role=flip.role,
-        judged=True,
     )
     return start(asked, requested)
 

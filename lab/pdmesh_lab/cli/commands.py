@@ -51,9 +51,7 @@ def replay(options: ReplayOptions, output: OutputFormat = Output.TABLE) -> None:
 def pool_advise(
     options: AdviceOptions,
     asked: Asked,
-    apply: Annotated[
-        bool, Option("--apply", help="Change the role of one instance as advised; undo it if that makes things worse.")
-    ] = False,
+    apply: Annotated[bool, Option("--apply", help="Change the role of one instance as advised.")] = False,
     timeout: Timeout = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Simulate other pools and bundles on recent requests, and print how many would have met the targets."""

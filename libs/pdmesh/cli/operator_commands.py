@@ -66,14 +66,10 @@ def role(
     to: Annotated[Literal["prefill", "decode", "mixed"], Argument(metavar="ROLE", help="prefill, decode or mixed.")],
     timeout: Timeout = DEFAULT_TIMEOUT_S,
     force: Force = False,
-    judge: Annotated[
-        bool,
-        Option("--judge/--no-judge", help="Undo the change if fewer requests meet their targets, or requests queue."),
-    ] = True,
     wait: Wait = True,
 ) -> None:
     """Change an instance's role, once requests that the new role cannot serve have ended or moved."""
-    _operate(asked, "role", instance, wait=wait, timeout_s=timeout, force=force, role=to, judged=judge)
+    _operate(asked, "role", instance, wait=wait, timeout_s=timeout, force=force, role=to)
 
 
 @app.command(example="pdmesh move chatcmpl-cd69 decode-1")

@@ -50,7 +50,6 @@ class OperationRequested:
     stopped_pid: int | None = None  # of the process that a restart had stopped already
     by_actuator: bool = False  # the same: to end that process was left to its actuator
     request_id: RequestId | None = None  # of a move
-    judged: bool = False  # a change of roles that makes things worse is taken back
     role_before: Role | None = None  # of one that is asked for again: the instance may have its new role already
     of_service: bool = False  # the same, of a restart: it is of a process that is no instance
 

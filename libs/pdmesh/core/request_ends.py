@@ -13,7 +13,6 @@ from pdmesh.core.events import KvReleased, RequestDropped, RequestFinished
 from pdmesh.core.instances.allocations import HAVE_SEATS, AllocationKind
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operators.bundle_choice import BundleChoice
-from pdmesh.core.operators.judging import Judge
 from pdmesh.core.recovery.reconcile import Reconciler
 from pdmesh.core.steps.step_reports import StepReports
 from pdmesh.model import NO_TRANSFER
@@ -26,7 +25,6 @@ class RequestEnds:
         self,
         mesh: MeshState,
         choice: BundleChoice,
-        judge: Judge,
         modes: Modes,
         steps: StepReports,
         fetches: Fetches,
@@ -37,7 +35,6 @@ class RequestEnds:
     ) -> None:
         self._mesh = mesh
         self._choice = choice
-        self._judge = judge
         self._modes = modes
         self._steps = steps
         self._fetches = fetches
@@ -56,8 +53,6 @@ class RequestEnds:
             return
         self._modes.finished(state, event.num_output_tokens)
         self._on_demand.ended(state, event.instance_id, event.num_output_tokens)
-        wait_s = None if state.placed_s is None else state.waited_s(now_s)
-        self._judge.finished(state.request, wait_s, state.first_token_s, event.num_output_tokens, now_s)
         # The one that reports frees its own KV; after the landing so do the sources, when they hear of it.
         spare = (event.instance_id, *(state.prefill_ids if state.decodes and state.incoming else ()))
         # Other holders of its context, and the target of a copy, hear it from here; a move may go back where it was.

@@ -78,7 +78,6 @@ from pdmesh.core.operators.actuators import Actuators
 from pdmesh.core.operators.all_operations import AllOperations
 from pdmesh.core.operators.bundle_choice import BundleChoice
 from pdmesh.core.operators.desired import DesiredState
-from pdmesh.core.operators.judging import Judge
 from pdmesh.core.operators.operation_records import OperationRecord
 from pdmesh.core.recovery.membership import Membership
 from pdmesh.core.recovery.reconcile import Reconciler
@@ -111,8 +110,7 @@ class SchedulerCore:
         self._moves = Moves(self._mesh)
         self._rebalancer = Rebalancer(self._mesh, self._moves)
         self._on_demand = OnDemandKv(self._mesh, self._rebalancer)
-        self._judge = Judge()
-        self._operations = AllOperations(self._mesh, self._moves, self._judge)
+        self._operations = AllOperations(self._mesh, self._moves)
         self._modes = Modes(self._mesh)
         self._handovers = HandOvers(self._mesh, config.max_queue_s)
         self._local_work = LocalWork(self._mesh, self._operations.on_instances.fixes_role)
@@ -131,7 +129,6 @@ class SchedulerCore:
             config,
             self._admission,
             self._reconciler,
-            self._judge,
             self._packer.prefill_groups,
             self._operations.may_instances_come,
         )
@@ -343,7 +340,6 @@ class SchedulerCore:
         ends = RequestEnds(
             self._mesh,
             self._choice,
-            self._judge,
             self._modes,
             self._steps,
             self._fetches,

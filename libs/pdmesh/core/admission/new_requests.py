@@ -15,7 +15,6 @@ from pdmesh.core.instances.revisions import have_pair
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operators.bundle_choice import BundleChoice
 from pdmesh.core.operators.instance_operations import COME_BACK_S
-from pdmesh.core.operators.judging import Judge
 from pdmesh.core.recovery.reconcile import Reconciler
 from pdmesh.core.requests.request import RequestState
 from pdmesh.model import GRANULE_TOKENS, RejectReason, Request, short_weights
@@ -31,7 +30,6 @@ class NewRequests:
         config: CoreConfig,
         admission: Admission,
         reconciler: Reconciler,
-        judge: Judge,
         prefill_groups: GroupPlanner,
         may_instances_come: Callable[[], bool],
     ) -> None:
@@ -40,7 +38,6 @@ class NewRequests:
         self._config = config
         self._admission = admission
         self._reconciler = reconciler
-        self._judge = judge
         self._prefill_groups = prefill_groups
         self._may_instances_come = may_instances_come
 
@@ -67,7 +64,6 @@ class NewRequests:
         if instance_id is not None:
             mesh.adopt(state, instance_id)
         elif self._is_full_for(state):
-            self._judge.refused(request, now_s)
             message = f"{len(mesh.queue)} requests are waiting"
             retry_after_s, reject_ttl_s = self._admission.when_full(state, bundle.order, now_s)
             mesh.reject(state, RejectReason.OVERLOADED, message, retry_after_s, reject_ttl_s=reject_ttl_s)
@@ -75,7 +71,6 @@ class NewRequests:
             message = f"{_length(request)} fit no instance"
             mesh.reject(state, RejectReason.TOO_LONG, message, None)
         elif (refusal := self._admission.refusal(state, bundle.order, now_s)) is not None:
-            self._judge.refused(request, now_s)
             message = (
                 f"its first token is predicted {refusal.predicted_s:.2g} s from now, later than {refusal.limit_s:g} s"
             )
@@ -125,7 +120,6 @@ class NewRequests:
                 else:
                     self._mesh.queue.postpone(state, now_s + self._config.max_queue_s)
             elif unready is None:
-                self._judge.refused(state.request, now_s)
                 message = f"no room for {self._config.max_queue_s:g} s"
                 self._mesh.reject(state, RejectReason.QUEUE_TIMEOUT, message, retry_after_s)
             else:

@@ -81,7 +81,6 @@ class HandOvers:
                 if bundle.local_decode is None or sums.decoding(kv_group, mesh.growth.mean_tokens, state.request):
                     self._closed.add(kv_group)
                 continue
-            state.find_room(now_s)
             step_slots.refresh([source] if receiver is None else [source, receiver, *members])
 
     def _receiver(self, state: RequestState, source: InstanceState, decoders: Decoders) -> InstanceState | None:

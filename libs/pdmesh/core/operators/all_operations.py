@@ -20,7 +20,6 @@ from pdmesh.core.operator_events import (
 from pdmesh.core.operators.actuators import Actuators
 from pdmesh.core.operators.desired import DesiredState
 from pdmesh.core.operators.instance_operations import Operations
-from pdmesh.core.operators.judging import Judge
 from pdmesh.core.operators.operation_records import OperationRecords
 from pdmesh.core.operators.pools import Pools
 from pdmesh.core.operators.replacements import Replacements
@@ -32,11 +31,11 @@ from pdmesh.model import OperationKind, Role
 class AllOperations:
     """Operations on instances, pools and processes, and what all of them need."""
 
-    def __init__(self, mesh: MeshState, moves: Moves, judge: Judge) -> None:
+    def __init__(self, mesh: MeshState, moves: Moves) -> None:
         self._mesh = mesh
         self.records = records = OperationRecords()
         self.actuators = actuators = Actuators(mesh)
-        self.on_instances = Operations(mesh, records, actuators, judge)
+        self.on_instances = Operations(mesh, records, actuators)
         self._request_moves = RequestMoves(mesh, records, moves)
         self._pools = Pools(mesh, records, actuators, self.on_instances)
         self._replacements = Replacements(records, actuators)

@@ -19,15 +19,6 @@ from pdmesh.core.instances.revisions import can_serve, have_pair
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import ActuatorReported, FailedStart, OperationRequested
 from pdmesh.core.operators.actuators import Actuators
-from pdmesh.core.operators.judging import (
-    COOL_DOWN_S,
-    JUDGE_S,
-    NUM_TO_JUDGE,
-    Judge,
-    Standing,
-    has_enough_data,
-    why_worse,
-)
 from pdmesh.core.operators.operation_records import TAKEN_BACK, OperationRecord, OperationRecords
 from pdmesh.model import (
     InstanceId,
@@ -58,13 +49,9 @@ class _Operation(OperationRecord):
     by_actuator: bool = False  # which ends it; else it was told to
     back_by_s: float = inf  # then the next one has joined
     role_before: Role | None = None  # of an instance that gets another one
-    changed_s: float | None = None  # when it got that; it is judged from then on
-    before: Standing | None = None  # how requests had fared by then
 
     @property
     def deadline_s(self) -> float:
-        if self.changed_s is not None:
-            return self.changed_s + JUDGE_S
         return self.back_by_s if self.has_moved_all else self.began_s + self.requested.timeout_s
 
     @property
@@ -96,12 +83,10 @@ class _Operation(OperationRecord):
 class Operations:
     """Operations on instances, at most one each. What operators want outlives instances and schedulers."""
 
-    def __init__(self, mesh: MeshState, records: OperationRecords, actuators: Actuators, judge: Judge) -> None:
+    def __init__(self, mesh: MeshState, records: OperationRecords, actuators: Actuators) -> None:
         self._mesh = mesh
         self._records = records
         self._actuators = actuators
-        self._judge = judge
-        self._taken_back_s: dict[InstanceId, float] = {}  # when a change of its role was
         self._running: dict[InstanceId, _Operation] = {}
         #: The operations whose outcome still holds, by instance: what a new scheduler has to be told.
         self._drains: dict[InstanceId, OperationRequested] = {}
@@ -142,10 +127,9 @@ class Operations:
         return self._running.get(instance_id)
 
     def fixes_role(self, instance_id: InstanceId) -> bool:
-        """Whether an operator chose the role of an instance, and not a change that the mesh judges and may undo."""
+        """Whether an operator chose the role of an instance."""
         running = self._running.get(instance_id)
-        asked = self._roles.get(instance_id), None if running is None else running.requested
-        return any(each is not None and each.role is not None and not each.judged for each in asked)
+        return instance_id in self._roles or (running is not None and running.requested.role is not None)
 
     def replaced_by(self, report: ActuatorReported) -> tuple[ManagedProcess, ...]:
         """Return the processes that an actuator is to replace: of empty instances that are restarted."""
@@ -164,7 +148,7 @@ class Operations:
         """Begin an operation on an instance, or refuse it before anything has changed."""
         operation = _Operation.of(requested, now_s)
         self._records.add(operation)
-        refusal = None if requested.again else self._refusal(requested, now_s)
+        refusal = None if requested.again else self._refusal(requested)
         if requested.kind in (OperationKind.RESIZE, OperationKind.ROLLING):
             refusal = "this operation is for the whole mesh, not for one instance"
         if refusal is not None:
@@ -179,7 +163,7 @@ class Operations:
             self._end(before, OperationState.DONE, "", now_s)
         elif before is not None:
             instance = self._mesh.instances.get(requested.instance_id)
-            if instance is not None and before.changed_s is None:
+            if instance is not None:
                 self._restore(before, instance)
             self._end(before, OperationState.CANCELLED, f"{requested.kind} came after it", now_s)
         if requested.kind is OperationKind.UNDRAIN:
@@ -228,8 +212,6 @@ class Operations:
             instance.set_closed(True, shut=True)
         if (operation := self._running.get(instance_id)) is None:
             return
-        if operation.changed_s is not None:
-            return  # it goes on being judged
         replaced = operation.requested.pid if operation.stopped_pid is None else operation.stopped_pid
         if replaced not in (None, instance.profile.pid):
             self._end(operation, OperationState.DONE, "", now_s)
@@ -261,9 +243,6 @@ class Operations:
                 if operation.deadline_s <= now_s:
                     self._end(operation, OperationState.FAILED, "the instance did not come back", now_s)
                 continue
-            if operation.changed_s is not None:
-                self._look_how_it_goes(operation, instance, now_s)
-                continue
             if operation.stopped_pid is not None:
                 if operation.deadline_s <= now_s:
                     instance.set_closed(instance.instance_id in self._drains)
@@ -282,7 +261,7 @@ class Operations:
 
     # --- what is asked for ---
 
-    def _refusal(self, requested: OperationRequested, now_s: float) -> str | None:
+    def _refusal(self, requested: OperationRequested) -> str | None:
         instances = self._mesh.instances
         instance = instances.get(requested.instance_id)
         if instance is None and requested.pid is None:
@@ -296,12 +275,6 @@ class Operations:
             )
         if instance is None or requested.kind is OperationKind.UNDRAIN or requested.force:
             return None
-        taken_back_s = self._taken_back_s.get(requested.instance_id)
-        if requested.judged and taken_back_s is not None and now_s < taken_back_s + COOL_DOWN_S:
-            return (
-                f"a change of {requested.instance_id}'s role was taken back {now_s - taken_back_s:.0f} s ago since it "
-                f"made things worse: wait until {COOL_DOWN_S:g} s have passed, or --force"
-            )
         others = [other for other in instances.values() if other is not instance and other.is_usable]
         if requested.role in (Role.MIXED, instance.role):
             return None  # it goes on with all that it does
@@ -330,7 +303,6 @@ class Operations:
         requested = operation.requested
         if requested.role is not None:
             operation.role_before = operation.role_before or instance.role
-            operation.before = operation.before or self._judge.before(now_s)
             self._set_role(instance, requested.role)
         elif requested.kind is not OperationKind.UNDRAIN:
             instance.set_closed(True)
@@ -374,10 +346,6 @@ class Operations:
                 self.use_again(instance)
             case OperationKind.ROLE:
                 self._roles[requested.instance_id] = requested
-                if requested.judged and operation.role_before is not requested.role:
-                    operation.changed_s = now_s
-                    self._records.tell(operation, f"judged by {NUM_TO_JUDGE} requests, or for {JUDGE_S:g} s")
-                    return
             case OperationKind.RESIZE | OperationKind.ROLLING | OperationKind.MOVE:
                 raise AssertionError(f"no {requested.kind} runs on one instance")
         self._end(operation, OperationState.DONE, "", now_s)
@@ -399,38 +367,10 @@ class Operations:
             instance.set_closed(True, shut=True)
         self._end(operation, OperationState.DONE, detail, now_s)
 
-    def _look_how_it_goes(self, operation: _Operation, instance: InstanceState, now_s: float) -> None:
-        """Take a change of roles back once it can be told that things are worse."""
-        assert operation.changed_s is not None
-        assert operation.before is not None
-        after = self._judge.after(operation.changed_s)
-        if not has_enough_data(after, operation.changed_s, now_s):
-            return
-        first = self._mesh.queue.first
-        waiting = [*([] if first is None else [first]), *self._mesh.awaiting_decode.values()]
-        longest_wait_s = max([state.waited_s(now_s) for state in waiting if not state.request.epoch], default=0.0)
-        worse = why_worse(operation.before, after, longest_wait_s)
-        if worse is None:
-            self._end(operation, OperationState.DONE, "", now_s)
-            return
-        assert operation.role_before is not None
-        self._taken_back_s[instance.instance_id] = now_s
-        self._end(operation, OperationState.FAILED, f"taken back: {worse}", now_s)
-        back = replace(
-            operation.requested,
-            operation_id=OperationId(f"{operation.requested.operation_id}/back"),
-            role=operation.role_before,
-            judged=False,
-            force=True,
-        )
-        self.request(back, now_s)
-
     def _restore(self, operation: _Operation, instance: InstanceState) -> None:
         """The instance is used as before."""
         instance.set_closed(instance.instance_id in self._drains)
         if operation.role_before is not None:
-            if operation.changed_s is not None:
-                self._roles.pop(instance.instance_id, None)
             self._set_role(instance, operation.role_before)
 
     def _set_role(self, instance: InstanceState, role: Role) -> None:

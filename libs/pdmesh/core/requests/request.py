@@ -61,8 +61,6 @@ class RequestState:
     rebalanced_s: float = -inf  # when it last began to move because of where it was
     resumed_s: float | None = None  # when it came, if that was not for the first time
     placed_s: float | None = None
-    first_token_s: float | None = None  # as its last chunk's step was reported
-    roomed_s: float | None = None  # when it had room to decode, if that was after its place
     num_planned_tokens: int = 0  # those that are reused among them
     num_reused_tokens: int = 0  # of its prompt, that were kept where it is computed; while it waits, that are anywhere
     held_tokens: int | None = None  # of its prompt at most, where it is computed, at once; None: all
@@ -127,16 +125,6 @@ class RequestState:
     def is_recovering(self) -> bool:
         """Whether a helper was lost, and what of its prompt is computed is not known yet."""
         return self.group is not None and self.group.is_recovering
-
-    def waited_s(self, now_s: float) -> float:
-        """Return seconds waited so far: in line, and for room to decode once the prompt was computed."""
-        if self.placed_s is None:
-            return now_s - self.request.arrival_s
-        waited_s = self.placed_s - self.request.arrival_s
-        if self.first_token_s is None:
-            return waited_s
-        until_s = self.roomed_s if self.decode_shards else now_s
-        return waited_s + (0.0 if until_s is None else max(0.0, until_s - self.first_token_s))
 
     @property
     def first_granule(self) -> PrefixHash | None:
@@ -263,10 +251,9 @@ class RequestState:
         self._go("give_back", Phase.PREFILLING)
         self.num_ranges_away = max(self.num_ranges_away, num_ranges)
 
-    def draw_first_token(self, now_s: float) -> None:
+    def draw_first_token(self) -> None:
         """Its leader has computed the last chunk of its prompt."""
         self._go("draw_first_token", Phase.PREFILLING)
-        self.first_token_s = now_s
 
     def end_prompt(self) -> None:
         """Its prompt is computed, and its KV is to move on."""
@@ -316,10 +303,6 @@ class RequestState:
         """Let the request decode where its prompt is computed, with this room."""
         self._go("keep", self.phase)
         self.prefill_shards = self.decode_shards = (shard,)
-
-    def find_room(self, now_s: float) -> None:
-        """Note when the request got room to decode."""
-        self.roomed_s = now_s
 
     def land(self) -> None:
         """Its whole KV is where it decodes."""

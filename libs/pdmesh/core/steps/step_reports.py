@@ -52,7 +52,7 @@ class StepReports:
                 continue
             is_computed = done.get(state.key) == chunk.num_tokens
             if chunk.is_last and is_computed:
-                state.draw_first_token(now_s)
+                state.draw_first_token()
                 self._admission.first_token(state, now_s)
             if is_computed and state.group is not None:
                 state.group.compute(event.instance_id, chunk.start, chunk.start + chunk.num_tokens)
