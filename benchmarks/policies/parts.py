@@ -1,9 +1,12 @@
 """What each part of the bundle `pdmesh` is worth: the same requests through the scheduling core without that part.
 
-A part that changes no figure of any workload has no reason to stay. One workload is a trace in which one of fifty
-prompts is made long; in the other, prompts begin alike. The mesh can hardly serve either rate.
+A part that changes no figure of any workload has no reason to stay. Of the Azure trace of conversations, one workload
+has one of twenty prompts made long, one leaves little room to decode, and one has more prompts than its prefill
+instance computes. The prompts of Mooncake's trace begin alike.
 
-    python -m benchmarks.policies.parts --conv azure_2023_conv.csv --turns mooncake_conversation.jsonl [--requests 500]
+    python -m benchmarks.policies.parts FOLDER [--workload room] [--requests 250]
+
+FOLDER has azure_2023_conv.csv and mooncake_conversation.jsonl.
 """
 
 from __future__ import annotations
@@ -61,7 +64,6 @@ WITHOUT: Mapping[str, Callable[[Bundle], Bundle]] = {
 class Workload:
     """Requests, and the mesh that serves them."""
 
-    name: str
     arrivals: Sequence[Arrival]
     mesh: MeshShape
 
@@ -77,14 +79,16 @@ def mesh(num_prefill: int, num_decode: int, num_kv_tokens: int) -> MeshShape:
     )
 
 
-def workloads(options: argparse.Namespace) -> list[Workload]:
-    conv = read_trace(options.conv, limit=options.requests)
-    long = with_long_inputs(conv, 98, (20_000, 60_000), random.Random(0))
-    turns = read_trace(options.turns, limit=options.requests)
-    return [
-        Workload("long prompts", with_rate_scaled(long, options.conv_rate), mesh(2, 2, 200_000)),
-        Workload("turns", with_rate_scaled(turns, options.turns_rate), mesh(4, 2, 400_000)),
-    ]
+def workloads(folder: Path, num_requests: int) -> dict[str, Workload]:
+    conv = read_trace(folder / "azure_2023_conv.csv", limit=num_requests)
+    turns = read_trace(folder / "mooncake_conversation.jsonl", limit=num_requests)
+    long = with_long_inputs(conv, 95, (20_000, 60_000), random.Random(0))
+    return {
+        "long": Workload(long, mesh(2, 2, 200_000)),
+        "room": Workload(with_rate_scaled(conv, 1.5), mesh(2, 2, 12_000)),
+        "prompts": Workload(with_rate_scaled(conv, 3.0), mesh(1, 3, 100_000)),
+        "turns": Workload(turns, mesh(4, 2, 400_000)),
+    }
 
 
 def simulated(workload: Workload, change: Callable[[Bundle], Bundle]) -> tuple[float, float, float]:
@@ -105,21 +109,21 @@ def simulated(workload: Workload, change: Callable[[Bundle], Bundle]) -> tuple[f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--conv", type=Path, required=True)
-    parser.add_argument("--turns", type=Path, required=True)
-    parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--conv-rate", type=float, default=1.0)
-    parser.add_argument("--turns-rate", type=float, default=1.0)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--workload", choices=("long", "room", "prompts", "turns"))
+    parser.add_argument("--requests", type=int, default=250)
     options = parser.parse_args()
     print(heading("What each part of `pdmesh` is worth: figures without it"))
-    for workload in workloads(options):
-        print(f"\n{workload.name}\n| without | mean TTFT, s | mean JCT, s | within targets |\n|---|---|---|---|")
+    for name, workload in workloads(options.folder, options.requests).items():
+        if options.workload not in (None, name):
+            continue
+        print(f"\n{name}\n| without | mean TTFT, s | mean JCT, s | within targets |\n|---|---|---|---|")
         whole: tuple[float, float, float] | None = None
-        for name, change in WITHOUT.items():
+        for part, change in WITHOUT.items():
             ttft_s, jct_s, share = found = simulated(workload, change)
             whole = whole or found
             more = f"{ttft_s / whole[0] - 1:+.1%} | {jct_s:.3f} {jct_s / whole[1] - 1:+.1%}"
-            print(f"| {name} | {ttft_s:.3f} {more} | {share:.1%} |", flush=True)
+            print(f"| {part} | {ttft_s:.3f} {more} | {share:.1%} |", flush=True)
 
 
 if __name__ == "__main__":
