@@ -30,7 +30,6 @@ from pdmesh.wire.messages import (
     AdminRequest,
     CancelOperation,
     CheckMesh,
-    ExpectInstances,
     FollowPools,
     GetDecisions,
     GetPolicies,
@@ -151,9 +150,8 @@ async def test_operators_have_tokens_and_scopes_of_their_own_and_changes_bear_th
             assert isinstance(await mesh.ask(GetPolicies(), operator_token="e"), Policies), "without the mesh token"
             refusal = await mesh.ask(SetPolicy(bundle="fcfs"), AdminError, operator_token="e")
             assert refusal.message.startswith("the operator 'eve' may not change the mesh")
-            for question in (FOLLOWING, ExpectInstances(instance_ids=())):
-                refusal = await mesh.ask(question, AdminError, operator_token="b")
-                assert "it needs the mesh token" in refusal.message, "an operator does not start processes"
+            refusal = await mesh.ask(FOLLOWING, AdminError, operator_token="b")
+            assert "it needs the mesh token" in refusal.message, "an operator does not start processes"
             assert isinstance(await mesh.ask(SetPolicy(bundle="fcfs"), operator_token="b"), Policies)
             inside = await mesh.ask(SetPolicy(bundle="sjf"), mesh_token="ours")
             assert isinstance(inside, AdminError), "a worker's token changes nothing"
@@ -187,7 +185,7 @@ async def test_each_question_and_change_is_for_those_who_may_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdmesh_scheduler.startup_grace.REGISTER_S", 0.0)  # none of those followed is there
-    ours: tuple[AdminRequest, ...] = (ExpectInstances(instance_ids=()), FOLLOWING)
+    ours: tuple[AdminRequest, ...] = (FOLLOWING,)
     kinds = [type(question) for question in (*ASKS, *CHANGES, *ours)]
     assert sorted(kinds, key=str) == sorted(get_args(AdminRequest), key=str), "a new message needs a place above"
     file = tmp_path / "operators.toml"

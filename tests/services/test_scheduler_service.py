@@ -35,6 +35,7 @@ from pdmesh.core.events import (
     TransferOffered,
     TransferSent,
 )
+from pdmesh.core.operator_events import ActuatorReported
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError, InstanceUnavailable, leaves
 from pdmesh.eventlog import EventLogReader, replay
@@ -58,7 +59,7 @@ from pdmesh.wire.link import GRPC_OPTIONS
 from pdmesh.wire.messages import (
     AdminError,
     EventMessage,
-    ExpectInstances,
+    FollowPools,
     GatewayDown,
     GatewayHeartbeat,
     Generation,
@@ -72,6 +73,7 @@ from pdmesh.wire.messages import (
     PeerGone,
     PeersHere,
     Policies,
+    PoolsDesired,
     RegisterWorker,
     RequestRecord,
     SetBatching,
@@ -882,12 +884,18 @@ async def test_a_wrong_setting_stops_the_start(settings: dict[str, Any], named: 
 
 
 async def test_gateways_hear_which_instances_are_coming_until_they_have_come() -> None:
+    def following(*coming: str) -> FollowPools:
+        report = ActuatorReported(
+            actuator_id="a", processes=(), available_bytes=0, coming=tuple(map(InstanceId, coming))
+        )
+        return FollowPools(report=report, revision=-1, wait_s=0.0)
+
     async with running() as mesh, mesh.gateway() as g:
-        await mesh.ask(ExpectInstances(instance_ids=(InstanceId("m"), InstanceId("other"))), MeshStatus)
+        await mesh.ask(following("m", "other"), PoolsDesired)
         assert (await g.expect(MeshStatus)).num_coming == 2
         async with mesh.worker(mixed()):
             assert (await g.expect(MeshStatus)).num_coming == 1
-            await mesh.ask(ExpectInstances(instance_ids=()))
+            await mesh.ask(following())
             assert (await g.expect(MeshStatus)).num_coming == 0
 
 

@@ -50,8 +50,6 @@ class Mesh:
         self.log_folder = folder
         self.events_file = folder / "events"
         self.said: list[str] = []
-        self.expected: list[list[str]] = []  # which instances the scheduler heard are coming
-        self.scheduler_hears = True
         self.asked: list[FollowPools] = []
         self.wanted: PoolsDesired | None = None  # None: no answer
         self.shares: dict[str, int] = {}  # of how many a worker takes its part
@@ -66,7 +64,6 @@ class Mesh:
             answers=self._answers,
             wait_ready=self._wait_ready,
             tend=self._tend,
-            expect=self._expect,
             start_timeout_s=DEADLINE_S,
             hang_s=hang_s,
             drain_s=lambda: drain_s,
@@ -100,12 +97,6 @@ class Mesh:
 
     async def _tend(self) -> None:
         pass
-
-    async def _expect(self, instance_ids: Sequence[str]) -> bool:
-        if self.scheduler_hears:
-            self.expected.append(list(instance_ids))
-        self._on_change(self.supervisor)
-        return self.scheduler_hears
 
     def _resized(self, spec: ChildSpec, num_workers: int) -> ChildSpec:
         self.shares[spec.name] = num_workers
@@ -297,23 +288,15 @@ async def test_a_child_that_does_not_drain_is_told_again_and_then_killed(
     ]
 
 
-async def test_the_scheduler_hears_which_instances_are_coming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that could not be told at first, and one that was started again itself."""
-    monkeypatch.setattr(supervisor_module, "TELL_AGAIN_S", 0.01)
+async def test_the_scheduler_hears_which_instances_are_coming(tmp_path: Path) -> None:
     mesh = Mesh(tmp_path)
     async with running(mesh):
-        mesh.scheduler_hears = False
         hold = tmp_path / "events.prefill-0.hold"
         hold.touch()
         os.kill(mesh.pid("prefill-0"), signal.SIGKILL)
-        await mesh.until(lambda: any(line.startswith("prefill-0 was killed") for line in mesh.said))
-        mesh.scheduler_hears = True
-        await mesh.until(lambda: mesh.expected == [["prefill-0"]])
-        os.kill(mesh.pid("scheduler"), signal.SIGKILL)
-        # One that is told as it starts is told again once it serves: it may not have heard.
-        await mesh.until(lambda: "scheduler serves again" in mesh.said and mesh.expected == [["prefill-0"]] * 3)
+        await mesh.until(lambda: bool(mesh.asked) and mesh.asked[-1].report.coming == ("prefill-0",))
         hold.unlink()
-        await mesh.until(lambda: mesh.expected[-1] == [])
+        await mesh.until(lambda: mesh.asked[-1].report.coming == ())
     assert "prefill-0 serves again" in mesh.said
 
 

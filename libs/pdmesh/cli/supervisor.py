@@ -45,9 +45,6 @@ END_S = ENDING_LIMIT_S + 5.0
 #: What those after the gateway have at least to drain, since their requests end with it.
 MIN_DRAIN_S = 5.0
 
-#: Between attempts to tell the scheduler which instances are coming, while it does not answer.
-TELL_AGAIN_S = 1.0
-
 EXIT_CONFIG = 2
 
 #: Of a log, quoted on the terminal.
@@ -285,8 +282,6 @@ class MeshPlan:
     tend: Callable[[], Awaitable[None]]
     start_timeout_s: float
     hang_s: float
-    #: Tell the scheduler which instances are being started again; whether it has heard.
-    expect: Callable[[Sequence[str]], Awaitable[bool]]
     #: How long requests may go on, asked when the mesh is told to stop.
     drain_s: Callable[[], float]
     #: Called as the mesh begins to drain: nothing new comes.
@@ -321,7 +316,6 @@ class Supervisor:
             else ForkServer(plan.fork_server, start_timeout_s=plan.start_timeout_s, say=say)
         )
         self._stop = anyio.Event()
-        self._told: list[str] = []  # which instances are coming, as the scheduler has last heard
         self._changed = anyio.Event()
         self.ended: deque[EndedProcess] = deque(maxlen=MAX_ENDED)
 
@@ -362,7 +356,6 @@ class Supervisor:
                 if self._fork_server is not None:
                     tasks.start_soon(self._fork_server.run)
                 tasks.start_soon(self._tend)
-                tasks.start_soon(self._keep_telling)
                 try:
                     await self._start(tasks)
                     async with anyio.create_task_group() as acting:
@@ -441,20 +434,7 @@ class Supervisor:
 
     def _on_event(self, service: Service, what: str) -> None:
         self._say(f"{service.name} {what}")
-        if service.name == self._plan.scheduler.name:
-            self._told = []  # the next one knows of nobody
         self.note_change()
-
-    async def _keep_telling(self) -> None:
-        """Keep the scheduler informed of which instances are coming."""
-        while True:
-            changed = self._changed
-            coming = [service.instance_id for service in self.workers if service.is_coming]
-            told = self._told
-            if coming != told and await self._plan.expect(coming) and self._told is told:  # else it was another one
-                self._told = coming
-            with anyio.move_on_after(TELL_AGAIN_S if coming != self._told else None):
-                await changed.wait()
 
     async def _tend(self) -> None:
         while True:

@@ -60,6 +60,7 @@ class SupervisorActuator(Actuator):
                 for service in self._supervisor.workers
                 if not service.facts or service.is_stopping
             ),
+            coming=tuple(InstanceId(each.instance_id) for each in self._supervisor.workers if each.is_coming),
             available_bytes=free_host_bytes() or 0,
             name_prefix=self._plan.name_prefix,
             failed=tuple(self._failed),

@@ -45,12 +45,12 @@ from pdmesh.config_sources import PREFIX, environment_of, to_dict
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.failures import describe_exit, sentence
 from pdmesh.host import num_usable_cores
-from pdmesh.model import InstanceId, PoolCounts, Role
+from pdmesh.model import PoolCounts, Role
 from pdmesh.rotation import cut_off
 from pdmesh.telemetry.log_lines import UnfailingStream
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.endpoint import bind_socket
-from pdmesh.wire.messages import ExpectInstances, FollowPools, PoolsDesired
+from pdmesh.wire.messages import FollowPools, PoolsDesired
 from pdmesh.worker.cores import create_cores_file
 
 #: Where no limit is set and none is told.
@@ -180,7 +180,6 @@ class MeshRun:
             answers=self._answers,
             wait_ready=wait_ready,
             tend=self._tend,
-            expect=self._expect,
             start_timeout_s=config.supervisor.start_timeout_s,
             hang_s=config.supervisor.hang_s,
             drain_s=self._drain_s,
@@ -197,16 +196,6 @@ class MeshRun:
         own = facts.get("own_address") or facts.get("http_address")
         address = own or f"{_host(self.config.telemetry.metrics_host)}:{facts['metrics_port']}"
         return await is_live(base_url(address, self.config.security), self.config.security)
-
-    async def _expect(self, instance_ids: Sequence[str]) -> bool:
-        assert self._supervisor is not None
-        address = str(self._supervisor.facts("scheduler")["address"])
-        message = ExpectInstances(instance_ids=tuple(InstanceId(instance_id) for instance_id in instance_ids))
-        try:
-            await ask_scheduler(address, self.config.security, message)
-        except PdmeshError:
-            return False  # it may have died, too
-        return True
 
     async def _follow(self, question: FollowPools) -> PoolsDesired | None:
         assert self._supervisor is not None

@@ -154,6 +154,7 @@ class ActuatorReported:
     actuator_id: str
     processes: tuple[ManagedProcess, ...]  # all that it keeps running
     unsettled: tuple[InstanceId, ...] = ()  # besides: their processes are being started, or end
+    coming: tuple[InstanceId, ...] = ()  # instances that served, and whose processes are started again
     available_bytes: Annotated[int, ANY_COUNT]  # of its host's memory
     name_prefix: str = ""  # of the ids of its instances
     failed: tuple[FailedStart, ...] = ()  # since it was last heard

@@ -41,7 +41,6 @@ from pdmesh.wire.messages import (
     CancelOperation,
     Change,
     CheckMesh,
-    ExpectInstances,
     FollowPools,
     GetDecisions,
     GetPolicies,
@@ -105,9 +104,7 @@ class Admin:
             metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
             if isinstance(question, Change):
                 answer = await self._change(question, metadata, context.peer())
-            elif isinstance(question, FollowPools | ExpectInstances) and not is_ours(
-                metadata, self.mesh_token.encode().hex()
-            ):
+            elif isinstance(question, FollowPools) and not is_ours(metadata, self.mesh_token.encode().hex()):
                 answer = AdminError(message="only the mesh's own services may send this: it needs the mesh token")
             else:
                 answer = await self._answer(question)
@@ -125,7 +122,6 @@ class Admin:
         | ListRequests
         | GetPolicies
         | GetDecisions
-        | ExpectInstances
         | ListOperations
         | WaitOperation
         | FollowPools,
@@ -150,9 +146,6 @@ class Admin:
                 return self._policies()
             case GetDecisions(start=start):
                 return self.decisions.page(start)
-            case ExpectInstances(instance_ids=instance_ids):
-                self.driver.expect(instance_ids)
-                return self.driver.state()
             case ListOperations():
                 return OperationList(operations=self.operations.all())
             case WaitOperation(operation_id=operation_id, num_left=num_left, wait_s=wait_s):

@@ -7,7 +7,7 @@ bug of ours: it ends the service rather than leave a wrong mesh state.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from time import perf_counter
@@ -38,6 +38,7 @@ from pdmesh.core.events import (
     RequestArrived,
     Tick,
 )
+from pdmesh.core.operator_events import ActuatorLost, ActuatorReported
 from pdmesh.core.requests.lives import Lives
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.eventlog import EventLogWriter
@@ -125,7 +126,6 @@ class Driver:
         self._num_operation_changes = 0
         self._wake_at_s: float | None = None
         self._wake_changed = anyio.Event()
-        self._coming: set[InstanceId] = set()  # being started again
         self._silent: set[InstanceId] = set()  # given up, and perhaps alive
         self._readiness: tuple[str | None, int, int, str | None] = ("", 0, 0, "")
 
@@ -245,10 +245,9 @@ class Driver:
             case GatewayJoined():
                 self._gateways.post(event.gateway_id, self.state())
             case InstanceJoined():
-                self._coming.discard(event.profile.instance_id)
                 self._silent.discard(event.profile.instance_id)
                 self._tell_readiness()
-            case InstanceUnreachable() | DrainRequested():
+            case InstanceUnreachable() | DrainRequested() | ActuatorReported() | ActuatorLost():
                 self._tell_readiness()
             case InstanceLost():
                 lost = self._profiles.pop(event.instance_id, None)
@@ -335,11 +334,6 @@ class Driver:
 
     # --- the mesh's state ---
 
-    def expect(self, instance_ids: Iterable[InstanceId]) -> None:
-        """Name the instances that are being started again, and no others, so that gateways may wait for them."""
-        self._coming = set(instance_ids)
-        self._tell_readiness()
-
     def wait_for(self, instance_id: InstanceId) -> None:
         """Let gateways wait for an instance that is about to be lost for its silence but may come back."""
         self._silent.add(instance_id)
@@ -382,7 +376,7 @@ class Driver:
 
     @property
     def _num_coming(self) -> int:
-        return len(self._coming | self._silent)
+        return len(self._core.actuators.coming | self._silent)
 
     def _tell_readiness(self) -> None:
         """Push the state to all gateways if what they act upon has changed."""

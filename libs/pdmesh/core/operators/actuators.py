@@ -76,6 +76,12 @@ class Actuators:
         """Instances that are kept running, and are not registered."""
         return [each for each in self.instance_ids if each not in self._mesh.instances]
 
+    @property
+    def coming(self) -> set[InstanceId]:
+        """Instances that served, are away, and whose processes are started again."""
+        named = {instance_id for report in self.there for instance_id in report.coming}
+        return {name for name in named if name not in self._mesh.instances or not self._mesh.instances[name].reachable}
+
     def may_run(self, instance_id: InstanceId) -> bool:
         """Whether there may be a process of an instance: its memory is not free then, though it has left."""
         reports = self._reports.values()

@@ -77,12 +77,6 @@ class SetPolicy(Message, frozen=True, kw_only=True):
     bundle: str
 
 
-class ExpectInstances(Message, frozen=True, kw_only=True):
-    """Name the instances that their supervisor is starting again, and no others; answered by a `MeshStatus`."""
-
-    instance_ids: tuple[InstanceId, ...]
-
-
 class SetBatching(Message, frozen=True, kw_only=True):
     """Switch the batching mode while serving, whatever the bundle."""
 
@@ -142,7 +136,6 @@ AdminRequest = (
     | GetDecisions
     | SetPolicy
     | SetBatching
-    | ExpectInstances
     | StartOperation
     | StartResize
     | StartRolling
