@@ -24,7 +24,7 @@ import pytest
 
 from pdmesh.apikeys import SCOPES, ApiKey, entry_of, hash_key
 from pdmesh.cli import doctor
-from pdmesh.cli.chat import ChatOptions, run_chat
+from pdmesh.cli.chat import run_chat
 from pdmesh.cli.doctor import (
     Severity,
     check_encryption,
@@ -36,6 +36,7 @@ from pdmesh.cli.doctor import (
     check_transports,
 )
 from pdmesh.cli.http import Target
+from pdmesh.cli.options import ChatOptions
 from pdmesh.cli.process_id import process_id
 from pdmesh.cli.request_view import requests_table
 from pdmesh.cli.run import _serves

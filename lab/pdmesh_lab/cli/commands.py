@@ -9,10 +9,10 @@ from typing import Annotated
 
 from typer import Exit, Option
 
-from pdmesh.cli.command_group import Commands
+from pdmesh.cli.command_group import Commands, takes
 from pdmesh.cli.operator_commands import DEFAULT_TIMEOUT_S, Timeout
 from pdmesh.cli.options import Asked, Output, OutputFormat, asks_scheduler
-from pdmesh_lab.cli.options import AdviceOptions, PlanOptions, ReplayOptions, SimulateOptions, takes
+from pdmesh_lab.cli.options import AdviceOptions, PlanOptions, ReplayOptions, SimulateOptions
 
 app = Commands("pdmesh")
 pool_app = Commands("pool")

@@ -1,20 +1,18 @@
 """The options of the commands that study a mesh: one field each, which also says how it is typed.
 
-`takes` makes a command's parameters of such a class, so that an option is declared once. Nothing here imports the
-simulator, because ``--help`` reads this module.
+`pdmesh.cli.command_group.takes` makes a command's parameters of such a class, so that an option is declared once.
+Nothing here imports the simulator, because ``--help`` reads this module.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-from pdmesh.cli.command_group import parameters_of, with_first
 from pdmesh.cli.options import Decode, Mixed, Prefill
 from pdmesh.units import parse_seconds
 
@@ -32,14 +30,6 @@ SloTpot = Annotated[float | None, _targets("--slo-tpot", help="Target for the ti
 PerfettoFile = Annotated[
     Path | None, _output(metavar="FILE.json", help="Write the instances' timelines, for ui.perfetto.dev.")
 ]
-
-T = TypeVar("T")
-P = ParamSpec("P")
-
-
-def takes(kind: Callable[..., T]) -> Callable[[Callable[Concatenate[T, P], None]], Callable[..., None]]:
-    """Decorate a command with an option for each field of the dataclass ``kind``, which the command gets first."""
-    return lambda command: with_first(command, kind, parameters_of(kind))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import typer
 from typer import Argument, Exit, Option
 
 from pdmesh import __version__
-from pdmesh.cli.command_group import Commands
+from pdmesh.cli.command_group import Commands, takes
 from pdmesh.cli.keys import app as keys_app
 from pdmesh.cli.operator_commands import app as operator_app
 from pdmesh.cli.operator_commands import ops_app, pool_app
@@ -25,7 +25,7 @@ from pdmesh.cli.options import (
     MODEL,
     PORT,
     Asked,
-    ClientKey,
+    ChatOptions,
     ConfigFile,
     Decode,
     Flag,
@@ -37,7 +37,6 @@ from pdmesh.cli.options import (
     Prefill,
     Scheduler,
     Settings,
-    Url,
     asks_quietly,
     asks_scheduler,
     configured,
@@ -48,7 +47,6 @@ from pdmesh.errors import ConfigError
 from pdmesh.units import parse_seconds
 
 if TYPE_CHECKING:  # ``--help`` needs no configuration
-    from pdmesh.cli.http import Target
     from pdmesh.config import MeshConfig
 
 
@@ -303,17 +301,16 @@ def policy_set(
 
 
 @app.command(example='pdmesh chat -m "Why separate prefill and decode?"')
+@takes(ChatOptions)
 def chat(
+    options: ChatOptions,
     name: Name = DEFAULT_NAME,
-    url: Url = None,
-    api_key: ClientKey = None,
-    model: Annotated[str | None, Option(help="Name of the served model. [default: the first one]")] = None,
-    system: Annotated[str | None, Option(help="A system message.")] = None,
-    max_tokens: Annotated[int, Option(min=1, help="Most tokens of an answer.")] = 512,
-    temperature: Annotated[float | None, Option(min=0, help="0: the likeliest tokens. [default: the model's]")] = None,
-    tools: Annotated[Path | None, Option(help="JSON file with a list of tools that the model may call.")] = None,
-    tool_choice: Annotated[
-        str | None, Option(help="auto, none, required, or the name of a tool. [default: auto]")
+    url: Annotated[
+        str | None, Option("--url", metavar="URL", help="Use this gateway, such as http://host:8000.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        Option(metavar="KEY", envvar="PDMESH_API_KEY", help="Key for the gateway; safer from the environment."),
     ] = None,
     message: Annotated[
         str | None, Option("--message", "-m", help="Send this message, print the answer and exit.")
@@ -322,17 +319,11 @@ def chat(
     settings: Settings = None,
 ) -> None:
     """Chat with the model. Ctrl-C stops an answer, Ctrl-D exits."""
-    from pdmesh.cli.chat import ChatOptions, run_chat
+    from pdmesh.cli.chat import run_chat
+    from pdmesh.cli.http import Target
 
-    options = ChatOptions(
-        model=model,
-        system=system,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        tools=tools,
-        tool_choice=tool_choice,
-    )
-    raise Exit(run_chat(_target(config, settings, name, url, api_key), options, message))
+    target = Target(Given(config, settings or (), {}).config(), state_folder(os.environ, name), url, api_key)
+    raise Exit(run_chat(target, options, message))
 
 
 @app.command(example="pdmesh doctor --mesh")
@@ -456,12 +447,6 @@ def version() -> None:
 app.infos |= operator_app.infos
 for group in (pool_app, ops_app, requests_app, policy_app, config_app, keys_app, tls_app):
     app.add_typer(group)
-
-
-def _target(config: Path | None, settings: list[str] | None, name: str, url: str | None, key: str | None) -> Target:
-    from pdmesh.cli.http import Target
-
-    return Target(Given(config, settings or (), {}).config(), state_folder(os.environ, name), url, key)
 
 
 def _run_service(name: str, config: MeshConfig) -> None:

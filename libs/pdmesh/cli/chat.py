@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,11 @@ import httpx
 import typer
 
 from pdmesh.cli.http import Target, refusal
+from pdmesh.cli.options import ChatOptions
 from pdmesh.errors import PdmeshError
 
 #: Between two pieces of an answer: a long prompt ahead of ours may take minutes.
 _READ_TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatOptions:
-    model: str | None = None  # default: the first served model
-    system: str | None = None
-    max_tokens: int = 512
-    temperature: float | None = None  # default: the model's own
-    tools: Path | None = None
-    tool_choice: str | None = None
 
 
 #: A message, as the API has it.

@@ -8,7 +8,7 @@ import inspect
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import typer
 from typer._coercion import RuntimeParam
@@ -46,6 +46,8 @@ _WANTED = {int: "a whole number", float: "a number", parse_seconds: "a duration 
 _METAVARS = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH", parse_seconds: "DURATION"}
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Commands(typer.Typer):
@@ -209,6 +211,11 @@ def with_first(
     by_name = [param.replace(kind=inspect.Parameter.KEYWORD_ONLY) for param in taken]
     run.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]
     return run
+
+
+def takes(kind: Callable[..., T]) -> Callable[[Callable[Concatenate[T, P], None]], Callable[..., None]]:
+    """Decorate a command with an option for each field of the dataclass ``kind``, which the command gets first."""
+    return lambda command: with_first(command, kind, parameters_of(kind))
 
 
 def _kind(param: TyperArgument | TyperOption) -> Callable[[str], Any]:

@@ -41,14 +41,6 @@ Scheduler = Annotated[
 Name = Annotated[str, Option("--name", metavar="NAME", help="Name of the mesh on this machine.")]
 OutputFormat = Annotated[Output, Option("-o", "--output", help="Output format: table for people, json for scripts.")]
 
-Url = Annotated[str | None, Option("--url", metavar="URL", help="Use this gateway, such as http://host:8000.")]
-ClientKey = Annotated[
-    str | None,
-    Option(
-        "--api-key", metavar="KEY", envvar="PDMESH_API_KEY", help="Key for the gateway; safer from the environment."
-    ),
-]
-
 # The pools of a mesh, real or simulated; `make_pools` has the defaults.
 Prefill = Annotated[
     int | None, Option("--prefill", min=0, rich_help_panel="Pools", help="Prefill instances. [default: 1]")
@@ -57,6 +49,20 @@ Decode = Annotated[
     int | None, Option("--decode", min=0, rich_help_panel="Pools", help="Decode instances. [default: 1]")
 ]
 Mixed = Annotated[int, Option("--mixed", min=0, rich_help_panel="Pools", help="Instances that prefill and decode.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """The options of a conversation."""
+
+    model: Annotated[str | None, Option(help="Name of the served model. [default: the first one]")] = None
+    system: Annotated[str | None, Option(help="A system message.")] = None
+    max_tokens: Annotated[int, Option(min=1, help="Most tokens of an answer.")] = 512
+    temperature: Annotated[float | None, Option(min=0, help="0: the likeliest tokens. [default: the model's]")] = None
+    tools: Annotated[Path | None, Option(help="JSON file with a list of tools that the model may call.")] = None
+    tool_choice: Annotated[str | None, Option(help="auto, none, required, or the name of a tool. [default: auto]")] = (
+        None
+    )
 
 
 @dataclass(frozen=True, slots=True)

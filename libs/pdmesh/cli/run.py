@@ -8,8 +8,9 @@ from pathlib import Path
 
 import typer
 
-from pdmesh.cli.chat import ChatOptions, run_chat
+from pdmesh.cli.chat import run_chat
 from pdmesh.cli.http import Target
+from pdmesh.cli.options import ChatOptions
 from pdmesh.cli.state_folder import DEFAULT_NAME, MeshRecord, StateFolder
 from pdmesh.config import MeshConfig
 from pdmesh.errors import ConfigError
