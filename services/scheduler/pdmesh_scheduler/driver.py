@@ -355,11 +355,6 @@ class Driver:
         """The settings that the core makes bundles from."""
         return self._core.policy
 
-    @property
-    def profiles(self) -> Sequence[InstanceProfile]:
-        """The profiles of the instances that are registered."""
-        return list(self._profiles.values())
-
     def state(self) -> MeshStatus:
         """Return the state that operators and gateways are told of."""
         return mesh_status(
