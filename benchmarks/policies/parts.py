@@ -1,7 +1,7 @@
 """What each part of the bundle `pdmesh` is worth: the same requests through the scheduling core without that part.
 
 A part that changes no figure of any workload has no reason to stay. Of the Azure trace of conversations, one workload
-has one of twenty prompts made long, one leaves little room to decode, and one has more prompts than its prefill
+has one of fifty prompts made long, one leaves little room to decode, and one has more prompts than its prefill
 instance computes. The prompts of Mooncake's trace begin alike.
 
     python -m benchmarks.policies.parts FOLDER [--workload room] [--requests 250]
@@ -82,7 +82,7 @@ def mesh(num_prefill: int, num_decode: int, num_kv_tokens: int) -> MeshShape:
 def workloads(folder: Path, num_requests: int) -> dict[str, Workload]:
     conv = read_trace(folder / "azure_2023_conv.csv", limit=num_requests)
     turns = read_trace(folder / "mooncake_conversation.jsonl", limit=num_requests)
-    long = with_long_inputs(conv, 95, (20_000, 60_000), random.Random(0))
+    long = with_long_inputs(conv, 98, (20_000, 60_000), random.Random(0))
     return {
         "long": Workload(long, mesh(2, 2, 200_000)),
         "room": Workload(with_rate_scaled(conv, 1.5), mesh(2, 2, 12_000)),
