@@ -466,13 +466,13 @@ def test_a_last_chunk_that_waited_in_vain_is_computed_again() -> None:
     bench.feed(InstanceLost(HELPER))
     while running.plans()[LEADER]:
         running.end_without(LEADER)
-    assert bench.core._mesh.requests[KEY[0]].first_token_s is None
+    assert not bench.core._mesh.requests[KEY[0]].is_computed
     assert bench.core.needs_prompt(KEY)
     assert next(chunk.start for _, chunk in chunks_of(prefix(bench, 1024))) < 1024, "it says more than it can have"
     assert first.chunks[0].start < 1024
     while running.plans()[LEADER]:
         running.end(LEADER)
-    assert bench.core._mesh.requests[KEY[0]].first_token_s is not None
+    assert bench.core._mesh.requests[KEY[0]].is_computed
     assert not of(Restart, bench.commands)
 
 
