@@ -111,7 +111,8 @@ class CopyRules:
 
     def _is_of_range(self, sequence: Sequence, transfer: TransferPlan) -> bool:
         """Return whether a transfer is for a range whose KV is here."""
-        return transfer.is_of_part and not transfer.is_of_lost_range and sequence.phase in (*DECODES, SeqPhase.HOLDING)
+        has_kv = sequence.phase in DECODES or sequence.phase is SeqPhase.HOLDING
+        return transfer.is_of_part and not transfer.is_of_lost_range and has_kv
 
     def _lost_range(self, sequence: Sequence, transfer: TransferPlan) -> int | None:
         """Return the number of the lost range that a transfer is for; None if no member of a context had the range."""
