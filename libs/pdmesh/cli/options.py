@@ -159,7 +159,7 @@ class Asked:
         """Do what `ask` does, without an event loop."""
         import anyio
 
-        return anyio.run(self.ask, question, *kinds)
+        return anyio.run(lambda: self.ask(question, *kinds))
 
 
 def new_operation_id() -> OperationId:
