@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from pdmesh_gateway.tools.answer_reader import Reader, Script
 
@@ -24,34 +25,29 @@ class CallableTool:
     schema: Mapping[str, Any]
 
 
-class ToolFormat(Protocol):
+class ToolFormat(ABC):
     """How a family of models writes calls."""
 
-    @property
-    def name(self) -> str:
-        """What the setting ``gateway.tool_format`` calls it."""
-        ...
+    #: Value of the setting ``gateway.tool_format``.
+    name: str
+    #: Texts that may be special tokens of the model's, and are shown to the reader even so.
+    markers: tuple[str, ...]
 
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Texts that may be special tokens of the model's, and are shown to the reader even so."""
-        ...
-
+    @abstractmethod
     def rules(self, tools: Sequence[CallableTool], marker: Callable[[str], str], *, most: int, free: bool) -> str:
         """Return Lark rules, of which ``answer`` is an answer with at least one call and at most ``most``.
 
         ``free``: with none too, and with text before and after, which is of the terminal ``TEXT``. ``marker`` writes a
         text that may be a special token.
         """
-        ...
 
+    @abstractmethod
     def read(self, reader: Reader, schemas: Mapping[str, Mapping[str, Any]]) -> Script[None]:
         """Read an answer's text and calls of tools that have these ``schemas`` by name."""
-        ...
 
     def template_call_id(self, call_id: str) -> str:
         """Return the id of a call as the family's templates accept it."""
-        ...
+        return call_id
 
 
 def literal(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pdmesh_gateway.reasoning import ReasoningMarkers
 from pdmesh_gateway.tools.answer_reader import MAX_NAME_CHARS, NAME_CHARS, SPACE, Reader, Script
-from pdmesh_gateway.tools.format import CallableTool, json_value, literal
+from pdmesh_gateway.tools.format import CallableTool, ToolFormat, json_value, literal
 
 CHANNEL, MESSAGE, CONSTRAIN = "<|channel|>", "<|message|>", "<|constrain|>"
 START, END, CALL, RETURN = "<|start|>", "<|end|>", "<|call|>", "<|return|>"
@@ -31,8 +31,8 @@ class _Header(NamedTuple):
     function: str
 
 
-class Harmony:
-    """Implements `ToolFormat`; an answer makes one call, by which it ends."""
+class Harmony(ToolFormat):
+    """An answer makes one call, by which it ends."""
 
     name = "harmony"
     markers = (CHANNEL, MESSAGE, CONSTRAIN, START, *_ENDS)
@@ -66,9 +66,6 @@ class Harmony:
                 reader.mark(len(reader.buffer))
                 header = None
         _end_reasoning(reader)
-
-    def template_call_id(self, call_id: str) -> str:
-        return call_id
 
 
 def _end_reasoning(reader: Reader) -> None:

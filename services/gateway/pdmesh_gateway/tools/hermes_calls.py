@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pdmesh_gateway.tools.answer_reader import NAME, SPACE, Ahead, Part, Reader, Script
-from pdmesh_gateway.tools.format import CallableTool, is_special, json_value, literal, repeated, without
+from pdmesh_gateway.tools.format import CallableTool, ToolFormat, is_special, json_value, literal, repeated, without
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -24,8 +24,8 @@ def json_call(tool: CallableTool, arguments: str) -> str:
     return f'{literal(head)} {json_value(tool.schema)} "}}"'
 
 
-class Hermes:
-    """Implements `ToolFormat`."""
+class Hermes(ToolFormat):
+    """Calls as objects between markers."""
 
     name = "hermes"
     markers = (OPEN, CLOSE)
@@ -50,9 +50,6 @@ class Hermes:
                 yield from reader.skip(SPACE, "}", SPACE, CLOSE)
             reader.writer.end_item()
             yield from reader.spaces()
-
-    def template_call_id(self, call_id: str) -> str:
-        return call_id
 
 
 def free_text(trigger: str, call: str, most: int, *hidden: str) -> str:

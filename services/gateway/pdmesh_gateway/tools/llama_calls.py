@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pdmesh_gateway.tools.answer_reader import SPACE, Maybe, Reader, Script
-from pdmesh_gateway.tools.format import CallableTool, is_special, literal, repeated
+from pdmesh_gateway.tools.format import CallableTool, ToolFormat, is_special, literal, repeated
 from pdmesh_gateway.tools.hermes_calls import json_call, json_head
 
 TAG = "<|python_tag|>"
 
 
-class Llama:
-    """Implements `ToolFormat`."""
+class Llama(ToolFormat):
+    """Calls as objects that are the whole answer."""
 
     name = "llama"
     markers = (TAG,)
@@ -38,9 +38,6 @@ class Llama:
             if head is None:
                 yield from reader.spaces()
         yield from reader.rest()
-
-    def template_call_id(self, call_id: str) -> str:
-        return call_id
 
 
 #: What a text must not begin with, because it would be read as a call.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pdmesh_gateway.tools.answer_reader import NAME, SPACE, Ahead, Capture, Reader, Script
-from pdmesh_gateway.tools.format import CallableTool, json_value, literal, repeated
+from pdmesh_gateway.tools.format import CallableTool, ToolFormat, json_value, literal, repeated
 from pdmesh_gateway.tools.hermes_calls import free_text, json_call, json_head
 
 OPEN, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -15,8 +15,8 @@ OPEN, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 NUM_ID_CHARS = 9
 
 
-class Mistral:
-    """Implements `ToolFormat`. ``by_name``: the later form."""
+class Mistral(ToolFormat):
+    """``by_name``: the later form."""
 
     markers = (OPEN, ID, ARGUMENTS)
 

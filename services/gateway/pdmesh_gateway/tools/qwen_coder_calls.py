@@ -13,7 +13,7 @@ import msgspec
 
 from pdmesh_gateway.items import ItemWriter
 from pdmesh_gateway.tools.answer_reader import NAME, SPACE, Capture, Maybe, Reader, Script
-from pdmesh_gateway.tools.format import CallableTool, json_value, literal, regex, repeated
+from pdmesh_gateway.tools.format import CallableTool, ToolFormat, json_value, literal, regex, repeated
 from pdmesh_gateway.tools.hermes_calls import free_text
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -24,8 +24,8 @@ PARAMETER, VALUE_END = "<parameter=", "</parameter>"
 _KEY = Capture(r"[^<>\n]")
 
 
-class QwenCoder:
-    """Implements `ToolFormat`."""
+class QwenCoder(ToolFormat):
+    """Calls with a marker around each parameter."""
 
     name = "qwen_coder"
     markers = (OPEN, CLOSE)
@@ -52,9 +52,6 @@ class QwenCoder:
             yield from _read_parameters(reader, schemas.get(head.captured[0], {}))
             reader.writer.end_item()
             yield from reader.spaces()
-
-    def template_call_id(self, call_id: str) -> str:
-        return call_id
 
 
 def _read_parameters(reader: Reader, schema: Mapping[str, Any]) -> Script[None]:
