@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from pdmesh_gateway.http.responses.background_responses import EventLog
 
@@ -34,48 +35,38 @@ class KeptResponse:
         return len(self.response) + len(self.input_items) + len(self.conversation) + items + events + _OVERHEAD_BYTES
 
 
-@dataclass(slots=True)
-class _Shelf:
-    """What is kept for one key, the oldest first."""
-
-    responses: OrderedDict[str, tuple[float, KeptResponse]] = field(
-        default_factory=OrderedDict[str, tuple[float, KeptResponse]]
-    )
-    num_bytes: int = 0
-
-    def remove(self, response_id: str) -> int:
-        """Return how many bytes that makes free."""
-        _, kept = self.responses.pop(response_id)
-        self.num_bytes -= kept.num_bytes
-        return kept.num_bytes
-
-
-class KeptResponses:
+class ResponseStore:
     """Keeps responses by tenant. Where there is no room, the tenant that has most gives up its oldest."""
 
     def __init__(self, max_bytes: int, clock: Callable[[], float]) -> None:
         self._max_bytes = max_bytes
         self._clock = clock
-        self._shelves: dict[str, _Shelf] = {}
-        self.num_bytes = 0
+        self._responses: dict[tuple[str, str], tuple[float, KeptResponse]] = {}  # by tenant and id, oldest first
+        self._items: dict[tuple[str, str], str] = {}  # id of the latest response by tenant and output item
+        self._num_bytes: Counter[str] = Counter()  # by tenant
 
     @property
     def keeps(self) -> bool:
         """Whether anything is kept at all."""
         return self._max_bytes > 0
 
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes that all responses count for."""
+        return self._num_bytes.total()
+
     def put(self, tenant: str, kept: KeptResponse) -> None:
         """Keep a response, unless it alone is too large."""
         if kept.num_bytes > self._max_bytes:
             return
-        shelf = self._shelves.setdefault(tenant, _Shelf())
-        shelf.responses[kept.response_id] = (self._clock(), kept)
-        shelf.num_bytes += kept.num_bytes
-        self.num_bytes += kept.num_bytes
-        self._expire()
+        self._responses[tenant, kept.response_id] = (self._clock(), kept)
+        self._items.update(((tenant, item_id), kept.response_id) for item_id in kept.output_items)
+        self._num_bytes[tenant] += kept.num_bytes
+        while next(iter(self._responses.values()))[0] < self._oldest_s:
+            self._remove(next(iter(self._responses)))
         while self.num_bytes > self._max_bytes:
-            most = max(self._shelves, key=lambda name: self._shelves[name].num_bytes)
-            self._remove(most, next(iter(self._shelves[most].responses)))
+            [(most, _)] = self._num_bytes.most_common(1)
+            self._remove(next(key for key in self._responses if key[0] == most))
 
     def put_events(self, tenant: str, response_id: str, events: EventLog) -> None:
         """Keep the events of a response with it, if it is kept and there is room for both."""
@@ -83,29 +74,24 @@ class KeptResponses:
             return
         whole = replace(kept, events=events)
         if whole.num_bytes <= self._max_bytes:
-            self._remove(tenant, response_id)
+            self._remove((tenant, response_id))
             self.put(tenant, whole)
 
     def get(self, tenant: str, response_id: str) -> KeptResponse | None:
         """Return a response of the tenant's own; None if it is not kept, or not any more."""
-        shelf = self._shelves.get(tenant)
-        entry = None if shelf is None else shelf.responses.get(response_id)
-        return None if entry is None or entry[0] < self._oldest_s else entry[1]
+        kept_s, kept = self._responses.get((tenant, response_id), (-math.inf, None))
+        return kept if kept_s >= self._oldest_s else None
 
     def item(self, tenant: str, item_id: str) -> bytes | None:
-        """Return an output item of the tenant's own, as JSON; the latest responses are looked at first."""
-        shelf = self._shelves.get(tenant)
-        if shelf is None:
-            return None
-        latest = reversed(shelf.responses.values())
-        found = (kept.output_items.get(item_id) for kept_s, kept in latest if kept_s >= self._oldest_s)
-        return next((item for item in found if item is not None), None)
+        """Return an output item of the tenant's own, as JSON; None if it is not kept, or not any more."""
+        kept = self.get(tenant, self._items.get((tenant, item_id), ""))
+        return None if kept is None else kept.output_items.get(item_id)
 
     def delete(self, tenant: str, response_id: str) -> bool:
         """Forget a response; False if there is none of the tenant's."""
         if self.get(tenant, response_id) is None:
             return False
-        self._remove(tenant, response_id)
+        self._remove((tenant, response_id))
         return True
 
     @property
@@ -113,14 +99,10 @@ class KeptResponses:
         """When those that are not too old were put here, at the earliest."""
         return self._clock() - KEPT_S
 
-    def _expire(self) -> None:
-        oldest_s = self._oldest_s
-        for tenant, shelf in list(self._shelves.items()):
-            while shelf.responses and next(iter(shelf.responses.values()))[0] < oldest_s:
-                self._remove(tenant, next(iter(shelf.responses)))
-
-    def _remove(self, tenant: str, response_id: str) -> None:
-        shelf = self._shelves[tenant]
-        self.num_bytes -= shelf.remove(response_id)
-        if not shelf.responses:
-            del self._shelves[tenant]
+    def _remove(self, key: tuple[str, str]) -> None:
+        _, kept = self._responses.pop(key)
+        for item_id in kept.output_items:
+            self._items.pop((key[0], item_id), None)
+        self._num_bytes[key[0]] -= kept.num_bytes
+        if not self._num_bytes[key[0]]:
+            del self._num_bytes[key[0]]

@@ -15,7 +15,7 @@ from pdmesh.model import RequestId
 from pdmesh_gateway.http.body import INLINE_BYTES, read_in_pieces
 from pdmesh_gateway.http.http_exchange import Exchange
 from pdmesh_gateway.http.responses.background_responses import BackgroundResponse, EventLog
-from pdmesh_gateway.http.responses.response_store import KeptResponse, KeptResponses
+from pdmesh_gateway.http.responses.response_store import KeptResponse, ResponseStore
 from pdmesh_gateway.http.responses.responses_protocol import InputItemList, ResponseDeleted
 from pdmesh_gateway.http.responses.responses_requests import ItemObject, kind_of
 from pdmesh_gateway.http.sse import KEEP_ALIVE
@@ -31,7 +31,7 @@ class StoredResponses:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self.kept = KeptResponses(serving.config.kept_responses_bytes, time.monotonic)
+        self.kept = ResponseStore(serving.config.kept_responses_bytes, time.monotonic)
         self.runs: dict[tuple[str, str], BackgroundResponse] = {}  # under way, by tenant and id
 
     def get(self, tenant: str, response_id: str, *, status: int = 404) -> KeptResponse:
