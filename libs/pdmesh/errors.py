@@ -40,7 +40,6 @@ class RequestRejected(PdmeshError):
         message: str,
         *,
         status: int = 400,
-        type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
@@ -49,11 +48,17 @@ class RequestRejected(PdmeshError):
         super().__init__(message)
         self.message = message
         self.status = status
-        self.type = type
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
         self.reject_ttl_s = reject_ttl_s
+
+    @property
+    def type(self) -> str:
+        """Type of the error in OpenAI's words, which follows from the status."""
+        if self.status == 429:
+            return "rate_limit_error"
+        return "server_error" if self.status >= 500 else "invalid_request_error"
 
 
 class InstanceUnavailable(PdmeshError):

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -20,7 +20,7 @@ from llguidance import LLMatcher, StructTag
 
 from pdmesh.errors import RequestRejected
 from pdmesh.grammars import MAX_GRAMMAR_BYTES
-from pdmesh_gateway.gbnf import Converted
+from pdmesh_gateway.grammar_process import GrammarProcess
 from pdmesh_gateway.protocol.sampling_fields import SamplingFields, StructuredOutputs
 from pdmesh_gateway.sampling import invalid
 from pdmesh_gateway.schemas import ANY_OBJECT, Obeyed
@@ -48,30 +48,6 @@ MAX_KEPT_SCHEMAS = 256
 MAX_WARNINGS = 16
 
 
-class GrammarJudge(Protocol):
-    """Compiles grammars. All but ``give_up`` block."""
-
-    def prepare(self) -> None:
-        """Return when `problem` can be asked, whatever that takes."""
-        ...
-
-    def problem(self, grammar: str) -> str | None:
-        """Return what is wrong with a grammar, in a sentence; None if it can be obeyed."""
-        ...
-
-    def obeyed(self, schema: Any) -> Obeyed | None:
-        """Return what of a schema can be obeyed; None if that takes too much time or memory."""
-        ...
-
-    def converted(self, text: str) -> Converted | None:
-        """Return a grammar from GBNF or Lark; None if that takes too much time or memory."""
-        ...
-
-    def give_up(self) -> None:
-        """Let a question that is being asked return soon."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerConstraint:
     """What a request asks for: a ``grammar``, or JSON that fits a ``schema``. ``param`` names the field.
@@ -89,9 +65,9 @@ class AnswerConstraint:
 
 
 class GrammarChecker:
-    """Checks grammars: each is compiled once, off the event loop."""
+    """Checks grammars: each is compiled once, off the event loop. All questions to ``judge`` block."""
 
-    def __init__(self, judge: GrammarJudge) -> None:
+    def __init__(self, judge: GrammarProcess) -> None:
         self._judge = judge
         self._problems: dict[bytes, str | None] = {}  # by digest
         self._obeyed: dict[bytes, Obeyed] = {}  # likewise

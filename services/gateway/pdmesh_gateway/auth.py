@@ -128,7 +128,6 @@ class Client:
         return RequestRejected(
             f"Rate limit reached for the key {self.name!r}: {limit}.",
             status=429,
-            type="rate_limit_error",
             code="rate_limit_exceeded",
             retry_after_s=retry_after_s,
         )

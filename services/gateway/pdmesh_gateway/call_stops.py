@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdmesh_gateway.items import ItemParser, ItemWriter
 from pdmesh_gateway.stop import StopFinder
 
 
-class CallStops:
-    """Implements `pdmesh_gateway.stop.Stops` with the answer's parser. Text that may become a call is held back."""
+class CallStops(StopFinder):
+    """Finds stop strings with the answer's parser. Text that may become a call is held back."""
 
-    def __init__(self, finder: StopFinder, parser: Callable[[ItemWriter], ItemParser]) -> None:
-        self.stops, self.include_stop = finder.stops, finder.include_stop
-        self._finder = finder
+    def __init__(self, stops: Sequence[str], include_stop: bool, parser: Callable[[ItemWriter], ItemParser]) -> None:
+        super().__init__(stops, include_stop)
         self._spans = _Spans()
         self._parser = parser(self._spans)
 
@@ -21,22 +20,22 @@ class CallStops:
         self._parser.push(text)
         return self._search(check=check)
 
-    def flush(self, *, is_cut: bool, check: bool = True) -> tuple[str, str | None]:
+    def flush(self, *, is_cut: bool = False, check: bool = True) -> tuple[str, str | None]:
         self._parser.end(is_cut=is_cut)
         shown, found = self._search(check=check)
-        return shown if found is not None else shown + self._finder.flush()[0], found
+        return shown if found is not None else shown + super().flush()[0], found
 
     def _search(self, *, check: bool) -> tuple[str, str | None]:
         """Return the text to show of all that was read and, if one was found, the stop string."""
         shown = ""
         for piece, is_text in self._spans.take_spans():
             if is_text:
-                more, found = self._finder.push(piece, check=check)
+                more, found = super().push(piece, check=check)
                 shown += more
                 if found is not None:
                     return shown, found
             else:  # no stop string reaches across a call
-                shown += self._finder.flush()[0] + piece
+                shown += super().flush()[0] + piece
         return shown, None
 
 

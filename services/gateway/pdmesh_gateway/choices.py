@@ -9,7 +9,7 @@ from pdmesh.model import FinishReason
 from pdmesh.wire.messages import TokenLogprobs, TokenOut
 from pdmesh_gateway.detokenizer import Detokenizer
 from pdmesh_gateway.request_transcript import Transcript
-from pdmesh_gateway.stop import Stops
+from pdmesh_gateway.stop import StopFinder
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,12 +25,20 @@ class Delta:
     stop_reason: int | str | None = None
     embedding: bytes = b""  # where one was asked for, and no text: see `pdmesh.wire.messages.TokenOut`
 
+    def extend(self, later: Delta) -> None:
+        """Add what came later, but not its text: the caller joins the pieces."""
+        self.token_ids += later.token_ids
+        self.text_offsets += later.text_offsets
+        self.logprobs += later.logprobs
+        if later.finish_reason is not None:
+            self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+
 
 class GenerationFailed(RequestRejected):
     """An instance could not go on with a generation."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, status=500, type="server_error", code="generation_failed")
+        super().__init__(message, status=500, code="generation_failed")
 
 
 class GrammarFailed(RequestRejected):
@@ -51,7 +59,7 @@ class Choice:
     index: int
     transcript: Transcript
     detokenizer: Detokenizer
-    stop: Stops
+    stop: StopFinder
     num_tokens: int = 0
     num_characters: int = 0  # of the text so far, with what stop strings hold back
     finish_reason: str | None = None

@@ -5,7 +5,7 @@ Dialects that give a conversation as blocks or items, rather than as messages, s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import anyio.to_thread
@@ -19,15 +19,19 @@ from pdmesh_gateway.templates import check_nesting, nested_too_deep
 INLINE_PARTS = 256
 
 
-async def built(convert: Callable[[], Conversation], *, num_parts: int, most: int, param: str) -> Conversation:
-    """Return what ``convert`` makes of so many pieces, at most ``most``, off the loop if they are many.
+async def built(
+    convert: Callable[[], Conversation], *, num_parts: int, most: int, param: str, num_messages: int | None = None
+) -> Conversation:
+    """Return what ``convert`` makes of so many pieces, off the loop if they are many.
 
-    Raises RequestRejected naming ``param``, also for values that are nested too deep.
+    Raises RequestRejected naming ``param`` for more than ``most`` messages, or pieces where messages are not counted,
+    and for values that are nested too deep.
     """
-    if not num_parts:
+    number, what = (num_parts, "parts") if num_messages is None else (num_messages, "messages")
+    if not number:
         raise invalid(param, f"`{param}` must not be empty.")
-    if num_parts > most:
-        raise invalid(param, f"`{param}` has {num_parts} parts; {most} are allowed.")
+    if number > most:
+        raise invalid(param, f"`{param}` has {number} {what}; {most} are allowed.")
 
     def checked() -> Conversation:
         try:
@@ -35,10 +39,19 @@ async def built(convert: Callable[[], Conversation], *, num_parts: int, most: in
         except RecursionError:
             raise nested_too_deep(param) from None
         check_nesting(conversation.messages, param)
-        check_nesting([tool.parameters for tool in conversation.tools], "tools")
         return conversation
 
     return checked() if num_parts <= INLINE_PARTS else await anyio.to_thread.run_sync(checked)
+
+
+def reasoning_variables(given: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
+    """Return a template's variables, with those that an ``effort`` of reasoning sets unless they are given."""
+    variables = dict(given or {})
+    if effort is not None:
+        variables.setdefault("reasoning_effort", effort)
+        if effort == "none":
+            variables.setdefault("enable_thinking", False)
+    return variables
 
 
 class TurnBuilder:

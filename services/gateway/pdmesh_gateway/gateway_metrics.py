@@ -88,13 +88,19 @@ class GatewayMetrics:
         self.latencies = RecentLatencies()
         self.registry = CollectorRegistry()
 
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(f"{PREFIX}:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+        aliased: list[Collector] = []  # metrics with a second name, which is vLLM's
 
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"{PREFIX}:{name}", text, ["model_name"], registry=self.registry)
+        def histogram(name: str, text: str, buckets: Sequence[float], *, has_alias: bool = True) -> Histogram:
+            made = Histogram(f"{PREFIX}:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+            aliased.extend([made] if has_alias else [])
+            return made.labels(model)
 
-        ttft = histogram(
+        def counter(name: str, text: str, *, has_alias: bool = True) -> Counter:
+            made = Counter(f"{PREFIX}:{name}", text, ["model_name"], registry=self.registry)
+            aliased.extend([made] if has_alias else [])
+            return made.labels(model)
+
+        self._ttft = histogram(
             "time_to_first_token_seconds", "From a request's submission to its first token.", _TTFT_BUCKETS
         )
         itl = LoopHistogram(
@@ -103,36 +109,41 @@ class GatewayMetrics:
             _ITL_BUCKETS,
             self.registry,
         )
-        tpot = histogram(
+        aliased.append(itl)
+        self._itl = itl.of(model)
+        self._tpot = histogram(
             "request_time_per_output_token_seconds",
             "Per request: from its first to its last token, per token after the first.",
             _ITL_BUCKETS,
         )
-        e2e = histogram("e2e_request_latency_seconds", "From a request's submission to its last token.", _E2E_BUCKETS)
-        decode = histogram(
+        self._e2e = histogram(
+            "e2e_request_latency_seconds", "From a request's submission to its last token.", _E2E_BUCKETS
+        )
+        self._decode = histogram(
             "request_decode_time_seconds", "Per request: from its first to its last token.", _E2E_BUCKETS
         )
-        prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _LENGTH_BUCKETS)
-        output_length = histogram("request_generation_tokens", "Output tokens of a request.", _LENGTH_BUCKETS)
-        asked_tokens = histogram("request_params_max_tokens", "Output tokens that a request may have.", _LENGTH_BUCKETS)
-        asked_choices = histogram("request_params_n", "Choices of a client's request.", (1, 2, 5, 10, 20))
-        longest = histogram(
+        self._prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _LENGTH_BUCKETS)
+        self._output_length = histogram("request_generation_tokens", "Output tokens of a request.", _LENGTH_BUCKETS)
+        self._asked_tokens = histogram(
+            "request_params_max_tokens", "Output tokens that a request may have.", _LENGTH_BUCKETS
+        )
+        self._asked_choices = histogram("request_params_n", "Choices of a client's request.", (1, 2, 5, 10, 20))
+        self._longest = histogram(
             "request_max_num_generation_tokens", "Output tokens of a request's longest choice.", _LENGTH_BUCKETS
         )
-        self._asked_tokens = asked_tokens.labels(model)
-        self._asked_choices = asked_choices.labels(model)
-        self._longest = longest.labels(model)
-        prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
         output_tokens = _OutputTokens(model, self.latencies)
         self.registry.register(output_tokens)
-        cache_queries = counter(
+        aliased.append(output_tokens)
+        self._cache_queries = counter(
             "prefix_cache_queries", "Prompt tokens of finished requests, which could have been cached."
         )
-        cache_hits = counter("prefix_cache_hits", "Of these, the tokens whose KV was there before.")
-        restarts = counter("request_restarts", "Requests resumed after a loss.")
-        retractions = counter("num_preemptions", "Requests resumed because other requests needed their KV memory.")
-        preempted = histogram("request_num_preemptions", "Preemptions of a request, until it ended.", (1, 2, 5, 10, 20))
-        self._preempted = preempted.labels(model)
+        self._cache_hits = counter("prefix_cache_hits", "Of these, the tokens whose KV was there before.")
+        self.restarts = counter("request_restarts", "Requests resumed after a loss.", has_alias=False)
+        self.retractions = counter("num_preemptions", "Requests resumed because other requests needed their KV memory.")
+        self._preempted = histogram(
+            "request_num_preemptions", "Preemptions of a request, until it ended.", (1, 2, 5, 10, 20)
+        )
         rejections = Counter(
             f"{PREFIX}:admission_rejections",
             "Requests refused for want of room or time, by reason.",
@@ -142,24 +153,12 @@ class GatewayMetrics:
         self._rejections = {
             reason: rejections.labels(model, reason) for reason in (RejectReason.OVERLOADED, RejectReason.QUEUE_TIMEOUT)
         }
-        refusal = histogram(
+        self._refusal = histogram(
             "request_refusal_seconds",
             "Time from a request's headers to its refusal for lack of room or time.",
             _REFUSAL_BUCKETS,
+            has_alias=False,
         )
-        self._refusal = refusal.labels(model)
-        self._ttft = ttft.labels(model)
-        self._itl = itl.of(model)
-        self._tpot = tpot.labels(model)
-        self._e2e = e2e.labels(model)
-        self._decode = decode.labels(model)
-        self._prompt_length = prompt_length.labels(model)
-        self._output_length = output_length.labels(model)
-        self._prompt_tokens = prompt_tokens.labels(model)
-        self._cache_queries = cache_queries.labels(model)
-        self._cache_hits = cache_hits.labels(model)
-        self._restarts = restarts.labels(model)
-        self._retractions = retractions.labels(model)
         self._success = Counter(
             f"{PREFIX}:request_success",
             "Generations that ended, by outcome.",
@@ -175,7 +174,7 @@ class GatewayMetrics:
         self._responses = Counter(
             f"{PREFIX}:http_requests", "HTTP responses.", ["path", "status"], registry=self.registry
         )
-        self._ignored = Counter(
+        self.ignored_fields = Counter(
             f"{PREFIX}:ignored_fields", "Fields of requests that were unknown and passed over.", registry=self.registry
         )
         self._failures = Counter(
@@ -195,29 +194,7 @@ class GatewayMetrics:
         stray.set_function(lambda: transcripts.num_stray)
         mesh = _MeshCollector(model, mesh_state)
         self.registry.register(mesh)
-        self.registry.register(
-            Aliases(
-                ttft,
-                itl,
-                tpot,
-                e2e,
-                decode,
-                prompt_length,
-                output_length,
-                asked_tokens,
-                asked_choices,
-                longest,
-                prompt_tokens,
-                output_tokens,
-                cache_queries,
-                cache_hits,
-                retractions,
-                preempted,
-                rejections,
-                self._success,
-                mesh,
-            )
-        )
+        self.registry.register(Aliases(*aliased, rejections, self._success, mesh))
 
     def tokens_out(self, num_tokens: int, now_s: float, started_s: float, last_s: float | None) -> None:
         """Tokens of one generation were delivered together; ``last_s`` is when the ones before were."""
@@ -258,10 +235,6 @@ class GatewayMetrics:
             self._tpot.observe(tpot_s)
             self.latencies.finished(tpot_s)
 
-    def rejected(self, reason: RejectReason) -> None:
-        """A request was refused for want of room or time."""
-        self._rejections[reason].inc()
-
     def answered(self, *, max_tokens: int, n: int, num_longest_tokens: int, num_preemptions: int) -> None:
         """All choices of a client's request ended; what was asked for, and the output tokens of the longest."""
         self._preempted.observe(num_preemptions)
@@ -269,22 +242,14 @@ class GatewayMetrics:
         self._asked_choices.observe(n)
         self._longest.observe(num_longest_tokens)
 
-    def refused(self, took_s: float) -> None:
+    def refused(self, reason: RejectReason, took_s: float) -> None:
         """A request was refused for want of room or time."""
-        self._refusal.observe(took_s)
-
-    def restarted(self) -> None:
-        self._restarts.inc()
-
-    def retracted(self) -> None:
-        self._retractions.inc()
+        self._rejections[reason].inc()
+        if reason is RejectReason.OVERLOADED:
+            self._refusal.observe(took_s)
 
     def responded(self, path: str, status: int) -> None:
         self._responses.labels(path, str(status)).inc()
-
-    def ignored(self, num_fields: int) -> None:
-        """Fields of a request were passed over."""
-        self._ignored.inc(num_fields)
 
     def failed(self, where: str, error: str) -> None:
         """A request failed by a bug: at which path or method, and the error's type."""

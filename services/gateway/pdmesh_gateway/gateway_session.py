@@ -35,6 +35,7 @@ from pdmesh.wire.messages import (
 )
 from pdmesh.wire.scheduler_channel import SchedulerChannel, open_scheduler_channel
 from pdmesh.wire.session import Session, Terms
+from pdmesh_gateway.page_activity import ActivityHub
 
 log = structlog.get_logger()
 
@@ -74,15 +75,6 @@ class Waiting(Protocol):
     def on_restarted(self, command: Restart) -> None: ...
 
     def on_finished(self, command: ForgetRequest) -> None: ...
-
-
-class Watchers(Protocol):
-    """The pages that watch the mesh."""
-
-    @property
-    def is_watched(self) -> bool: ...
-
-    def publish(self, activity: Activity) -> None: ...
 
 
 class GatewaySession:
@@ -159,9 +151,7 @@ class GatewaySession:
     def submit(self, message: Submit) -> None:
         """Hand a request to the scheduler. Raises RequestRejected if it is gone or does not read."""
         if not self._post(message):
-            raise RequestRejected(
-                "The scheduler cannot be reached.", status=503, type="server_error", code="unavailable", retry_after_s=1
-            )
+            raise RequestRejected("The scheduler cannot be reached.", status=503, code="unavailable", retry_after_s=1)
 
     def cancel(self, request_id: RequestId, epoch: Epoch, *, num_output_tokens: int) -> None:
         """Free what a request holds. While the scheduler is gone there is nobody to tell: see the module's text."""
@@ -174,7 +164,7 @@ class GatewaySession:
     def _post(self, message: GatewayUp) -> bool:
         return self.is_connected and self._session is not None and self._session.post(message)
 
-    async def run(self, waiting: Waiting, watchers: Watchers) -> None:
+    async def run(self, waiting: Waiting, watchers: ActivityHub) -> None:
         """Connect, and connect again whenever the stream ends, until cancelled."""
         async with open_scheduler_channel(self._address, self._security) as channel:
             talk = _Talk(self, channel, waiting, watchers)
@@ -232,7 +222,7 @@ class _Talk:
     link: GatewaySession
     channel: SchedulerChannel
     waiting: Waiting
-    watchers: Watchers
+    watchers: ActivityHub
 
     async def prepare(self) -> None:
         pass

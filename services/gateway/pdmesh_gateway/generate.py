@@ -27,7 +27,7 @@ from pdmesh_gateway.model_tokenizer import ModelTokenizer
 from pdmesh_gateway.prompt_prefixes import Prefixes, PromptPrefix
 from pdmesh_gateway.request_spans import REQUEST, request_attributes, response_attributes
 from pdmesh_gateway.request_transcript import FIRST_EPOCH, Transcript
-from pdmesh_gateway.stop import StopFinder, Stops
+from pdmesh_gateway.stop import StopFinder
 from pdmesh_gateway.text_stream import TextStream
 from pdmesh_gateway.transcripts import Transcripts
 
@@ -117,7 +117,6 @@ class Generator:
                 raise RequestRejected(
                     f"No token came, or the client read nothing, for {limit}.",
                     status=504,
-                    type="server_error",
                     code="deadline_exceeded",
                 )
         except Exception as error:
@@ -148,7 +147,6 @@ class Generator:
             raise RequestRejected(
                 f"The mesh cannot serve requests now: {reason}.",
                 status=503,
-                type="server_error",
                 code="unavailable",
                 retry_after_s=RETRY_AFTER_S,
             )
@@ -184,7 +182,6 @@ class Generator:
                 RequestRejected(
                     f"The request was restarted too often; the last reason was: {reason}",
                     status=503,
-                    type="server_error",
                     code="restarted_too_often",
                     retry_after_s=1,
                 )
@@ -192,24 +189,15 @@ class Generator:
             return
         if retracted:
             transcript.num_preemptions += 1
-            self.metrics.retracted()
+            self.metrics.retractions.inc()
         else:
-            self.metrics.restarted()
+            self.metrics.restarts.inc()
         self._submit_when_possible(transcript)
 
     def _span(self, job: GenerationJob) -> Span:
         if not self._tracing.on:
             return Span(job.traceparent)
-        attributes = request_attributes(
-            request_id=job.request_id,
-            label=job.label,
-            operation=job.dialect.operation,
-            model=self._model,
-            params=job.params,
-            num_choices=job.num_choices,
-            num_prompt_tokens=job.num_prompt_tokens,
-        )
-        return self._tracing.start(REQUEST, job.traceparent, job.received_at, attributes)
+        return self._tracing.start(REQUEST, job.traceparent, job.received_at, request_attributes(job, self._model))
 
     def _ended(self, job: GenerationJob, choices: list[Choice], span: Span, outcome: str, *, is_failure: bool) -> None:
         """Tell span and log how a request ended; ``outcome`` is that of the choices that did not finish."""
@@ -358,31 +346,31 @@ class Generator:
         )
 
 
-def _stops(job: GenerationJob) -> Stops:
+def _stops(job: GenerationJob) -> StopFinder:
     """Return what ends a choice at the job's stop strings."""
-    finder = StopFinder(job.stop, job.include_stop)
-    return CallStops(finder, job.call_parser) if job.stop and job.call_parser is not None else finder
+    if job.stop and job.call_parser is not None:
+        return CallStops(job.stop, job.include_stop, job.call_parser)
+    return StopFinder(job.stop, job.include_stop)
 
 
 _WANT_OF_ROOM = (RejectReason.OVERLOADED, RejectReason.QUEUE_TIMEOUT)
 
 _STATUS_OF_REASON = {
-    RejectReason.OVERLOADED: (429, "rate_limit_error"),
-    RejectReason.QUEUE_TIMEOUT: (503, "server_error"),
-    RejectReason.NO_INSTANCE: (503, "server_error"),
-    RejectReason.TOO_LONG: (400, "invalid_request_error"),
-    RejectReason.INVALID: (400, "invalid_request_error"),
-    RejectReason.WEIGHTS_GONE: (503, "server_error"),
+    RejectReason.OVERLOADED: 429,
+    RejectReason.QUEUE_TIMEOUT: 503,
+    RejectReason.NO_INSTANCE: 503,
+    RejectReason.TOO_LONG: 400,
+    RejectReason.INVALID: 400,
+    RejectReason.WEIGHTS_GONE: 503,
 }
 
 
 def _rejection(command: Reject) -> RequestRejected:
-    status, kind = _STATUS_OF_REASON[command.reason]
+    status = _STATUS_OF_REASON[command.reason]
     retry_after_s = command.retry_after_s if command.retry_after_s is not None else 1.0
     return RequestRejected(
         command.message,
         status=status,
-        type=kind,
         code=str(command.reason),
         retry_after_s=None if status == 400 else retry_after_s,
         reject_ttl_s=command.reject_ttl_s,

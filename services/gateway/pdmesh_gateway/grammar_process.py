@@ -101,7 +101,7 @@ class GrammarProcess:
             return answer
 
     def give_up(self) -> None:
-        """End what runs: whoever waits for it hears so."""
+        """End what runs, so that a question that is being asked returns soon."""
         process = self._given_up = self._process
         if process is not None:
             process.kill()

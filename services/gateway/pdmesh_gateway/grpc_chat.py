@@ -21,7 +21,6 @@ from pdmesh_gateway.items import (
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.protocol.sampling_fields import StructuredOutputs
 from pdmesh_gateway.sampling import invalid
-from pdmesh_gateway.templates import check_nesting, nested_too_deep
 from pdmesh_gateway.tools.tool_choice import Tool, ToolChoice
 
 _MODES: dict[int, Literal["none", "auto", "required"]] = {
@@ -37,19 +36,12 @@ _KINDS = {
 }
 
 
-def conversation_of(chat: pb.Chat, *, most: int) -> Conversation:
-    """Return a chat of at most so many messages as a conversation. Raises RequestRejected."""
-    if not 0 < len(chat.messages) <= most:
-        raise invalid("messages", f"`messages` has {len(chat.messages)} messages; 1 to {most} are allowed.")
+def conversation_of(chat: pb.Chat) -> Conversation:
+    """Return a chat as a conversation. Raises RequestRejected."""
     if (mode := _MODES.get(chat.tool_choice.mode)) is None:
         raise invalid("tool_choice", "`tool_choice.mode` is unknown.")
-    try:
-        messages = [_message(message) for message in chat.messages]
-    except RecursionError:
-        raise nested_too_deep("messages") from None
-    check_nesting(messages, "messages")
     return Conversation(
-        messages=messages,
+        messages=[_message(message) for message in chat.messages],
         tools=tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(chat.tools)),
         tool_choice=ToolChoice(mode=mode, allowed=tuple(chat.tool_choice.allowed) or None),
         parallel_tool_calls=not chat.HasField("parallel_tool_calls") or chat.parallel_tool_calls,

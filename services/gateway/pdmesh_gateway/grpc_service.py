@@ -16,24 +16,25 @@ from grpc_reflection.v1alpha import reflection
 
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import RequestRejected
-from pdmesh.metrics import NO_SLO, Slo
+from pdmesh.metrics import Slo
 from pdmesh.wire.endpoint import bind
 from pdmesh.wire.link import GRPC_OPTIONS
-from pdmesh_gateway.auth import Client
 from pdmesh_gateway.choices import Delta
+from pdmesh_gateway.conversation_turns import built
 from pdmesh_gateway.conversations import Prepared, prepare
-from pdmesh_gateway.dialects import GRPC, GRPC_EMBEDDINGS
+from pdmesh_gateway.dialects import GRPC, GRPC_EMBEDDINGS, Dialect
 from pdmesh_gateway.embedding_vectors import EMBEDS, check_inputs, embeddings
 from pdmesh_gateway.grpc_chat import add_events, conversation_of, structured_outputs_of
 from pdmesh_gateway.grpc_guard import MAX_PROBES, Guard
 from pdmesh_gateway.items import AnswerEnded
-from pdmesh_gateway.jobs import GenerationJob
+from pdmesh_gateway.prompt_inputs import prompt_ids
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
 from pdmesh_gateway.protocol.sampling_fields import SamplingFields
 from pdmesh_gateway.request_failures import UNFORESEEN, failure_of
-from pdmesh_gateway.sampling import fit_max_tokens, number, sampling_params, stop_strings, target_s
-from pdmesh_gateway.serving import Serving, check_label, check_traceparent
+from pdmesh_gateway.request_jobs import Caller, generation_job, job_of
+from pdmesh_gateway.sampling import number, target_s
+from pdmesh_gateway.serving import Serving, check_label
 from pdmesh_gateway.text_stream import TextStream
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -154,15 +155,31 @@ class _Inference(pb_grpc.InferenceServicer):
         """A client that goes away cancels this coroutine, and with it the generation."""
         received_at, request_id = time.time(), self._serving.generator.new_request_id()
         async with self._told(context, GENERATE, request_id, request.request_id):
-            client, traceparent = self._client(context)
-            prepared = await self._prepared(request)
-            job = self._job(request, prepared, request_id, client, traceparent, received_at)
+            fields = _fields(request)
+            caller = self._caller(context, GRPC, fields, request_id, received_at)
+            prepared = await self._prepared(request, fields)
+            sampling = request.sampling
+            max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
+            number("max_tokens", max_tokens, low=1)
+            job = await generation_job(
+                self._serving,
+                fields,
+                caller,
+                [prepared.prompt],
+                what="prompt",
+                max_tokens=max_tokens,
+                default_tokens=self._serving.config.default_max_tokens,
+                logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+                grammar=prepared.grammar,
+                shown_ids=prepared.shown_ids,
+                call_parser=prepared.call_parser,
+            )
             items = prepared.answer(job, 0) if request.HasField("chat") else None
             warnings = list(prepared.warnings)
-            async with self._serving.generation(client, job) as generation:
+            async with self._serving.generation(caller.client, job) as generation:
                 async for batch in generation.deltas():
                     for delta in batch:
-                        response = _response(delta, generation, with_logprobs=request.sampling.HasField("logprobs"))
+                        response = _response(delta, generation, with_logprobs=sampling.HasField("logprobs"))
                         if items is not None:
                             events = items.advance(delta)
                             add_events(response, events)
@@ -177,38 +194,42 @@ class _Inference(pb_grpc.InferenceServicer):
         received_at, request_id = time.time(), self._serving.generator.new_request_id()
         response = pb.EmbedResponse(request_id=request.request_id or request_id)
         async with self._told(context, EMBED, request_id, request.request_id):
-            client, traceparent = self._client(context)
             serving = self._serving
+            fields = SamplingFields(
+                priority=request.priority,
+                request_id=request.request_id or None,
+                cache_salt=request.cache_salt or None,
+            )
+            caller = self._caller(context, GRPC_EMBEDDINGS, fields, request_id, received_at)
             serving.check_model(request.model or None)
             dimensions = request.dimensions if request.HasField("dimensions") else None
             serving.pooling.check(dimensions)
             check_inputs(len(request.inputs), what="inputs")
-            client.check_service_level(request.priority, NO_SLO)
-            job = GenerationJob(
-                tenant=client.name,
-                share=client.share,
-                cache_salt=request.cache_salt,
-                request_id=request_id,
-                label=check_label(request.request_id, param="request_id") if request.request_id else "",
-                prompts=[await self._prompt(each, what="inputs") for each in request.inputs],
-                params=EMBEDS,
-                priority=request.priority,
-                traceparent=check_traceparent(traceparent),
-                max_wait_s=serving.config.request_timeout_s,
-                dialect=GRPC_EMBEDDINGS,
-                received_at=received_at,
-            )
-            async for vector in embeddings(serving, client, job, dimensions):
+            prompts = [await _prompt(serving, each, what="inputs") for each in request.inputs]
+            job = job_of(serving, fields, caller, prompts, EMBEDS)
+            async for vector in embeddings(serving, caller.client, job, dimensions):
                 response.embeddings.add(values=vector.tolist())
             response.usage.prompt_tokens = job.num_prompt_tokens
         return response
 
-    def _client(self, context: Any) -> tuple[Client, str | None]:
-        """The calling client, and the trace that the call is part of. Raises RequestRejected."""
+    def _caller(
+        self, context: Any, dialect: Dialect, fields: SamplingFields, request_id: str, received_at: float
+    ) -> Caller:
+        """Return where a call comes from. Raises RequestRejected."""
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         client = self._serving.keys.check(metadata.get("authorization"))
         client.check_scope("generate")
-        return client, metadata.get("traceparent")
+        return Caller(
+            client=client,
+            dialect=dialect,
+            request_id=request_id,
+            label="" if fields.request_id is None else check_label(fields.request_id, param="request_id"),
+            slo=Slo(
+                ttft_s=target_s("slo_ttft_ms", fields.slo_ttft_ms), tpot_s=target_s("slo_tpot_ms", fields.slo_tpot_ms)
+            ),
+            traceparent=metadata.get("traceparent"),
+            received_at=received_at,
+        )
 
     @asynccontextmanager
     async def _told(self, context: Any, where: str, request_id: str, label: str) -> AsyncGenerator[None]:
@@ -222,97 +243,47 @@ class _Inference(pb_grpc.InferenceServicer):
                 failure = failure_of(error, self._serving.metrics, where=where, request_id=request_id, label=label)
                 await _abort(context, failure, request_id)
 
-    async def _prepared(self, request: pb.GenerateRequest) -> Prepared:
+    async def _prepared(self, request: pb.GenerateRequest, fields: SamplingFields) -> Prepared:
         """The prompt, and what its answer is held to. Raises RequestRejected."""
         serving = self._serving
         serving.check_model(request.model or None)
-        fields = _fields(request)
         if request.HasField("chat"):
-            conversation = conversation_of(request.chat, most=serving.config.max_messages)
+            conversation = await built(
+                lambda: conversation_of(request.chat),
+                num_parts=len(request.chat.messages),
+                num_messages=len(request.chat.messages),
+                most=serving.config.max_messages,
+                param="messages",
+            )
             return await prepare(serving, conversation, fields)
-        prompt = await self._prompt(request, what="prompt")
+        prompt = await _prompt(serving, request, what="prompt")
         grammar, warnings = await serving.grammars.grammar(fields)
         return Prepared(prompt=prompt, grammar=grammar, warnings=tuple(warnings), answer_format=serving.answer_format)
 
-    def _job(
-        self,
-        request: pb.GenerateRequest,
-        prepared: Prepared,
-        request_id: str,
-        client: Client,
-        traceparent: str | None,
-        received_at: float,
-    ) -> GenerationJob:
-        serving = self._serving
-        label = check_label(request.request_id, param="request_id") if request.request_id else ""
-        fields = _fields(request)
-        asked = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else None
-        number("max_tokens", asked, low=1)
-        max_tokens = fit_max_tokens(
-            asked,
-            num_prompt_tokens=len(prepared.prompt),
-            max_model_len=serving.max_model_len,
-            default=serving.config.default_max_tokens,
-            what="prompt",
-        )
-        logprobs = request.sampling.logprobs if request.sampling.HasField("logprobs") else None
-        slo = Slo(
-            ttft_s=target_s("slo_ttft_ms", request.slo_ttft_ms if request.HasField("slo_ttft_ms") else None),
-            tpot_s=target_s("slo_tpot_ms", request.slo_tpot_ms if request.HasField("slo_tpot_ms") else None),
-        )
-        client.check_service_level(request.priority, slo)
-        return GenerationJob(
-            tenant=client.name,
-            share=client.share,
-            cache_salt=request.cache_salt,
-            request_id=request_id,
-            label=label,
-            prompts=[prepared.prompt],
-            params=sampling_params(
-                fields, serving.info, max_tokens=max_tokens, logprobs=logprobs, grammar=prepared.grammar
-            ),
-            shown_ids=prepared.shown_ids,
-            stop=stop_strings(fields),
-            include_stop=request.sampling.include_stop,
-            call_parser=prepared.call_parser,
-            skip_special_tokens=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
-            priority=request.priority,
-            slo=slo,
-            traceparent=check_traceparent(traceparent),
-            max_wait_s=serving.config.request_timeout_s,
-            dialect=GRPC,
-            received_at=received_at,
-        )
 
-    async def _prompt(self, given: pb.GenerateRequest | pb.EmbedInput, *, what: str) -> Sequence[int]:
-        token_ids: Sequence[int] = list(given.token_ids.ids)
-        if given.text:
-            token_ids = await self._serving.encode(given.text, add_special_tokens=True, what=what)
-        return self._serving.check_prompt(token_ids, what=what)
+async def _prompt(serving: Serving, given: pb.GenerateRequest | pb.EmbedInput, *, what: str) -> Sequence[int]:
+    return await prompt_ids(serving, given.text or list(given.token_ids.ids), what=what)
 
 
 def _fields(request: pb.GenerateRequest) -> SamplingFields:
     """The same fields as over HTTP, so that the same checks apply."""
     sampling = request.sampling
 
-    def optional(name: str) -> Any:
-        return getattr(sampling, name) if sampling.HasField(name) else None
+    def optional(of: Any, *names: str) -> dict[str, Any]:
+        return {name: getattr(of, name) for name in names if of.HasField(name)}
 
     return SamplingFields(
-        temperature=optional("temperature"),
-        top_p=optional("top_p"),
-        top_k=optional("top_k"),
-        min_p=optional("min_p"),
-        repetition_penalty=optional("repetition_penalty"),
-        presence_penalty=optional("presence_penalty"),
-        frequency_penalty=optional("frequency_penalty"),
-        seed=optional("seed"),
-        min_tokens=optional("min_tokens"),
+        **optional(sampling, "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens"),
+        **optional(sampling, "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        **optional(request, "slo_ttft_ms", "slo_tpot_ms", "skip_special_tokens"),
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
+        include_stop_str_in_output=sampling.include_stop,
         ignore_eos=sampling.ignore_eos,
         logit_bias={str(token_id): bias for token_id, bias in sampling.logit_bias.items()},
         priority=request.priority,
+        request_id=request.request_id or None,
+        cache_salt=request.cache_salt or None,
         structured_outputs=structured_outputs_of(request),
     )
 

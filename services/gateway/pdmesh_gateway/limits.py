@@ -119,7 +119,6 @@ def _overloaded(what: str) -> RequestRejected:
     return RequestRejected(
         f"The server is overloaded: {what}. Try again later.",
         status=429,
-        type="rate_limit_error",
         code="overloaded",
         retry_after_s=1,
     )

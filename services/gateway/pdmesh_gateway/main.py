@@ -156,7 +156,6 @@ async def _end_streams(context: ServiceContext, transcripts: Transcripts) -> Non
         RequestRejected(
             "The gateway is stopping. Try again.",
             status=503,
-            type="server_error",
             code="stopping",
             retry_after_s=1,
         )

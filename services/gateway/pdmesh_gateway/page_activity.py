@@ -75,7 +75,6 @@ class ActivityHub:
             raise RequestRejected(
                 f"{MAX_WATCHERS} pages are already watching this gateway. Close one, or use another gateway.",
                 status=429,
-                type="rate_limit_error",
                 code="too_many_watchers",
                 retry_after_s=10,
             )

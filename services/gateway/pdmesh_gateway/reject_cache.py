@@ -63,7 +63,6 @@ class RejectCache:
             raise RequestRejected(
                 answer.message,
                 status=answer.status,
-                type=answer.type,
                 code=answer.code,
                 retry_after_s=answer.retry_after_s,
             )

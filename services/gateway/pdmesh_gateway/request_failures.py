@@ -39,6 +39,5 @@ def internal_error(request_id: str) -> RequestRejected:
     return RequestRejected(
         f"Internal server error. See the server's log for request {request_id}.",
         status=500,
-        type="server_error",
         code="internal_error",
     )

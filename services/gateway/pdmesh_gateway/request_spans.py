@@ -8,39 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdmesh.model import SamplingParams
 from pdmesh.telemetry.tracing import Attributes, AttributeValue
+from pdmesh_gateway.jobs import GenerationJob
 
 REQUEST = "request"
 FIRST_TOKEN = "first token"
 
 
-def request_attributes(
-    *,
-    request_id: str,
-    label: str,
-    operation: str,
-    model: str,
-    params: SamplingParams,
-    num_choices: int,
-    num_prompt_tokens: int,
-) -> Attributes:
+def request_attributes(job: GenerationJob, model: str) -> Attributes:
     """Return a request span's first attributes: OpenTelemetry's GenAI conventions, and ours under ``pdmesh.``."""
+    params = job.params
     attributes: dict[str, AttributeValue] = {
-        "gen_ai.operation.name": operation,
+        "gen_ai.operation.name": job.dialect.operation,
         "gen_ai.provider.name": "pdmesh",
         "gen_ai.request.model": model,
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
-        "gen_ai.request.choice.count": num_choices,
-        "gen_ai.response.id": request_id,
+        "gen_ai.request.choice.count": job.num_choices,
+        "gen_ai.response.id": job.request_id,
         "gen_ai.response.model": model,
-        "gen_ai.usage.input_tokens": num_prompt_tokens,
-        "pdmesh.request_id": request_id,
+        "gen_ai.usage.input_tokens": job.num_prompt_tokens,
+        "pdmesh.request_id": job.request_id,
     }
-    if label:
-        attributes["pdmesh.request_label"] = label
+    if job.label:
+        attributes["pdmesh.request_label"] = job.label
     if params.top_k > 0:
         attributes["gen_ai.request.top_k"] = params.top_k
     return attributes

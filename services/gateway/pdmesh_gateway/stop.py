@@ -4,30 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-
-class Stops(Protocol):
-    """Ends a choice at the stop string that completes first."""
-
-    stops: Sequence[str]
-    include_stop: bool
-
-    def push(self, text: str, *, check: bool = True) -> tuple[str, str | None]:
-        """Take a piece; return the text to show and, if one was found, the stop string.
-
-        ``check=False`` lets the piece pass unseen (fewer than ``min_tokens`` tokens yet).
-        """
-        ...
-
-    def flush(self, *, is_cut: bool, check: bool = True) -> tuple[str, str | None]:
-        """Do the same with text that was held back. ``is_cut``: a limit or a stop token ended the generation."""
-        ...
 
 
 @dataclass(slots=True)
 class StopFinder:
-    """Implements `Stops` for text, however it is cut into pieces.
+    """Ends a choice at the stop string that completes first, however its text is cut into pieces.
 
     Of two that complete at the same character the longer one counts. Text that could still become a stop string is
     held back.
@@ -38,6 +19,10 @@ class StopFinder:
     _held: str = ""
 
     def push(self, text: str, *, check: bool = True) -> tuple[str, str | None]:
+        """Take a piece; return the text to show and, if one was found, the stop string.
+
+        ``check=False`` lets the piece pass unseen (fewer than ``min_tokens`` tokens yet).
+        """
         if not self.stops:
             return text, None
         text = self._held + text
@@ -55,6 +40,7 @@ class StopFinder:
         return text[:shown], None
 
     def flush(self, *, is_cut: bool = False, check: bool = True) -> tuple[str, str | None]:
+        """Do the same with text that was held back. ``is_cut``: a limit or a stop token ended the generation."""
         held, self._held = self._held, ""
         return held, None
 

@@ -100,7 +100,6 @@ class RequestTemplates:
             raise RequestRejected(
                 "The server is overloaded: too many chat templates wait to be rendered. Try again later.",
                 status=429,
-                type="rate_limit_error",
                 code="overloaded",
                 retry_after_s=1,
             )

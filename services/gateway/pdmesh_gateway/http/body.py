@@ -13,7 +13,7 @@ import anyio.to_thread
 import msgspec
 
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.http.encodings import decoder_of
+from pdmesh_gateway.http.encodings import inflater_of
 from pdmesh_gateway.http.unknown import ignored_in_objects, known_fields
 from pdmesh_gateway.limits import Upload
 
@@ -30,9 +30,6 @@ _MAX_BLANKS = 64
 
 #: Counted at a time, before other threads get their turn.
 _COUNT_BYTES = 1024 * 1024
-
-#: Complaints that reading the values along the types settles: unknown fields, and whole numbers written as floats.
-_SETTLED = re.compile(r"Object contains unknown field `|Expected `[^`]*\bint\b[^`]*`, got `float`")
 
 #: A UTF-16 pair of escapes, half of one, or another escape.
 _ESCAPE = re.compile(
@@ -54,7 +51,7 @@ class ClientGone(Exception):
     """The client closed its connection."""
 
 
-async def read_body(
+async def receive_body(
     receive: Callable[[], Awaitable[Any]],
     upload: Upload,
     *,
@@ -64,7 +61,7 @@ async def read_body(
     content_encoding: str | None = None,
 ) -> bytes:
     """The whole body, decompressed. Raises RequestRejected (413, 408, 415, 429) and ClientGone."""
-    decoder = decoder_of(content_encoding)
+    inflater = inflater_of(content_encoding)
     if content_length is not None and content_length > max_bytes:
         raise _too_big(max_bytes)
     parts: list[bytes] = []
@@ -74,15 +71,17 @@ async def read_body(
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            for part in decoder.pieces(message.get("body", b"")):
+            received = message.get("body", b"")
+            for part in (received,) if inflater is None else inflater.pieces(received):
                 if upload.num_bytes + len(part) > max_bytes:
                     raise _too_big(max_bytes)
                 upload.add(len(part))
                 parts.append(part)
-                if content_encoding is not None:
+                if inflater is not None:
                     await anyio.lowlevel.checkpoint()  # a small part may hold much
             if not message.get("more_body", False):
-                decoder.check_end()
+                if inflater is not None:
+                    inflater.check_end()
                 return b"".join(parts)
     parts.clear()
     why = "before the server needed its memory for other requests" if upload.was_given_up else f"within {timeout_s:g} s"
@@ -93,27 +92,21 @@ def _too_big(max_bytes: int) -> RequestRejected:
     return RequestRejected(f"The request body is larger than {max_bytes} bytes.", status=413, code="body_too_large")
 
 
-async def decode_body(decoder: msgspec.json.Decoder[T], body: bytes, *, max_values: int) -> tuple[T, tuple[str, ...]]:
-    """Decode a body to its struct, and return the names of ignored fields with it.
+async def decode_body(kind: type[T], body: bytes, *, max_values: int) -> tuple[T, tuple[str, ...]]:
+    """Decode a body to a struct, and return the names of ignored fields with it.
 
     Half a surrogate pair, as of a text that was cut within an emoji, is read as U+FFFD. Raises RequestRejected that
     names the field and its fault, or 413 if the body may hold more than ``max_values`` values.
     """
     if len(body) <= INLINE_BYTES:
-        return _decode(decoder, body)
+        return _decode(kind, body)
 
     def decode() -> tuple[T, tuple[str, ...]]:
         if may_hold_more_values(body, max_values):
             raise RequestRejected(
                 f"The request body contains more than {max_values} values.", status=413, code="too_many_values"
             )
-        if _first(body) != b"{":
-            return _decode(decoder, body)  # raises: a struct is an object
-        try:
-            fields = _mended(read_in_pieces, body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _not_json(error, body) from None
-        return _known(decoder, fields, body)
+        return _decode(kind, body)
 
     return await anyio.to_thread.run_sync(decode)
 
@@ -169,46 +162,45 @@ def may_hold_more_values(body: bytes, most: int) -> bool:
     return False
 
 
-def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> tuple[T, tuple[str, ...]]:
+def _decode(kind: type[T], body: bytes) -> tuple[T, tuple[str, ...]]:
+    ignored: tuple[str, ...] = ()
     try:
-        request: T = _mended(decoder.decode, body)
-        return request, ignored_in_objects(request)
-    except msgspec.ValidationError as error:
-        if _SETTLED.search(str(error)) is None:
-            raise invalid_body(error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        if b"NaN" not in body and b"Infinity" not in body:
-            raise _not_json(error, body) from None
-    try:
-        fields = _fields(body)
-    except (ValueError, RecursionError) as error:
-        raise _not_json(error, body) from None
-    return _known(decoder, fields, body)
-
-
-def _known(decoder: msgspec.json.Decoder[T], fields: Any, body: bytes) -> tuple[T, tuple[str, ...]]:
-    """The struct of an object's fields, and the names of the ignored ones."""
-    try:
-        if not isinstance(fields, dict):
-            return msgspec.convert(fields, decoder.type), ()  # raises: a struct is an object
-        known, ignored = known_fields(fields, decoder.type)
-        request = msgspec.convert(known, decoder.type)
+        try:
+            fields = _fields(body)
+        except msgspec.ValidationError:  # a number out of range, whose field shows by the types
+            fields = msgspec.json.decode(body, type=kind)
+        try:
+            request = msgspec.convert(fields, kind)
+        except msgspec.ValidationError:
+            if not isinstance(fields, dict):
+                raise
+            known, ignored = known_fields(fields, kind)
+            request = msgspec.convert(known, kind)
         return request, ignored + ignored_in_objects(request)
     except msgspec.ValidationError as error:
         raise invalid_body(error) from None
-    except (ValueError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise _not_json(error, body) from None
 
 
 def _fields(body: bytes) -> Any:
-    """The value of a JSON text. Raises ValueError and RecursionError."""
+    """The value of a JSON text. Raises DecodeError, ValueError and RecursionError."""
+    if len(body) > INLINE_BYTES:
+        # Anything else than an object is wrong: its kind is told without its parts.
+        return _mended(read_in_pieces, body) if body.lstrip()[:1] == b"{" else msgspec.json.decode(body, type=_Object)
     try:
-        return _mended(msgspec.json.decode, body)
+        return _mended(_decode_value, body)
     except (msgspec.DecodeError, UnicodeDecodeError):
+        if b"NaN" not in body and b"Infinity" not in body:
+            raise
         # Python's own encoder writes NaN and Infinity, which are not JSON: read them, so that the field can be named.
         value = json.loads(_mend(body))
         msgspec.json.encode(value)  # refuses halves of a surrogate pair, which Python's decoder lets through
         return value
+
+
+class _Object(msgspec.Struct):
+    """An object of any fields."""
 
 
 def _not_json(error: Exception, body: bytes) -> RequestRejected:

@@ -1,38 +1,27 @@
-"""``POST /v1/chat/completions``, and several conversations at once under ``/batch``."""
+"""``POST /v1/chat/completions``."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
-import anyio.to_thread
 import msgspec
 
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.conversation_turns import arguments_of
+from pdmesh_gateway.conversation_turns import arguments_of, built, reasoning_variables
 from pdmesh_gateway.conversations import Conversation
 from pdmesh_gateway.dialects import CHAT
 from pdmesh_gateway.http.chat_rendering import ChatRendering
-from pdmesh_gateway.http.chat_tools import chat_tool_choice, chat_tools
 from pdmesh_gateway.http.generation_endpoint import GenerationEndpoint, Rendering
 from pdmesh_gateway.http.http_exchange import Exchange
+from pdmesh_gateway.http.openai_tools import chat_tools, tool_choice_of
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.message_parts import REASONING, reasoning_of, skip_warnings, text_of
-from pdmesh_gateway.protocol.chat_protocol import (
-    ChatBatchRequest,
-    ChatFields,
-    ChatMessage,
-    ChatRequest,
-)
+from pdmesh_gateway.protocol.chat_protocol import ChatMessage, ChatRequest
 from pdmesh_gateway.protocol.tokens_protocol import TokenizeRequest
 from pdmesh_gateway.sampling import MAX_LOGPROBS, check_stream_options, invalid, num_choices, number, truncation_of
 from pdmesh_gateway.serving import Serving
-from pdmesh_gateway.templates import check_nesting, nested_too_deep
-
-#: Longer conversations are prepared on a thread.
-INLINE_MESSAGES = 256
 
 #: More than any context.
 MAX_THINKING_TOKENS = 1 << 24
@@ -40,19 +29,16 @@ MAX_THINKING_TOKENS = 1 << 24
 #: A budget of reasoning that is none.
 UNLIMITED = -1
 
-ChatT = TypeVar("ChatT", bound=ChatFields)
 
-
-class _ChatsEndpoint(GenerationEndpoint[ChatT]):
-    """Conversations rendered by the model's template, and what follows each."""
+class ChatEndpoint(GenerationEndpoint[ChatRequest]):
+    """``POST /v1/chat/completions``: a conversation rendered by the model's template, and what follows."""
 
     dialect = CHAT
 
-    @abstractmethod
-    def conversations_of(self, request: ChatT) -> Sequence[Sequence[ChatMessage]]:
-        """The messages of each conversation. Raises RequestRejected."""
+    def __init__(self, serving: Serving) -> None:
+        super().__init__(serving, ChatRequest)
 
-    async def prepare(self, request: ChatT, exchange: Exchange) -> tuple[GenerationJob, Rendering]:
+    async def prepare(self, request: ChatRequest, exchange: Exchange) -> tuple[GenerationJob, Rendering]:
         serving = self._serving
         serving.check_model(request.model)
         check_stream_options(request)
@@ -62,11 +48,10 @@ class _ChatsEndpoint(GenerationEndpoint[ChatT]):
         number("max_completion_tokens", request.max_completion_tokens, low=1)
         number("thinking_token_budget", request.thinking_token_budget, low=UNLIMITED, high=MAX_THINKING_TOKENS)
         asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-        given = self.conversations_of(request)
-        serving.check_load(num_prompts=len(given), n=n)
-        conversations = [await conversation_of(request, messages, serving) for messages in given]
+        serving.check_load(num_prompts=1, n=n)
+        conversation = await conversation_of(request, request.messages, serving)
         job, answers = await self.conversation_job(
-            conversations, request, exchange, max_tokens=asked, logprobs=_num_top_logprobs(request), n=n
+            conversation, request, exchange, max_tokens=asked, logprobs=_num_top_logprobs(request), n=n
         )
         rendering = ChatRendering(
             request,
@@ -74,74 +59,45 @@ class _ChatsEndpoint(GenerationEndpoint[ChatT]):
             answers,
             model=request.model or serving.model,
             job=job,
-            is_named=conversations[0].tool_choice.is_named,
-            echoed=[_echoed(conversation) if request.echo else "" for conversation in conversations],
+            is_named=conversation.tool_choice.is_named,
+            echoed=_echoed(conversation) if request.echo else "",
         )
         return job, rendering
 
 
-class ChatEndpoint(_ChatsEndpoint[ChatRequest]):
-    """``POST /v1/chat/completions``: one conversation."""
-
-    def __init__(self, serving: Serving) -> None:
-        super().__init__(serving, ChatRequest)
-
-    def conversations_of(self, request: ChatRequest) -> Sequence[Sequence[ChatMessage]]:
-        return [request.messages]
-
-
-class ChatBatchEndpoint(_ChatsEndpoint[ChatBatchRequest]):
-    """``POST /v1/chat/completions/batch``: several conversations, and a choice of each, as vLLM has it."""
-
-    def __init__(self, serving: Serving) -> None:
-        super().__init__(serving, ChatBatchRequest)
-
-    def conversations_of(self, request: ChatBatchRequest) -> Sequence[Sequence[ChatMessage]]:
-        if not request.messages:
-            raise invalid("messages", "`messages` must be one or more lists of messages.")
-        number("n", request.n, low=1, high=1)
-        single = {
-            "stream": request.stream,
-            "tools": request.tools,
-            "prompt_logprobs": request.prompt_logprobs is not None,
-            "kv_transfer_params": request.kv_transfer_params,
-        }
-        for name, value in single.items():
-            if value:
-                raise invalid(name, f"`{name}` is not available for several conversations at once.")
-        return request.messages
-
-
 async def conversation_of(
-    request: ChatFields | TokenizeRequest, messages: Sequence[ChatMessage], serving: Serving
+    request: ChatRequest | TokenizeRequest, messages: Sequence[ChatMessage], serving: Serving
 ) -> Conversation:
     """Return a chat's messages as a conversation under the fields of its request. Raises RequestRejected."""
-    variables = dict(request.chat_template_kwargs or {})
     skipped: set[str] = set()
-    conversation = Conversation(
-        messages=await template_messages(messages, most=serving.config.max_messages, skipped=skipped),
+    conversation = await built(
+        lambda: Conversation(messages=template_messages(messages, skipped)),
+        num_parts=sum(len(message.content) if isinstance(message.content, list) else 1 for message in messages),
+        num_messages=len(messages),
+        most=serving.config.max_messages,
+        param="messages",
+    )
+    tools, warnings = chat_tools(request.tools)
+    variables = reasoning_variables(request.chat_template_kwargs, request.reasoning_effort)
+    if request.documents is not None:
+        variables["documents"] = request.documents
+    conversation = replace(
+        conversation,
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
         add_special_tokens=bool(request.add_special_tokens),
         template=request.chat_template,
+        tools=tools,
+        variables=variables,
     )
-    tools, warnings = chat_tools(request.tools)
-    if request.documents is not None:
-        variables["documents"] = request.documents
-    if request.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", request.reasoning_effort)
-        if request.reasoning_effort == "none":
-            variables.setdefault("enable_thinking", False)
     if isinstance(request, TokenizeRequest):
-        return replace(conversation, tools=tools, variables=variables)
+        return conversation
     return replace(
         conversation,
-        tools=tools,
-        tool_choice=chat_tool_choice(request.tool_choice),
+        tool_choice=tool_choice_of(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls is not False,
         include_reasoning=request.include_reasoning is not False,
         max_reasoning_tokens=None if request.thinking_token_budget == UNLIMITED else request.thinking_token_budget,
-        variables=variables,
         truncation=truncation_of(request.truncate_prompt_tokens, request.truncation_side),
         token_ids=_token_ids_of(request.kv_transfer_params),
         warnings=(*warnings, *skip_warnings(skipped, "parts")),
@@ -164,7 +120,7 @@ def _echoed(conversation: Conversation) -> str:
     return str(last["content"]) if last.get("role") == "assistant" else ""
 
 
-def _num_top_logprobs(request: ChatFields) -> int | None:
+def _num_top_logprobs(request: ChatRequest) -> int | None:
     number("top_logprobs", request.top_logprobs, low=0, high=MAX_LOGPROBS)
     if not request.logprobs:
         if request.top_logprobs:
@@ -173,30 +129,12 @@ def _num_top_logprobs(request: ChatFields) -> int | None:
     return request.top_logprobs or 0
 
 
-async def template_messages(messages: Sequence[ChatMessage], *, most: int, skipped: set[str]) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[ChatMessage], skipped: set[str]) -> list[dict[str, Any]]:
     """Return messages as templates know them: text content, and tool arguments as objects.
 
     Kinds of parts that are skipped are added to ``skipped``. Raises RequestRejected.
     """
-    if not messages:
-        raise RequestRejected("`messages` must not be empty.", param="messages", code="invalid_value")
-    if len(messages) > most:
-        raise RequestRejected(
-            f"`messages` has {len(messages)} messages; {most} are allowed.", param="messages", code="invalid_value"
-        )
-
-    def convert() -> list[dict[str, Any]]:
-        try:
-            built = [_template_message(message, f"messages[{i}]", skipped) for i, message in enumerate(messages)]
-        except RecursionError:
-            raise nested_too_deep("messages") from None
-        check_nesting(built, "messages")
-        return built
-
-    num_parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
-    if len(messages) + num_parts <= INLINE_MESSAGES:
-        return convert()
-    return await anyio.to_thread.run_sync(convert)
+    return [_template_message(message, f"messages[{i}]", skipped) for i, message in enumerate(messages)]
 
 
 def _template_message(message: ChatMessage, where: str, skipped: set[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pdmesh_gateway.choices import Delta
-from pdmesh_gateway.http.generation_endpoint import Collected, ItemRendering
+from pdmesh_gateway.http.generation_endpoint import ItemRendering
 from pdmesh_gateway.http.logprobs import chat_logprobs, prompt_logprobs
 from pdmesh_gateway.http.sse import ChunkWriter, content_body, delta_body, usage_of
 from pdmesh_gateway.items import (
@@ -27,8 +27,8 @@ from pdmesh_gateway.model_tokenizer import ModelTokenizer
 from pdmesh_gateway.protocol.chat_protocol import (
     ChatChoice,
     ChatDelta,
-    ChatFields,
     ChatLogprobs,
+    ChatRequest,
     ChatResponse,
     FunctionCall,
     ResponseMessage,
@@ -41,22 +41,22 @@ from pdmesh_gateway.text_stream import TextStream
 
 
 class ChatRendering(ItemRendering):
-    """Answers to chats, one conversation's or several. ``echoed`` is what of each conversation's answer was given."""
+    """Answers to a chat. ``echoed`` is the part of the answer that was given."""
 
     def __init__(
         self,
-        request: ChatFields,
+        request: ChatRequest,
         tokenizer: ModelTokenizer,
         answers: Sequence[ChoiceItems],
         *,
         model: str,
         job: GenerationJob,
         is_named: bool,
-        echoed: Sequence[str],
+        echoed: str,
     ) -> None:
         super().__init__(answers)
         self._is_named = is_named
-        self._echoed = [echoed[index // job.n] for index in range(job.num_choices)]
+        self._echoed = echoed
         self._request = request
         self._tokenizer = tokenizer
         self._id = f"chatcmpl-{job.request_id}"
@@ -87,8 +87,8 @@ class ChatRendering(ItemRendering):
                 job.num_prompt_tokens, 0, num_cached_tokens=generation.num_cached_tokens_of(delta.index)
             )
             head = self._writer.role(delta.index, prompt_token_ids=prompt, usage=so_far)
-            if echoed := self._echoed[delta.index]:
-                head += self._writer.delta(delta.index, content_body(echoed), usage=so_far)
+            if self._echoed:
+                head += self._writer.delta(delta.index, content_body(self._echoed), usage=so_far)
         if delta.text and not _has_news(events) and not (usage or request.return_token_ids or request.logprobs):
             return head  # a marker of a family's calls or reasoning, or what may become one
         return head + self._writer.delta(
@@ -113,7 +113,7 @@ class ChatRendering(ItemRendering):
     def tail(self, generation: TextStream) -> bytes:
         return self._writer.tail(self._usage(generation))
 
-    def response(self, choices: Sequence[Collected], generation: TextStream) -> ChatResponse:
+    def response(self, choices: Sequence[Delta], generation: TextStream) -> ChatResponse:
         with_ids = bool(self._request.return_token_ids)
         return ChatResponse(
             id=self._id,
@@ -122,7 +122,7 @@ class ChatRendering(ItemRendering):
             choices=[
                 ChatChoice(
                     index=index,
-                    message=_message(answer, self._echoed[index]),
+                    message=_message(answer, self._echoed),
                     logprobs=self._logprobs(choice),
                     finish_reason=self._finished(answer.finish_reason, len(answer.calls)),
                     stop_reason=choice.stop_reason,
@@ -131,7 +131,7 @@ class ChatRendering(ItemRendering):
                 for index, (answer, choice) in enumerate(zip(self.answers(choices), choices, strict=True))
             ],
             usage=self._usage(generation),
-            prompt_token_ids=list(generation.job.prompts[0]) if with_ids and len(generation.job.prompts) == 1 else None,
+            prompt_token_ids=list(generation.job.prompts[0]) if with_ids else None,
             prompt_logprobs=self._prompt_logprobs(generation),
         )
 
@@ -151,7 +151,7 @@ class ChatRendering(ItemRendering):
         """The reason in OpenAI's words: a call that was asked for by name is how the answer was to end."""
         return "tool_calls" if finish_reason == "stop" and num_calls and not self._is_named else finish_reason
 
-    def _logprobs(self, of: Delta | Collected) -> ChatLogprobs | None:
+    def _logprobs(self, of: Delta) -> ChatLogprobs | None:
         if not self._request.logprobs:
             return None
         as_ids = bool(self._request.return_tokens_as_token_ids)

@@ -11,13 +11,13 @@ import msgspec
 from pdmesh.wire.messages import TokenLogprobs
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.dialects import COMPLETIONS
-from pdmesh_gateway.http.generation_endpoint import Collected, GenerationEndpoint, Rendering
+from pdmesh_gateway.http.generation_endpoint import GenerationEndpoint, Rendering
 from pdmesh_gateway.http.http_exchange import Exchange
 from pdmesh_gateway.http.logprobs import completion_logprobs, prompt_logprobs
-from pdmesh_gateway.http.prompt_inputs import prompt_ids, prompts_of
 from pdmesh_gateway.http.sse import ChunkWriter, text_body, usage_of
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.model_tokenizer import ModelTokenizer
+from pdmesh_gateway.prompt_inputs import prompt_ids_of, prompts_of
 from pdmesh_gateway.protocol.completions_protocol import (
     DEFAULT_COMPLETION_TOKENS,
     CompletionChoice,
@@ -27,14 +27,8 @@ from pdmesh_gateway.protocol.completions_protocol import (
 )
 from pdmesh_gateway.protocol.prompt_logprobs import PromptLogprobList
 from pdmesh_gateway.protocol.usage import Usage
-from pdmesh_gateway.sampling import (
-    check_stream_options,
-    fit_max_tokens,
-    num_choices,
-    number,
-    sampling_params,
-    truncation_of,
-)
+from pdmesh_gateway.request_jobs import generation_job
+from pdmesh_gateway.sampling import check_stream_options, num_choices, number
 from pdmesh_gateway.serving import Serving
 from pdmesh_gateway.text_stream import TextStream
 
@@ -56,53 +50,34 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
         asked = None if request.asked_tokens is msgspec.UNSET else request.asked_tokens
         name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         number(name, asked, low=0 if request.echo else 1)
-        prompts = await self._prompts(request, n)
+        given = prompts_of(request.prompt, what="prompt")
+        serving.check_load(num_prompts=len(given), n=n)
+        prompts = await prompt_ids_of(serving, request, given, what="prompt")
         # With echo, max_tokens 0 asks for the prompt alone; its log-probabilities come with a first token all the same.
         prompt_only = asked == 0
         default = serving.config.default_max_tokens
         if default is None and request.asked_tokens is msgspec.UNSET:
             default = DEFAULT_COMPLETION_TOKENS
-        max_tokens = fit_max_tokens(
-            1 if prompt_only else asked,
-            num_prompt_tokens=max(map(len, prompts)),
-            max_model_len=serving.max_model_len,
-            default=default,
-            what="prompt",
-        )
         grammar, warnings = await serving.grammars.grammar(request)
         exchange.warn(*warnings)
-        params = sampling_params(
+        job = await generation_job(
+            serving,
             request,
-            serving.info,
-            max_tokens=max_tokens,
+            self.caller(request, exchange),
+            prompts,
+            what="prompt",
+            max_tokens=1 if prompt_only else asked,
+            default_tokens=default,
             logprobs=request.logprobs,
             prompt_logprobs=request.logprobs if request.echo else None,
             grammar=grammar,
-            bad_token_sequences=await serving.bad_token_sequences(request.bad_words),
+            n=n,
         )
-        serving.check_load(num_prompts=len(prompts), n=n, num_tokens=sum(map(len, prompts)))
-        job = self.job(request, exchange, prompts=prompts, params=params, n=n)
         echoed = await self._echoed(request, prompts) if request.echo else []
         rendering = _CompletionRendering(
             request, serving.tokenizer, model=request.model or serving.model, job=job, echoed=echoed
         )
         return job, rendering
-
-    async def _prompts(self, request: CompletionRequest, n: int) -> list[Sequence[int]]:
-        """Token ids of every prompt, of each of which ``n`` choices are asked for. Raises RequestRejected."""
-        given = prompts_of(request.prompt, what="prompt")
-        self._serving.check_load(num_prompts=len(given), n=n)
-        truncation = truncation_of(request.truncate_prompt_tokens, request.truncation_side)
-        return [
-            await prompt_ids(
-                self._serving,
-                one,
-                what="prompt",
-                add_special_tokens=request.add_special_tokens is not False,
-                truncation=truncation,
-            )
-            for one in given
-        ]
 
     async def _echoed(self, request: CompletionRequest, prompts: Sequence[Sequence[int]]) -> list[_Echo]:
         tokenizer = self._serving.tokenizer
@@ -185,12 +160,12 @@ class _CompletionRendering(Rendering):
     def tail(self, generation: TextStream) -> bytes:
         return self._writer.tail(self._usage(generation))
 
-    def response(self, choices: Sequence[Collected], generation: TextStream) -> msgspec.Struct:
+    def response(self, choices: Sequence[Delta], generation: TextStream) -> msgspec.Struct:
         return CompletionResponse(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=[self._choice(index, choice, generation) for index, choice in enumerate(choices)],
+            choices=[self._choice(choice, generation) for choice in choices],
             usage=self._usage(generation),
         )
 
@@ -201,8 +176,9 @@ class _CompletionRendering(Rendering):
             num_cached_tokens=generation.num_cached_tokens,
         )
 
-    def _choice(self, index: int, choice: Collected, generation: TextStream) -> CompletionChoice:
-        own = self._own(choice.delta(index), generation.job)
+    def _choice(self, choice: Delta, generation: TextStream) -> CompletionChoice:
+        index = choice.index
+        own = self._own(choice, generation.job)
         whole = self._with_echo(own, generation) if self._echoed else own
         with_ids = bool(self._request.return_token_ids)
         return CompletionChoice(

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from typing import ClassVar, Generic, TypeVar
 
 import msgspec
 
 from pdmesh.errors import RequestRejected
 from pdmesh.metrics import Slo
-from pdmesh.model import RejectReason, SamplingParams
+from pdmesh.model import RejectReason
 from pdmesh_gateway.dialects import Dialect
 from pdmesh_gateway.http.body import INLINE_BYTES
 from pdmesh_gateway.http.http_exchange import Exchange
 from pdmesh_gateway.http.request_intake import decode_request, read_body
-from pdmesh_gateway.items import ItemParser, ItemWriter
-from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol.sampling_fields import SamplingFields
 from pdmesh_gateway.reject_cache import RequestKind
-from pdmesh_gateway.sampling import cache_salt, stop_strings, target_s
-from pdmesh_gateway.serving import Serving, check_label, check_traceparent
+from pdmesh_gateway.request_jobs import Caller
+from pdmesh_gateway.sampling import target_s
+from pdmesh_gateway.serving import Serving, check_label
 
 RequestT = TypeVar("RequestT")
 
@@ -59,7 +57,7 @@ class ComputingEndpoint(ABC, Generic[RequestT]):
 
     def __init__(self, serving: Serving, request_type: type[RequestT]) -> None:
         self._serving = serving
-        self._decoder = msgspec.json.Decoder(request_type)
+        self._request_type = request_type
 
     @abstractmethod
     async def answer(self, request: RequestT, exchange: Exchange) -> None:
@@ -80,10 +78,8 @@ class ComputingEndpoint(ABC, Generic[RequestT]):
         except RequestRejected as error:
             if error.reject_ttl_s > 0 and (kind := self._kind(exchange, body)) is not None:
                 reject_cache.refused(kind, error)
-            if error.code == RejectReason.OVERLOADED:
-                self._serving.metrics.refused(time.time() - exchange.received_at)
             if error.code in (RejectReason.OVERLOADED, RejectReason.QUEUE_TIMEOUT):
-                self._serving.metrics.rejected(RejectReason(error.code))
+                self._serving.metrics.refused(RejectReason(error.code), time.time() - exchange.received_at)
             raise
 
     def _kind(self, exchange: Exchange, body: bytes) -> RequestKind | None:
@@ -109,47 +105,22 @@ class ComputingEndpoint(ABC, Generic[RequestT]):
 
     async def _serve(self, exchange: Exchange, body: bytes) -> None:
         serving = self._serving
-        await self.answer(await decode_request(exchange, serving, self._decoder, body), exchange)
+        await self.answer(await decode_request(exchange, serving, self._request_type, body), exchange)
 
-    def job(
-        self,
-        request: SamplingFields,
-        exchange: Exchange,
-        *,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        n: int,
-        shown_ids: frozenset[int] = frozenset(),
-        call_parser: Callable[[ItemWriter], ItemParser] | None = None,
-    ) -> GenerationJob:
-        serving = self._serving
-        if request.request_id is not None and not exchange.label:
-            exchange.label = check_label(request.request_id, param="request_id")
-        slo = Slo(
-            ttft_s=_target_s(exchange, "x-slo-ttft-ms", "slo_ttft_ms", request.slo_ttft_ms),
-            tpot_s=_target_s(exchange, "x-slo-tpot-ms", "slo_tpot_ms", request.slo_tpot_ms),
-        )
-        client = exchange.known_client
-        client.check_service_level(request.priority or 0, slo)
-        return GenerationJob(
-            tenant=client.name,
-            share=client.share,
-            cache_salt=cache_salt(request.cache_salt),
+    def caller(self, fields: SamplingFields, exchange: Exchange) -> Caller:
+        """Return where a request comes from; headers win over its ``fields``. Raises RequestRejected."""
+        if fields.request_id is not None and not exchange.label:
+            exchange.label = check_label(fields.request_id, param="request_id")
+        return Caller(
+            client=exchange.known_client,
+            dialect=self.dialect,
             request_id=exchange.request_id,
             label=exchange.label,
-            prompts=prompts,
-            params=params,
-            n=n,
-            stop=stop_strings(request),
-            include_stop=bool(request.include_stop_str_in_output),
-            call_parser=call_parser,
-            skip_special_tokens=request.skip_special_tokens is not False,
-            shown_ids=shown_ids,
-            priority=request.priority or 0,
-            slo=slo,
-            traceparent=check_traceparent(exchange.header("traceparent")),
-            max_wait_s=serving.config.request_timeout_s,
-            dialect=self.dialect,
+            slo=Slo(
+                ttft_s=_target_s(exchange, "x-slo-ttft-ms", "slo_ttft_ms", fields.slo_ttft_ms),
+                tpot_s=_target_s(exchange, "x-slo-tpot-ms", "slo_tpot_ms", fields.slo_tpot_ms),
+            ),
+            traceparent=exchange.header("traceparent"),
             received_at=exchange.received_at,
         )
 

@@ -13,7 +13,7 @@ from pdmesh_gateway.dialects import EMBEDDINGS
 from pdmesh_gateway.embedding_vectors import EMBEDS, check_inputs, embeddings
 from pdmesh_gateway.http.computing_endpoint import ComputingEndpoint
 from pdmesh_gateway.http.http_exchange import Exchange
-from pdmesh_gateway.http.prompt_inputs import prompt_ids, prompts_of
+from pdmesh_gateway.prompt_inputs import prompt_ids_of, prompts_of
 from pdmesh_gateway.protocol.embeddings_protocol import (
     EmbeddingObject,
     EmbeddingRequest,
@@ -21,7 +21,8 @@ from pdmesh_gateway.protocol.embeddings_protocol import (
     EmbeddingUsage,
 )
 from pdmesh_gateway.protocol.sampling_fields import SamplingFields
-from pdmesh_gateway.sampling import invalid, truncation_of
+from pdmesh_gateway.request_jobs import job_of
+from pdmesh_gateway.sampling import invalid
 from pdmesh_gateway.serving import Serving
 
 if TYPE_CHECKING:  # a gateway without embeddings needs no numpy
@@ -45,17 +46,7 @@ class EmbeddingsEndpoint(ComputingEndpoint[EmbeddingRequest]):
             raise invalid("encoding_format", "`encoding_format` must be float or base64.")
         given = prompts_of(request.input, what="input")
         check_inputs(len(given), what="input")
-        truncation = truncation_of(request.truncate_prompt_tokens, request.truncation_side)
-        prompts = [
-            await prompt_ids(
-                serving,
-                one,
-                what="input",
-                add_special_tokens=request.add_special_tokens is not False,
-                truncation=truncation,
-            )
-            for one in given
-        ]
+        prompts = await prompt_ids_of(serving, request, given, what="input")
         encode = _base64 if request.encoding_format == "base64" else _floats
         fields = SamplingFields(
             priority=request.priority,
@@ -63,7 +54,7 @@ class EmbeddingsEndpoint(ComputingEndpoint[EmbeddingRequest]):
             cache_salt=request.cache_salt,
             slo_ttft_ms=request.slo_ttft_ms,
         )
-        job = self.job(fields, exchange, prompts=prompts, params=EMBEDS, n=1)
+        job = job_of(serving, fields, self.caller(fields, exchange), prompts, EMBEDS)
         data: list[EmbeddingObject] = []
         async for vector in embeddings(serving, exchange.known_client, job, request.dimensions):
             data.append(EmbeddingObject(index=len(data), embedding=msgspec.Raw(encode(vector))))

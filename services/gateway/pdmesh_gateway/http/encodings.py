@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import Protocol
 
 from pdmesh.errors import RequestRejected
 
@@ -17,25 +16,13 @@ PIECE_BYTES = 64 * 1024
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
 
 
-class BodyDecoder(Protocol):
-    """Turns the bytes of a body as they come into the bytes that they stand for."""
-
-    def pieces(self, part: bytes) -> Iterator[bytes]:
-        """Yield what the next part stands for. Raises RequestRejected."""
-        ...
-
-    def check_end(self) -> None:
-        """Raise RequestRejected if the body ends too early."""
-        ...
-
-
-def decoder_of(content_encoding: str | None) -> BodyDecoder:
-    """Return the decoder of a ``Content-Encoding``. Raises RequestRejected (415)."""
+def inflater_of(content_encoding: str | None) -> Inflater | None:
+    """Return what decompresses bodies of a ``Content-Encoding``; None for plain ones. Raises RequestRejected (415)."""
     name = (content_encoding or "").strip().lower()
     if name in ("", "identity"):
-        return _Identity()
+        return None
     if name in ("gzip", "x-gzip", "deflate"):
-        return _Inflater(name)
+        return Inflater(name)
     raise RequestRejected(
         f"Content-Encoding {name[:60]!r} is not supported: send the body as it is, or with gzip or deflate.",
         status=415,
@@ -43,15 +30,7 @@ def decoder_of(content_encoding: str | None) -> BodyDecoder:
     )
 
 
-class _Identity:
-    def pieces(self, part: bytes) -> Iterator[bytes]:
-        yield part
-
-    def check_end(self) -> None:
-        """Any body is whole."""
-
-
-class _Inflater:
+class Inflater:
     """gzip, of one or several members, or deflate, with zlib's header or without."""
 
     def __init__(self, name: str) -> None:
@@ -60,6 +39,7 @@ class _Inflater:
         self._has_begun = False  # the current member
 
     def pieces(self, part: bytes) -> Iterator[bytes]:
+        """Yield what the next part of a body stands for. Raises RequestRejected."""
         piece = b""
         # Behind a full piece, zlib may have more to give without any input.
         while part or (len(piece) == PIECE_BYTES and self._inflate is not None):
@@ -80,6 +60,7 @@ class _Inflater:
                 yield piece
 
     def check_end(self) -> None:
+        """Raise RequestRejected if the body ends too early."""
         if self._has_begun:
             raise self._damaged("ends too early")
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import msgspec
 
 from pdmesh.errors import RequestRejected
-from pdmesh.wire.messages import TokenLogprobs
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.conversations import Conversation, prepare
 from pdmesh_gateway.http.computing_endpoint import ComputingEndpoint
@@ -25,7 +23,7 @@ from pdmesh_gateway.http.sse import KEEP_ALIVE
 from pdmesh_gateway.items import ChoiceItems, ItemEvent, WholeAnswer, collect
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol.sampling_fields import SamplingFields
-from pdmesh_gateway.sampling import fit_max_tokens, invalid, sampling_params
+from pdmesh_gateway.request_jobs import generation_job
 from pdmesh_gateway.text_stream import TextStream
 
 
@@ -35,43 +33,6 @@ class _Streamable(Protocol):
 
 
 StreamableT = TypeVar("StreamableT", bound=_Streamable)
-
-
-@dataclass(slots=True)
-class Collected:
-    """One choice of a response that is not streamed."""
-
-    texts: list[str] = field(default_factory=list[str])
-    token_ids: list[int] = field(default_factory=list[int])
-    text_offsets: list[int] = field(default_factory=list[int])
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list[TokenLogprobs | None])
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    def add(self, delta: Delta) -> None:
-        self.texts.append(delta.text)
-        self.token_ids += delta.token_ids
-        self.text_offsets += delta.text_offsets
-        self.logprobs += delta.logprobs
-        if delta.finish_reason is not None:
-            self.finish_reason = delta.finish_reason
-            self.stop_reason = delta.stop_reason
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    def delta(self, index: int) -> Delta:
-        """Return all of it as one delta."""
-        return Delta(
-            index=index,
-            text=self.text,
-            token_ids=self.token_ids,
-            text_offsets=self.text_offsets,
-            logprobs=self.logprobs,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
 
 
 class Rendering(ABC):
@@ -97,7 +58,7 @@ class Rendering(ABC):
         return error_event(error)
 
     @abstractmethod
-    def response(self, choices: Sequence[Collected], generation: TextStream) -> msgspec.Struct:
+    def response(self, choices: Sequence[Delta], generation: TextStream) -> msgspec.Struct:
         """The whole response."""
 
 
@@ -119,12 +80,9 @@ class ItemRendering(Rendering):
     def chunk(self, delta: Delta, generation: TextStream) -> bytes:
         return self.events(self._answers[delta.index].advance(delta), delta, generation)
 
-    def answers(self, choices: Sequence[Collected]) -> list[WholeAnswer]:
+    def answers(self, choices: Sequence[Delta]) -> list[WholeAnswer]:
         """The items of each choice of a response that is not streamed."""
-        return [
-            collect(answer.advance(choice.delta(index)))
-            for index, (answer, choice) in enumerate(zip(self._answers, choices, strict=True))
-        ]
+        return [collect(answer.advance(choice)) for answer, choice in zip(self._answers, choices, strict=True)]
 
 
 class GenerationEndpoint(ComputingEndpoint[StreamableT]):
@@ -145,7 +103,7 @@ class GenerationEndpoint(ComputingEndpoint[StreamableT]):
 
     async def conversation_job(
         self,
-        conversations: Sequence[Conversation],
+        conversation: Conversation,
         fields: SamplingFields,
         exchange: Exchange,
         *,
@@ -154,44 +112,29 @@ class GenerationEndpoint(ComputingEndpoint[StreamableT]):
         logprobs: int | None = None,
         n: int = 1,
     ) -> tuple[GenerationJob, list[ChoiceItems]]:
-        """Return the job of conversations, and what makes items of each of its choices. Raises RequestRejected.
+        """Return the job of a conversation, and what makes items of each of its choices. Raises RequestRejected.
 
-        ``n`` is the number of choices of each. ``clamps``: an answer may be shorter than ``max_tokens`` where the
+        ``n`` is the number of choices. ``clamps``: an answer may be shorter than ``max_tokens`` where the
         context has no room for more.
         """
         serving = self._serving
-        prepared = [await prepare(serving, conversation, fields) for conversation in conversations]
-        if len({each.grammar for each in prepared}) > 1:
-            raise invalid("messages", "Some of these conversations begin an answer within reasoning: send them apart.")
-        prompts = [each.prompt for each in prepared]
-        fitting = fit_max_tokens(
-            None if clamps else max_tokens,
-            num_prompt_tokens=max(map(len, prompts)),
-            max_model_len=serving.max_model_len,
-            default=max_tokens if clamps else serving.config.default_max_tokens,
+        prepared = await prepare(serving, conversation, fields)
+        job = await generation_job(
+            serving,
+            fields,
+            self.caller(fields, exchange),
+            [prepared.prompt],
             what="messages",
-        )
-        params = sampling_params(
-            fields,
-            serving.info,
-            max_tokens=fitting,
+            max_tokens=None if clamps else max_tokens,
+            default_tokens=max_tokens if clamps else serving.config.default_max_tokens,
             logprobs=logprobs,
-            grammar=prepared[0].grammar,
-            bad_token_sequences=await serving.bad_token_sequences(fields.bad_words),
-        )
-        serving.check_load(num_prompts=len(prompts), n=n, num_tokens=sum(map(len, prompts)))
-        shown_ids = frozenset[int]().union(*(each.shown_ids for each in prepared))
-        job = self.job(
-            fields,
-            exchange,
-            prompts=prompts,
-            params=params,
+            grammar=prepared.grammar,
             n=n,
-            shown_ids=shown_ids,
-            call_parser=prepared[0].call_parser,  # several conversations have no tools
+            shown_ids=prepared.shown_ids,
+            call_parser=prepared.call_parser,
         )
-        exchange.warn(*dict.fromkeys(warning for each in prepared for warning in each.warnings))
-        return job, [prepared[index // n].answer(job, index) for index in range(job.num_choices)]
+        exchange.warn(*dict.fromkeys(prepared.warnings))
+        return job, [prepared.answer(job, index) for index in range(n)]
 
 
 async def _stream(exchange: Exchange, generation: TextStream, rendering: Rendering, *, idle_s: float) -> None:
@@ -208,8 +151,12 @@ async def _stream(exchange: Exchange, generation: TextStream, rendering: Renderi
 
 
 async def _respond(exchange: Exchange, generation: TextStream, rendering: Rendering) -> None:
-    choices = [Collected() for _ in range(generation.job.num_choices)]
+    choices = [Delta(index=index) for index in range(generation.job.num_choices)]
+    texts: list[list[str]] = [[] for _ in choices]
     async for batch in generation.deltas():
         for delta in batch:
-            choices[delta.index].add(delta)
+            choices[delta.index].extend(delta)
+            texts[delta.index].append(delta.text)
+    for choice, pieces in zip(choices, texts, strict=True):
+        choice.text = "".join(pieces)
     await exchange.respond_json(rendering.response(choices, generation))

@@ -14,9 +14,8 @@ from starlette.types import Receive, Scope, Send
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.auth import Client, header_text
 from pdmesh_gateway.dialects import NO_DIALECT, Dialect
-from pdmesh_gateway.http.body import ClientGone, read_body
+from pdmesh_gateway.http.body import ClientGone
 from pdmesh_gateway.http.openai_errors import error_event, error_headers
-from pdmesh_gateway.limits import RequestLimiter
 
 JSON = b"application/json"
 
@@ -81,18 +80,6 @@ class Exchange:
         self.extra_headers += [
             (b"x-pdmesh-warning", warning.encode("latin-1", "replace").translate(_PRINTABLE)) for warning in warnings
         ]
-
-    async def body(self, admission: RequestLimiter, *, max_bytes: int, timeout_s: float) -> bytes:
-        """The whole body, counted as it comes. Raises RequestRejected and ClientGone."""
-        with admission.upload() as upload:
-            return await read_body(
-                self.receive,
-                upload,
-                content_length=self.content_length,
-                max_bytes=max_bytes,
-                timeout_s=timeout_s,
-                content_encoding=self.header("content-encoding"),
-            )
 
     async def respond(
         self,

@@ -10,7 +10,21 @@ import msgspec
 
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.http.encodings import ACCEPTED
-from pdmesh_gateway.protocol.openai_error_body import ErrorBody, ErrorResponse
+
+
+class ErrorBody(msgspec.Struct, kw_only=True):
+    """What went wrong, in a sentence; ``param`` names the field, ``code`` the case for programs."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ErrorResponse(msgspec.Struct):
+    """The body of every response of 400 and more, and the last event of a stream that failed."""
+
+    error: ErrorBody
 
 
 def error_json(error: RequestRejected) -> bytes:

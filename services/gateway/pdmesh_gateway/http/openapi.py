@@ -14,6 +14,7 @@ from pdmesh_gateway.http.messages.messages_protocol import (
     MessagesResponse,
     TokenCount,
 )
+from pdmesh_gateway.http.openai_errors import ErrorResponse
 from pdmesh_gateway.http.responses.responses_protocol import (
     InputItemList,
     InputTokenCount,
@@ -22,7 +23,7 @@ from pdmesh_gateway.http.responses.responses_protocol import (
     ResponsesRequest,
 )
 from pdmesh_gateway.http.unknown import HEADER, OTHERS
-from pdmesh_gateway.protocol.chat_protocol import ChatBatchRequest, ChatRequest, ChatResponse
+from pdmesh_gateway.protocol.chat_protocol import ChatRequest, ChatResponse
 from pdmesh_gateway.protocol.completions_protocol import (
     DEFAULT_COMPLETION_TOKENS,
     CompletionRequest,
@@ -30,7 +31,6 @@ from pdmesh_gateway.protocol.completions_protocol import (
 )
 from pdmesh_gateway.protocol.embeddings_protocol import EmbeddingRequest, EmbeddingResponse
 from pdmesh_gateway.protocol.models_protocol import ModelCard, ModelList
-from pdmesh_gateway.protocol.openai_error_body import ErrorResponse
 from pdmesh_gateway.protocol.tokens_protocol import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -41,7 +41,6 @@ from pdmesh_gateway.protocol.tokens_protocol import (
 #: path → (method, summary, request, response)
 _OPERATIONS: dict[str, tuple[str, str, type[msgspec.Struct] | None, type[msgspec.Struct] | None]] = {
     "/v1/chat/completions": ("post", "Answer a conversation", ChatRequest, ChatResponse),
-    "/v1/chat/completions/batch": ("post", "Answer several conversations", ChatBatchRequest, ChatResponse),
     "/v1/completions": ("post", "Continue a text", CompletionRequest, CompletionResponse),
     "/v1/embeddings": ("post", "Embed texts", EmbeddingRequest, EmbeddingResponse),
     "/v1/messages": ("post", "Answer a conversation, as Anthropic's API", MessagesRequest, MessagesResponse),
@@ -71,7 +70,6 @@ _CHAT = {"messages": [{"role": "user", "content": "What is the capital of France
 #: path → a body that works with every model, without the model's name.
 _EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {**_CHAT, "temperature": 0},
-    "/v1/chat/completions/batch": {**_CHAT, "messages": [_CHAT["messages"], [{"role": "user", "content": "Hello!"}]]},
     "/v1/completions": {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0},
     "/v1/embeddings": {"input": ["The capital of France is Paris."]},
     "/v1/messages": _CHAT,
@@ -96,7 +94,7 @@ def openapi_document(version: str, model: str, sampling: Mapping[str, float]) ->
     all_types = [*types, ErrorResponse]
     references, components = msgspec.json.schema_components(all_types, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(all_types, references, strict=True))
-    for kind in (ChatRequest, ChatBatchRequest, CompletionRequest):
+    for kind in (ChatRequest, CompletionRequest):
         properties = components[kind.__name__]["properties"]
         for name, value in {**_DEFAULTS, **sampling}.items():
             properties[name]["default"] = value

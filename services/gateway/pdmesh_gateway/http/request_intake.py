@@ -5,12 +5,12 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
-import msgspec
-
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.http.body import decode_body
+from pdmesh_gateway.http.body import decode_body, receive_body
 from pdmesh_gateway.http.http_exchange import Exchange
 from pdmesh_gateway.http.unknown import HEADER, header_value
 from pdmesh_gateway.serving import Serving
@@ -33,17 +33,36 @@ async def read_body(exchange: Exchange, serving: Serving) -> bytes:
             code="unsupported_media_type",
         )
     config = serving.config
-    body = await exchange.body(serving.admission, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+    with serving.admission.upload() as upload:
+        body = await receive_body(
+            exchange.receive,
+            upload,
+            content_length=exchange.content_length,
+            max_bytes=config.max_body_bytes,
+            timeout_s=config.body_timeout_s,
+            content_encoding=exchange.header("content-encoding"),
+        )
     if (encoding := json.detect_encoding(body[:4])) not in ("utf-8", "utf-8-sig"):
         raise RequestRejected(f"The request body is {encoding.upper()}: send JSON in UTF-8.", code="invalid_json")
     return body.removeprefix(codecs.BOM_UTF8)
 
 
-async def decode_request(exchange: Exchange, serving: Serving, decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+async def decode_request(exchange: Exchange, serving: Serving, kind: type[T], body: bytes) -> T:
     """The body as its struct; what of it was passed over is counted, and named in a header. Raises RequestRejected."""
     config = serving.config
-    request, ignored = await decode_body(decoder, body, max_values=config.max_body_values)
+    request, ignored = await decode_body(kind, body, max_values=config.max_body_values)
     if ignored:
-        serving.metrics.ignored(len(ignored))
+        serving.metrics.ignored_fields.inc(len(ignored))
         exchange.extra_headers.append((HEADER, header_value(ignored)))
     return request
+
+
+@asynccontextmanager
+async def read_request(exchange: Exchange, serving: Serving, kind: type[T]) -> AsyncGenerator[T]:
+    """The request in a body, whose bytes count to what the gateway holds within the block.
+
+    Raises RequestRejected and ClientGone.
+    """
+    body = await read_body(exchange, serving)
+    with serving.admission.hold(num_bytes=len(body)):
+        yield await decode_request(exchange, serving, kind, body)

@@ -11,13 +11,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.dialects import dialect_of
 from pdmesh_gateway.http.body import ClientGone
-from pdmesh_gateway.http.chat_endpoint import ChatBatchEndpoint, ChatEndpoint
+from pdmesh_gateway.http.chat_endpoint import ChatEndpoint
 from pdmesh_gateway.http.completions_endpoint import CompletionsEndpoint
 from pdmesh_gateway.http.embeddings_endpoint import EmbeddingsEndpoint
 from pdmesh_gateway.http.http_exchange import Exchange
 from pdmesh_gateway.http.invocations import InvocationsEndpoint
-from pdmesh_gateway.http.messages.messages_endpoint import CountTokensEndpoint, MessagesEndpoint
-from pdmesh_gateway.http.orca import ASKING, REPORTING, load_report
+from pdmesh_gateway.http.messages.messages_endpoint import MessagesEndpoint
 from pdmesh_gateway.http.page_files import PageFiles
 from pdmesh_gateway.http.responses.responses_endpoint import ResponsesEndpoint
 from pdmesh_gateway.http.responses.stored_responses import StoredResponses
@@ -36,17 +35,16 @@ def build_app(serving: Serving) -> ASGIApp:
     """The ASGI application of a gateway."""
     utility, docs = UtilityEndpoints(serving), PageFiles("docs")
     stored = StoredResponses(serving)
-    responses = ResponsesEndpoint(serving, stored)
+    responses, messages = ResponsesEndpoint(serving, stored), MessagesEndpoint(serving)
     chat, completions, embeddings = ChatEndpoint(serving), CompletionsEndpoint(serving), EmbeddingsEndpoint(serving)
     invocations = InvocationsEndpoint(serving, {"messages": chat, "prompt": completions, "input": embeddings})
     guarded: list[tuple[str, str, Handler, str]] = [  # with the scope that a key needs
         ("/v1/chat/completions", "POST", chat, "generate"),
-        ("/v1/chat/completions/batch", "POST", ChatBatchEndpoint(serving), "generate"),
         ("/v1/completions", "POST", completions, "generate"),
         ("/v1/embeddings", "POST", embeddings, "generate"),
         ("/invocations", "POST", invocations, "generate"),
-        ("/v1/messages", "POST", MessagesEndpoint(serving), "generate"),
-        ("/v1/messages/count_tokens", "POST", CountTokensEndpoint(serving), "tokenize"),
+        ("/v1/messages", "POST", messages, "generate"),
+        ("/v1/messages/count_tokens", "POST", messages.count, "tokenize"),
         ("/v1/responses", "POST", responses, "generate"),
         ("/v1/responses/input_tokens", "POST", responses.count, "tokenize"),
         ("/v1/responses/{response_id}", "GET DELETE", stored.one, "generate"),
@@ -159,9 +157,6 @@ class _Endpoint:
             self._serving.origins.check(exchange.header("host"), exchange.header("origin"))
             exchange.client = self._serving.keys.check(exchange.text("authorization"), exchange.text("x-api-key"))
             exchange.client.check_scope(self._scope)
-            form = exchange.header(ASKING)
-            if form is not None and (report := load_report(form, self._serving.link.state)) is not None:
-                exchange.extra_headers.append((REPORTING, report))
 
     async def _answered_preflight(self, exchange: Exchange) -> bool:
         """Say to a browser what pages of an origin may do, if it asks."""

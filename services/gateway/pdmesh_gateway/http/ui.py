@@ -61,14 +61,12 @@ class UiEndpoints:
             address, security = self._serving.scheduler
             answer = await ask_scheduler(address, security, GetRequest(request_id=name))
         except (InstanceUnavailable, QuestionRefused) as error:
-            raise RequestRejected(
-                f"{error}", status=503, type="server_error", code="unavailable", retry_after_s=1
-            ) from error
+            raise RequestRejected(f"{error}", status=503, code="unavailable", retry_after_s=1) from error
         except PdmeshError as error:
             raise RequestRejected(f"{error}", status=404, code="not_found") from error
         record = answer.requests[0] if isinstance(answer, RequestList) and answer.requests else answer
         if not isinstance(record, RequestRecord):
-            raise RequestRejected("The scheduler sent an unexpected answer.", status=500, type="server_error")
+            raise RequestRejected("The scheduler sent an unexpected answer.", status=500)
         await exchange.respond_json(_life(record))
 
     def _check_place(self, exchange: Exchange) -> None:

@@ -34,7 +34,7 @@ from pdmesh_gateway.http.responses.responses_protocol import (
     ResponsesRequest,
     TextFormat,
 )
-from pdmesh_gateway.protocol.chat_protocol import ChatBatchRequest, ChatMessage, ChatRequest, FunctionDefinition
+from pdmesh_gateway.protocol.chat_protocol import ChatMessage, ChatRequest, FunctionDefinition
 from pdmesh_gateway.protocol.completions_protocol import CompletionRequest
 from pdmesh_gateway.protocol.embeddings_protocol import EmbeddingRequest
 from pdmesh_gateway.protocol.sampling_fields import ResponseFormat, StructuredOutputs
@@ -61,7 +61,6 @@ _READING: tuple[StructType, ...] = (
 )
 _GENERATING: tuple[StructType, ...] = (
     ChatRequest,
-    ChatBatchRequest,
     CompletionRequest,
     ResponsesRequest,
     MessagesRequest,
@@ -73,26 +72,12 @@ _FUNCTIONS: tuple[StructType, ...] = (FunctionDefinition, FunctionTool, ToolDefi
 
 #: Names of one thing. A refusal names the first that the endpoint knows.
 _SYNONYMS: tuple[tuple[str, ...], ...] = (
-    (
-        *("max_tokens", "max_output_tokens", "max_completion_tokens"),
-        *("max_length", "max_new_tokens", "n_predict", "num_predict"),
-    ),
+    ("max_tokens", "max_output_tokens", "max_completion_tokens"),
+    ("max_tokens", "max_output_tokens", "max_length", "max_new_tokens", "n_predict", "num_predict"),
     ("response_format", "text", "output_config", "output_format"),
-    (
-        *("structured_outputs", "text", "output_config"),
-        *(
-            "ebnf",
-            "format",
-            "grammar",
-            "grammar_string",
-            "guided_choice",
-            "guided_grammar",
-            "guided_json",
-            "guided_regex",
-            "guideline",
-        ),
-        *("json_schema", "regex", "response_schema", "structural_tag"),
-    ),
+    ("structured_outputs", "text", "output_config", "ebnf", "format", "grammar", "grammar_string", "guideline"),
+    ("structured_outputs", "text", "output_config", "guided_choice", "guided_grammar", "guided_json", "guided_regex"),
+    ("structured_outputs", "text", "output_config", "json_schema", "regex", "response_schema", "structural_tag"),
     ("chat_template_kwargs", "thinking", "enable_thinking", "think", "thinking_budget"),
     ("reasoning_effort", "reasoning", "output_config"),
     ("stop", "stop_sequences", "stopping_strings"),

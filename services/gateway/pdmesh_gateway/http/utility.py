@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import TypeVar
-
-import msgspec
 
 from pdmesh.build_info import core_build
 from pdmesh.errors import RequestRejected
@@ -15,7 +12,7 @@ from pdmesh_gateway.http.chat_endpoint import conversation_of
 from pdmesh_gateway.http.http_exchange import Exchange
 from pdmesh_gateway.http.messages.messages_protocol import AnthropicModel, AnthropicModelList
 from pdmesh_gateway.http.openapi import openapi_document
-from pdmesh_gateway.http.request_intake import decode_request, read_body
+from pdmesh_gateway.http.request_intake import read_request
 from pdmesh_gateway.protocol.models_protocol import ModelCard, ModelList
 from pdmesh_gateway.protocol.tokens_protocol import (
     DetokenizeRequest,
@@ -25,8 +22,6 @@ from pdmesh_gateway.protocol.tokens_protocol import (
 )
 from pdmesh_gateway.sampling import too_long
 from pdmesh_gateway.serving import Serving, check_token_ids
-
-T = TypeVar("T")
 
 #: Sent by Anthropic's clients with every request.
 ANTHROPIC_HEADER = "anthropic-version"
@@ -38,8 +33,6 @@ class UtilityEndpoints:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._tokenize = msgspec.json.Decoder(TokenizeRequest)
-        self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
     async def models(self, exchange: Exchange) -> None:
         names = self._serving.model_names
@@ -57,16 +50,16 @@ class UtilityEndpoints:
 
     async def tokenize(self, exchange: Exchange) -> None:
         serving = self._serving
-        request = await self._read(exchange, self._tokenize)
-        serving.check_model(request.model)
-        if (request.prompt is None) == (request.messages is None):
-            raise RequestRejected("Send either `prompt` or `messages`.", param="prompt")
-        if request.messages is not None:
-            token_ids = await prompt_of(serving, await conversation_of(request, request.messages, serving))
-        else:
-            token_ids = await serving.encode(
-                request.prompt or "", add_special_tokens=request.add_special_tokens is not False, what="prompt"
-            )
+        async with read_request(exchange, serving, TokenizeRequest) as request:
+            serving.check_model(request.model)
+            if (request.prompt is None) == (request.messages is None):
+                raise RequestRejected("Send either `prompt` or `messages`.", param="prompt")
+            if request.messages is not None:
+                token_ids = await prompt_of(serving, await conversation_of(request, request.messages, serving))
+            else:
+                token_ids = await serving.encode(
+                    request.prompt or "", add_special_tokens=request.add_special_tokens is not False, what="prompt"
+                )
         strings = await serving.tokenizer.pieces(token_ids) if request.return_token_strs else None
         await exchange.respond_json(
             TokenizeResponse(
@@ -76,12 +69,12 @@ class UtilityEndpoints:
 
     async def detokenize(self, exchange: Exchange) -> None:
         serving = self._serving
-        request = await self._read(exchange, self._detokenize)
-        serving.check_model(request.model)
-        if len(request.tokens) > serving.max_model_len:
-            raise too_long(len(request.tokens), serving.max_model_len, what="tokens")
-        check_token_ids(request.tokens, serving.info.vocab_size, what="tokens")
-        text = await serving.tokenizer.decode(request.tokens, skip_special_tokens=False)
+        async with read_request(exchange, serving, DetokenizeRequest) as request:
+            serving.check_model(request.model)
+            if len(request.tokens) > serving.max_model_len:
+                raise too_long(len(request.tokens), serving.max_model_len, what="tokens")
+            check_token_ids(request.tokens, serving.info.vocab_size, what="tokens")
+            text = await serving.tokenizer.decode(request.tokens, skip_special_tokens=False)
         await exchange.respond_json(DetokenizeResponse(text))
 
     async def tokenizer_info(self, exchange: Exchange) -> None:
@@ -97,9 +90,7 @@ class UtilityEndpoints:
         """Routable: a request sent now would be served."""
         reason = self._serving.unready_reason
         if reason is not None:
-            raise RequestRejected(
-                f"Not ready: {reason}.", status=503, type="server_error", code="not_ready", retry_after_s=1
-            )
+            raise RequestRejected(f"Not ready: {reason}.", status=503, code="not_ready", retry_after_s=1)
         await exchange.respond_json({"status": "ready"})
 
     async def live(self, exchange: Exchange) -> None:
@@ -135,8 +126,3 @@ class UtilityEndpoints:
         return AnthropicModel(
             id=name, display_name=serving.model, created_at=created_at, max_input_tokens=length, max_tokens=length
         )
-
-    async def _read(self, exchange: Exchange, decoder: msgspec.json.Decoder[T]) -> T:
-        body = await read_body(exchange, self._serving)
-        with self._serving.admission.hold(num_bytes=len(body)):
-            return await decode_request(exchange, self._serving, decoder, body)

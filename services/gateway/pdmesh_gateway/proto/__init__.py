@@ -1,1 +1,4 @@
-"""The protobuf service for typed clients; ``*_pb2*`` are generated from ``pdmesh.proto`` by ``regenerate``."""
+"""The protobuf service for typed clients. To generate the code of ``pdmesh.proto`` again, in ``services/gateway``:
+
+python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. pdmesh_gateway/proto/pdmesh.proto
+"""

@@ -55,9 +55,10 @@ class ChatTool(msgspec.Struct, kw_only=True):
     function: FunctionDefinition | None = None
 
 
-class ChatFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """What requests for the answers of one or of several conversations have in common."""
+class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/chat/completions``."""
 
+    messages: list[ChatMessage]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: Annotated[bool | None, neutral(False)] = None
@@ -82,18 +83,6 @@ class ChatFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     service_tier: Inert[str | None] = None
     store: Inert[bool | None] = None
     verbosity: Inert[str | None] = None
-
-
-class ChatRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/chat/completions``."""
-
-    messages: list[ChatMessage]
-
-
-class ChatBatchRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/chat/completions/batch``: several conversations under the same fields."""
-
-    messages: list[list[ChatMessage]]
 
 
 class ChatTopLogprob(msgspec.Struct):

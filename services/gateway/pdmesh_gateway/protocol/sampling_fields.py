@@ -107,3 +107,9 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     early_stopping: Inert[Any] = None
     vllm_xargs: Inert[dict[str, Any] | None] = None
     kv_transfer_params: Annotated[dict[str, Any] | None, neutral({})] = None
+
+
+def sampling_fields_of(request: msgspec.Struct, **own: Any) -> SamplingFields:
+    """Return what a request of another dialect says by the same names, and ``own`` fields."""
+    names = set(request.__struct_fields__).intersection(SamplingFields.__struct_fields__)
+    return SamplingFields(**{name: getattr(request, name) for name in names} | own)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.http.messages.messages_protocol import MessagesError, MessagesErrorResponse
 from pdmesh_gateway.http.openai_errors import ErrorShape
 
 #: The server has no room: not the client's own limit, which is a 429.
@@ -21,6 +20,21 @@ _TYPES = {
     504: "timeout_error",
     OVERLOADED: "overloaded_error",
 }
+
+
+class MessagesError(msgspec.Struct, kw_only=True):
+    """What went wrong; ``type`` is Anthropic's word for it."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorResponse(msgspec.Struct, kw_only=True):
+    """The body of every response of 400 and more, and the last event of a stream that failed."""
+
+    type: str = "error"
+    error: MessagesError
+    request_id: str
 
 
 def status_of(error: RequestRejected) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from pdmesh_gateway.conversation_turns import built
 from pdmesh_gateway.conversations import Conversation, prompt_of
 from pdmesh_gateway.dialects import MESSAGES
@@ -12,13 +10,11 @@ from pdmesh_gateway.http.http_exchange import Exchange
 from pdmesh_gateway.http.messages.messages_protocol import CountTokensRequest, MessagesRequest, TokenCount
 from pdmesh_gateway.http.messages.messages_rendering import MessagesRendering
 from pdmesh_gateway.http.messages.messages_requests import conversation_of, fields_of, is_foreign
-from pdmesh_gateway.http.request_intake import decode_request, read_body
+from pdmesh_gateway.http.request_intake import read_request
 from pdmesh_gateway.jobs import GenerationJob
+from pdmesh_gateway.message_parts import skip_warnings
 from pdmesh_gateway.sampling import number
 from pdmesh_gateway.serving import Serving
-
-#: Kinds of tools that are named when they are skipped.
-MAX_WARNINGS = 8
 
 
 class MessagesEndpoint(GenerationEndpoint[MessagesRequest]):
@@ -35,24 +31,15 @@ class MessagesEndpoint(GenerationEndpoint[MessagesRequest]):
         number("max_tokens", request.max_tokens, low=1)
         conversation = await _conversation(request, exchange, serving)
         job, answers = await self.conversation_job(
-            [conversation], fields_of(request), exchange, max_tokens=request.max_tokens, clamps=True
+            conversation, fields_of(request), exchange, max_tokens=request.max_tokens, clamps=True
         )
         is_clamped = job.params.max_tokens < request.max_tokens
         return job, MessagesRendering(answers, model=request.model, job=job, is_clamped=is_clamped)
 
-
-class CountTokensEndpoint:
-    """``POST /v1/messages/count_tokens``: how many tokens a conversation's prompt would be."""
-
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-        self._decoder = msgspec.json.Decoder(CountTokensRequest)
-
-    async def __call__(self, exchange: Exchange) -> None:
+    async def count(self, exchange: Exchange) -> None:
+        """``POST /v1/messages/count_tokens``: how many tokens a conversation's prompt would be."""
         serving = self._serving
-        body = await read_body(exchange, serving)
-        with serving.admission.hold(num_bytes=len(body)):
-            request = await decode_request(exchange, serving, self._decoder, body)
+        async with read_request(exchange, serving, CountTokensRequest) as request:
             serving.check_model(request.model)
             token_ids = await prompt_of(serving, await _conversation(request, exchange, serving))
         await exchange.respond_json(TokenCount(input_tokens=len(token_ids)))
@@ -61,8 +48,7 @@ class CountTokensEndpoint:
 async def _conversation(request: CountTokensRequest, exchange: Exchange, serving: Serving) -> Conversation:
     """The conversation of a request; tools that are skipped are named in a header. Raises RequestRejected."""
     num_parts = sum(1 if isinstance(message.content, str) else len(message.content) for message in request.messages)
-    skipped = sorted({tool.type or "" for tool in request.tools or [] if is_foreign(tool)})
-    exchange.warn(*(f"tools of type {kind[:64]} are skipped" for kind in skipped[:MAX_WARNINGS]))
+    exchange.warn(*skip_warnings({tool.type or "" for tool in request.tools or [] if is_foreign(tool)}, "tools"))
     return await built(
         lambda: conversation_of(request), num_parts=num_parts, most=serving.config.max_messages, param="messages"
     )

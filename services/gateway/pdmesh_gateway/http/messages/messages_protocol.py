@@ -193,18 +193,3 @@ class TokenCount(msgspec.Struct, kw_only=True):
     """The answer to ``POST /v1/messages/count_tokens``."""
 
     input_tokens: int
-
-
-class MessagesError(msgspec.Struct, kw_only=True):
-    """What went wrong; ``type`` is Anthropic's word for it."""
-
-    type: str
-    message: str
-
-
-class MessagesErrorResponse(msgspec.Struct, kw_only=True):
-    """The body of every response of 400 and more, and the last event of a stream that failed."""
-
-    type: str = "error"
-    error: MessagesError
-    request_id: str

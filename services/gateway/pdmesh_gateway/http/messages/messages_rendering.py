@@ -9,7 +9,7 @@ import msgspec
 
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.choices import Delta
-from pdmesh_gateway.http.generation_endpoint import Collected, ItemRendering
+from pdmesh_gateway.http.generation_endpoint import ItemRendering
 from pdmesh_gateway.http.messages.anthropic_errors import error_body
 from pdmesh_gateway.http.messages.messages_protocol import (
     MessagesResponse,
@@ -91,7 +91,7 @@ class MessagesRendering(ItemRendering):
     def failure(self, error: RequestRejected) -> bytes:
         return b"event: error\ndata: " + error_body(error, self._id) + b"\n\n"
 
-    def response(self, choices: Sequence[Collected], generation: TextStream) -> MessagesResponse:
+    def response(self, choices: Sequence[Delta], generation: TextStream) -> MessagesResponse:
         [answer] = self.answers(choices)
         end = self._end_of(answer.finish_reason or "stop", answer.stop_reason, len(answer.calls))
         return MessagesResponse(

@@ -16,7 +16,7 @@ from pdmesh_gateway.http.messages.messages_protocol import (
     ToolDefinition,
 )
 from pdmesh_gateway.message_parts import skip_warnings, text_of
-from pdmesh_gateway.protocol.sampling_fields import ResponseFormat, SamplingFields
+from pdmesh_gateway.protocol.sampling_fields import ResponseFormat, SamplingFields, sampling_fields_of
 from pdmesh_gateway.sampling import invalid
 from pdmesh_gateway.tools.tool_choice import Tool, ToolChoice
 
@@ -61,17 +61,7 @@ def fields_of(request: MessagesRequest) -> SamplingFields:
     stops = [stop for stop in request.stop_sequences or [] if stop.strip()]
     if len(stops) < len(request.stop_sequences or []):
         raise invalid("stop_sequences", "`stop_sequences` must not contain blank strings.")
-    return SamplingFields(
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        stop=stops,
-        response_format=_response_format(request),
-        seed=request.seed,
-        priority=request.priority,
-        slo_ttft_ms=request.slo_ttft_ms,
-        slo_tpot_ms=request.slo_tpot_ms,
-    )
+    return sampling_fields_of(request, stop=stops, response_format=_response_format(request))
 
 
 def is_foreign(tool: ToolDefinition) -> bool:

@@ -16,7 +16,7 @@ from pdmesh_gateway.conversations import Conversation, prompt_of
 from pdmesh_gateway.dialects import RESPONSES
 from pdmesh_gateway.http.generation_endpoint import GenerationEndpoint
 from pdmesh_gateway.http.http_exchange import Exchange
-from pdmesh_gateway.http.request_intake import decode_request, read_body
+from pdmesh_gateway.http.request_intake import read_request
 from pdmesh_gateway.http.responses.background_responses import MAX_EVENT_BYTES, BackgroundResponse
 from pdmesh_gateway.http.responses.response_store import KeptResponse
 from pdmesh_gateway.http.responses.responses_logprobs import TextLogprobs
@@ -42,12 +42,10 @@ from pdmesh_gateway.http.responses.responses_requests import (
 )
 from pdmesh_gateway.http.responses.stored_responses import StoredResponses, items_in
 from pdmesh_gateway.jobs import GenerationJob
+from pdmesh_gateway.message_parts import skip_warnings
 from pdmesh_gateway.request_failures import UNFORESEEN, failure_of
 from pdmesh_gateway.sampling import invalid, number
 from pdmesh_gateway.serving import Serving
-
-#: Kinds of items and tools that are named when they are skipped.
-MAX_WARNINGS = 8
 
 _decode_item = msgspec.json.Decoder(dict[str, Any]).decode
 
@@ -73,7 +71,6 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
     def __init__(self, serving: Serving, stored: StoredResponses) -> None:
         super().__init__(serving, ResponsesRequest)
         self._stored = stored
-        self._count_decoder = msgspec.json.Decoder(InputTokensRequest)
 
     async def answer(self, request: ResponsesRequest, exchange: Exchange) -> None:
         with self._serving.admission.hold(num_bytes=self._num_bytes_before(request, exchange)):
@@ -142,7 +139,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
         asked = await self._input(request, exchange)
         num_top = num_top_logprobs_of(request)
         job, items = await self.conversation_job(
-            [asked.conversation], fields_of(request), exchange, max_tokens=request.max_output_tokens, logprobs=num_top
+            asked.conversation, fields_of(request), exchange, max_tokens=request.max_output_tokens, logprobs=num_top
         )
         tenant = exchange.known_client.name
         keeps = request.store is not False and self._stored.kept.keeps
@@ -163,9 +160,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
     async def count(self, exchange: Exchange) -> None:
         """``POST /v1/responses/input_tokens``."""
         serving = self._serving
-        body = await read_body(exchange, serving)
-        with serving.admission.hold(num_bytes=len(body)):
-            request = await decode_request(exchange, serving, self._count_decoder, body)
+        async with read_request(exchange, serving, InputTokensRequest) as request:
             serving.check_model(request.model)
             with serving.admission.hold(num_bytes=self._num_bytes_before(request, exchange)):
                 asked = await self._input(request, exchange)
@@ -184,10 +179,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
         every = [*before, *own]
         kinds = {kind_of(item) for item in every} - KNOWN_ITEMS
         tools = {str(tool.get("type")) for tool in request.tools or []} - {"function"}
-        exchange.warn(
-            *(f"items of type {kind[:64]} are skipped" for kind in sorted(kinds)[:MAX_WARNINGS]),
-            *(f"tools of type {kind[:64]} are skipped" for kind in sorted(tools)[:MAX_WARNINGS]),
-        )
+        exchange.warn(*skip_warnings(kinds, "items"), *skip_warnings(tools, "tools"))
 
         num_named_bytes = 0
 

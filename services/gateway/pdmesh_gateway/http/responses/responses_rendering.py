@@ -8,7 +8,7 @@ import msgspec
 
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.choices import Delta
-from pdmesh_gateway.http.generation_endpoint import Collected, ItemRendering
+from pdmesh_gateway.http.generation_endpoint import ItemRendering
 from pdmesh_gateway.http.responses.responses_logprobs import TextLogprobs
 from pdmesh_gateway.http.responses.responses_protocol import (
     IncompleteDetails,
@@ -117,9 +117,9 @@ class ResponsesRendering(ItemRendering):
         """The response before its answer."""
         return self._begun
 
-    def response(self, choices: Sequence[Collected], generation: TextStream) -> ResponseObject:
+    def response(self, choices: Sequence[Delta], generation: TextStream) -> ResponseObject:
         [choice] = choices
-        self.chunk(choice.delta(0), generation)
+        self.chunk(choice, generation)
         return self.ended(generation)
 
     def ended(self, generation: TextStream) -> ResponseObject:

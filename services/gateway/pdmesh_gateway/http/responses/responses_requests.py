@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.conversation_turns import TurnBuilder, arguments_of
+from pdmesh_gateway.conversation_turns import TurnBuilder, arguments_of, reasoning_variables
 from pdmesh_gateway.conversations import Conversation
+from pdmesh_gateway.http.openai_tools import function_tool, tool_choice_of
 from pdmesh_gateway.http.responses.responses_protocol import InputTokensRequest, ResponsesRequest, TextFormat
 from pdmesh_gateway.message_parts import skip_warnings, text_of
-from pdmesh_gateway.protocol.sampling_fields import JsonSchema, ResponseFormat, SamplingFields
+from pdmesh_gateway.protocol.sampling_fields import JsonSchema, ResponseFormat, SamplingFields, sampling_fields_of
 from pdmesh_gateway.sampling import MAX_LOGPROBS, invalid, number
-from pdmesh_gateway.tools.tool_choice import Tool, ToolChoice
 
 ItemObject = Mapping[str, Any]
 
@@ -47,17 +47,17 @@ def conversation_of(
                 raise _not_found(str(item.get("id")))
             item = named
         _add_item(turns, item, where, skipped)
-    variables = dict(request.chat_template_kwargs or {})
-    if request.reasoning is not None and request.reasoning.effort is not None:
-        variables.setdefault("reasoning_effort", request.reasoning.effort)
-        if request.reasoning.effort == "none":
-            variables.setdefault("enable_thinking", False)
+    effort = None if request.reasoning is None else request.reasoning.effort
     return Conversation(
         messages=turns.messages(),
-        tools=tuple(_tool(tool) for tool in request.tools or [] if tool.get("type") == "function"),
-        tool_choice=_tool_choice(request.tool_choice),
+        tools=tuple(
+            function_tool(tool, f"tools[{i}]")
+            for i, tool in enumerate(request.tools or ())
+            if tool.get("type") == "function"
+        ),
+        tool_choice=tool_choice_of(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        variables=variables,
+        variables=reasoning_variables(request.chat_template_kwargs, effort),
         warnings=skip_warnings(skipped, "parts"),
     )
 
@@ -75,19 +75,8 @@ def num_top_logprobs_of(request: ResponsesRequest) -> int | None:
 
 def fields_of(request: ResponsesRequest) -> SamplingFields:
     """How an answer is drawn. Raises RequestRejected."""
-    return SamplingFields(
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
-        seed=request.seed,
-        stop=request.stop,
-        response_format=_response_format(None if request.text is None else request.text.format),
-        priority=request.priority,
-        request_id=request.request_id,
-        slo_ttft_ms=request.slo_ttft_ms,
-        slo_tpot_ms=request.slo_tpot_ms,
+    return sampling_fields_of(
+        request, response_format=_response_format(None if request.text is None else request.text.format)
     )
 
 
@@ -135,40 +124,6 @@ def _string(item: ItemObject, key: str, where: str) -> str:
     if not isinstance(value, str):
         raise invalid("input", f"`{where}.{key}` must be a string.")
     return value
-
-
-def _tool(tool: Mapping[str, Any]) -> Tool:
-    name, description, parameters = tool.get("name"), tool.get("description"), tool.get("parameters")
-    if not isinstance(name, str):
-        raise invalid("tools", "`tools` has a function without a `name`.")
-    return Tool(
-        name=name,
-        description=description if isinstance(description, str) else None,
-        parameters=parameters if isinstance(parameters, dict) else None,
-        strict=tool.get("strict") is True,
-    )
-
-
-def _tool_choice(choice: str | Mapping[str, Any] | None) -> ToolChoice:
-    match choice:
-        case None | "auto":
-            return ToolChoice()
-        case "none":
-            return ToolChoice(mode="none")
-        case "required":
-            return ToolChoice(mode="required")
-        case {"type": "function", "name": str(name)}:
-            return ToolChoice(mode="required", allowed=(name,), is_named=True)
-        case {"type": "allowed_tools", "mode": mode, "tools": list(tools)}:
-            names = [tool.get("name") for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"]
-            return ToolChoice(
-                mode="required" if mode == "required" else "auto",
-                allowed=tuple(name for name in names if isinstance(name, str)),
-            )
-        case _:
-            raise invalid(
-                "tool_choice", "`tool_choice` must be auto, none, required, a function by name, or allowed_tools."
-            )
 
 
 def _response_format(wanted: TextFormat | None) -> ResponseFormat | None:

@@ -1,4 +1,4 @@
-"""``tools``, ``tool_choice`` and ``response_format`` of chats: OpenAI's words for tools and for which are called."""
+"""``tools`` and ``tool_choice`` of chats and of responses: OpenAI's words for functions and for which are called."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ def chat_tools(given: list[dict[str, Any]] | None) -> tuple[tuple[Tool, ...], li
     skipped: list[str] = []
     for i, each in enumerate(given or ()):
         if (kind := each.get("type", "function")) == "function":
-            tools.append(_tool(each.get("function"), f"tools[{i}].function"))
+            tools.append(function_tool(each.get("function"), f"tools[{i}].function"))
         else:
             skipped.append(f"tool of type {str(kind)[:40]!r} is skipped.")
     return tuple(tools), skipped
 
 
-def chat_tool_choice(given: Any) -> ToolChoice:
-    """Return a chat's choice: by a word, of a function by name, or of allowed ones. Raises RequestRejected."""
+def tool_choice_of(given: Any) -> ToolChoice:
+    """Return a choice: by a word, of a function by name, or of allowed ones. Raises RequestRejected.
+
+    Chats have names and lists in an object of their own. Tools of other types are left out of the allowed ones.
+    """
     if given is None:
         return ToolChoice()
     if given in ("none", "auto", "required"):
@@ -38,25 +41,25 @@ def chat_tool_choice(given: Any) -> ToolChoice:
             if isinstance(allowed, Mapping):
                 mode, tools = allowed.get("mode", "auto"), allowed.get("tools")
                 if mode in ("auto", "required") and isinstance(tools, list):
-                    return ToolChoice(mode=mode, allowed=tuple(_named(tool) for tool in tools))
+                    return ToolChoice(mode=mode, allowed=tuple(map(_named, filter(_is_function, tools))))
     raise invalid(
         "tool_choice",
-        '`tool_choice` must be "none", "auto", "required", {"type": "function", "function": {"name": …}} or '
-        '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}.',
+        '`tool_choice` must be "none", "auto", "required", a function by name, or {"type": "allowed_tools", …} with '
+        "`mode` and `tools`.",
     )
 
 
-def _tool(function: Any, where: str) -> Tool:
+def function_tool(function: Any, where: str) -> Tool:
+    """Return a function, which stands at ``where``, as a tool. Raises RequestRejected."""
     try:
         tool = msgspec.convert(function, FunctionDefinition)
     except msgspec.ValidationError as error:
         raise invalid("tools", f"`{where}` is not a valid function: {error}") from None
-    return Tool(
-        name=tool.name,
-        description=tool.description,
-        parameters=tool.parameters,
-        strict=bool(tool.strict),
-    )
+    return Tool(name=tool.name, description=tool.description, parameters=tool.parameters, strict=bool(tool.strict))
+
+
+def _is_function(tool: Any) -> bool:
+    return not isinstance(tool, Mapping) or tool.get("type", "function") == "function"
 
 
 def _named(of: Any) -> str:

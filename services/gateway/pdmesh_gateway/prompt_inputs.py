@@ -1,11 +1,12 @@
-"""Prompts as completions and embeddings take them: texts, or token ids."""
+"""Prompts that are no conversations: texts, or token ids."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.sampling import Truncation
+from pdmesh_gateway.sampling import Truncation, truncation_of
 from pdmesh_gateway.serving import Serving
 
 #: One or several: a text, texts, token ids, or lists of these.
@@ -29,8 +30,33 @@ def prompts_of(given: Prompts | None, *, what: str) -> list[str | list[int]]:
     )
 
 
+class HasPrompts(Protocol):
+    """A request that says how its prompts are tokenized and cut."""
+
+    add_special_tokens: bool | None
+    truncate_prompt_tokens: int | None
+    truncation_side: str | None
+
+
+async def prompt_ids_of(
+    serving: Serving, request: HasPrompts, prompts: Sequence[str | list[int]], *, what: str
+) -> list[Sequence[int]]:
+    """Return the token ids of each prompt, checked and cut. Raises RequestRejected."""
+    truncation = truncation_of(request.truncate_prompt_tokens, request.truncation_side)
+    with_special_tokens = request.add_special_tokens is not False
+    return [
+        await prompt_ids(serving, prompt, what=what, add_special_tokens=with_special_tokens, truncation=truncation)
+        for prompt in prompts
+    ]
+
+
 async def prompt_ids(
-    serving: Serving, prompt: str | list[int], *, what: str, add_special_tokens: bool, truncation: Truncation | None
+    serving: Serving,
+    prompt: str | list[int],
+    *,
+    what: str,
+    add_special_tokens: bool = True,
+    truncation: Truncation | None = None,
 ) -> Sequence[int]:
     """Return a prompt's token ids, checked and cut. Raises RequestRejected."""
     token_ids: Sequence[int] = prompt if isinstance(prompt, list) else ()
