@@ -5,12 +5,28 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
+from tokenizers import Tokenizer
 
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh_testing.running_gateway import RunningGateway, running_gateway
-from pdmesh_testing.scripted_mesh import Script, ScriptedMesh, echo_prompt, scripted_mesh
+from pdmesh_testing.scripted_mesh import Script, ScriptedMesh, echo_prompt, saying_tokens, scripted_mesh
+from pdmesh_testing.tokenizers import EOS_TOKEN
+
+_HELLO = [{"role": "user", "content": "hello, hello"}]
+
+#: By path, a body for six tokens, or one that counts.
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": _HELLO, "max_tokens": 6},
+    "/v1/completions": {"prompt": "hello, hello", "max_tokens": 6},
+    "/v1/responses": {"input": "hello, hello", "max_output_tokens": 6},
+    "/v1/messages": {"model": "tiny", "messages": _HELLO, "max_tokens": 6},
+    "/v1/messages/count_tokens": {"model": "tiny", "messages": _HELLO},
+    "/tokenize": {"prompt": "hello, hello"},
+}
+GENERATING = list(BODIES)[:4]
 
 
 @asynccontextmanager
@@ -32,3 +48,13 @@ async def ready_gateway(
         while (await client.get("/ready")).status_code != 200:
             pass
         yield client, mesh, running
+
+
+@asynccontextmanager
+async def saying(model: Path, text: str) -> AsyncGenerator[tuple[httpx.AsyncClient, ScriptedMesh, RunningGateway]]:
+    """Serve ``model`` in front of a mesh that answers each request with ``text``, up to ``max_tokens``."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    end_id = tokenizer.token_to_id(EOS_TOKEN)
+    assert end_id is not None
+    async with ready_gateway(model, saying_tokens([*tokenizer.encode(text).ids, end_id], end_id)) as served:
+        yield served

@@ -16,9 +16,9 @@ import anyio.abc
 import msgspec
 
 from pdmesh.config import SecurityConfig
-from pdmesh.core.commands import GatewayCommand, Restart
+from pdmesh.core.commands import GatewayCommand, Reject, Restart
 from pdmesh.errors import InstanceUnavailable
-from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Role
+from pdmesh.model import Epoch, FinishReason, InstanceId, RejectReason, RequestId, Role
 from pdmesh.wire.endpoint import open_channel, serving
 from pdmesh.wire.link import FrameLink, open_link, serve_link
 from pdmesh.wire.messages import (
@@ -101,6 +101,24 @@ def echo_prompt(generation: Generation) -> list[TokenOut | PromptLogprobs]:
         if finish is not None:
             break
     return messages
+
+
+def saying_tokens(token_ids: Sequence[int], end_id: int) -> Script:
+    """Return a script that draws these tokens to ``max_tokens``; ``end_id`` and stop tokens end an answer."""
+
+    def say(generation: Generation) -> list[TokenOut | PromptLogprobs]:
+        params, out = generation.params, list[TokenOut | PromptLogprobs]()
+        for index in range(generation.num_output_tokens, min(len(token_ids), params.max_tokens)):
+            token_id = token_ids[index]
+            stop_id = token_id if token_id in params.stop_token_ids else None
+            finish = FinishReason.LENGTH if index == params.max_tokens - 1 else None
+            finish = FinishReason.STOP if token_id == end_id or stop_id is not None else finish
+            out.append(token_out(generation, index, token_id, finish_reason=finish, stop_token_id=stop_id))
+            if finish is not None:
+                break
+        return out
+
+    return say
 
 
 def silence(_generation: Generation) -> list[TokenOut | PromptLogprobs]:
@@ -188,6 +206,19 @@ class ScriptedMesh:
                 epoch=generation.epoch,
                 reason=reason,
                 blame=blame,
+            )
+        )
+
+    def refuse(self, generation: Generation, reason: RejectReason = RejectReason.OVERLOADED, **fields: float) -> None:
+        """Say that a request is refused, with further fields of `Reject`."""
+        self.say(
+            Reject(
+                gateway_id=generation.gateway_id,
+                request_id=generation.request_id,
+                epoch=generation.epoch,
+                reason=reason,
+                message="no room",
+                **{"retry_after_s": None, **fields},  # type: ignore[arg-type]
             )
         )
 

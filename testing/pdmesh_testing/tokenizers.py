@@ -67,6 +67,15 @@ def write_tokenizer(directory: Path, *, vocab_size: int, model_max_length: int, 
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def add_special_tokens(directory: Path, *tokens: str) -> Tokenizer:
+    """Add special tokens to the tokenizer in a folder, and return it."""
+    path = str(directory / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+    tokenizer.save(path)
+    return tokenizer
+
+
 def _merges() -> Iterator[tuple[str, str]]:
     """Distinct merges whose parts exist before them: some common ones, then letter pairs, pairs with a letter and
     pairs of pairs.

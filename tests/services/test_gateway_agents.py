@@ -1,7 +1,7 @@
 """An agent's turn in the dialects of agents: a call of a tool, its result, and the answer."""
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,10 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from pdmesh.model import FinishReason
-from pdmesh.wire.messages import Generation, TokenOut, unpack_token_ids
+from pdmesh.wire.messages import Generation, PromptLogprobs, TokenOut, unpack_token_ids
 from pdmesh_testing.checkpoints import write_checkpoint
 from pdmesh_testing.running_gateway import RunningGateway, running_gateway
-from pdmesh_testing.scripted_mesh import ScriptedMesh, scripted_mesh, token_out
+from pdmesh_testing.scripted_mesh import ScriptedMesh, saying_tokens, scripted_mesh
 from pdmesh_testing.tokenizers import TOOL_TEMPLATE
 
 pytestmark = pytest.mark.anyio
@@ -37,12 +36,11 @@ async def served(model: Path) -> AsyncGenerator[tuple[ScriptedMesh, RunningGatew
     """A model that calls a tool until it sees a result."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
 
-    def script(generation: Generation) -> list[TokenOut]:
+    def script(generation: Generation) -> Sequence[TokenOut | PromptLogprobs]:
         prompt = tokenizer.decode(unpack_token_ids(generation.token_ids)[: generation.num_prompt_tokens].tolist())
         text = "It rains." if "<tool_response>" in prompt else CALL
-        token_ids = tokenizer.encode(text).ids
-        end = token_out(generation, len(token_ids), generation.params.eos_token_ids[0], finish_reason=FinishReason.STOP)
-        return [*(token_out(generation, index, token_id) for index, token_id in enumerate(token_ids)), end]
+        end_id = generation.params.eos_token_ids[0]
+        return saying_tokens([*tokenizer.encode(text).ids, end_id], end_id)(generation)
 
     async with scripted_mesh(script) as mesh, running_gateway(model, mesh.address) as running:
         await mesh.until(lambda: len(mesh.registrations) == 1)

@@ -1,8 +1,6 @@
 """``/v1/embeddings`` as OpenAI's client sees it, in front of a scripted mesh."""
 
-import base64
 import math
-import struct
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -137,13 +135,6 @@ async def test_an_instance_that_draws_a_token_instead_is_an_error_and_no_vector(
         response = await http.post("/v1/embeddings", json={"input": "ab"})
         assert response.status_code == 500
         assert response.json()["error"]["code"] == "generation_failed"
-
-
-async def test_base64_is_little_endian_float32(model: Path) -> None:
-    async with served(model) as (_client, http, _mesh):
-        response = await http.post("/v1/embeddings", json={"input": "ab", "encoding_format": "base64"})
-        (vector,) = [base64.b64decode(each["embedding"]) for each in response.json()["data"]]
-        assert list(struct.unpack("<2f", vector)) == normalised(2, B)
 
 
 async def test_the_same_over_grpc(model: Path) -> None:

@@ -41,7 +41,7 @@ def stub(channel: grpc.aio.Channel) -> Any:
 
 async def test_generate_streams_text_and_tokens(model: Path) -> None:
     async with served(model) as (channel, mesh):
-        sampling = pb.SamplingOptions(max_tokens=9, stop=["ca"], logprobs=1, seed=3)
+        sampling = pb.SamplingOptions(max_tokens=9, stop=["ca"], logprobs=1, seed=3, top_p=0.0)
         request = pb.GenerateRequest(request_id="mine", text="abc", sampling=sampling, priority=2, slo_ttft_ms=500)
         responses = [response async for response in stub(channel).Generate(request)]
         assert "".join(response.text for response in responses) == "ab"
@@ -53,7 +53,8 @@ async def test_generate_streams_text_and_tokens(model: Path) -> None:
         assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 4)
         assert mesh.submitted[0].priority == 2
         assert (mesh.submitted[0].slo_ttft_s, mesh.submitted[0].slo_tpot_s) == (0.5, None)
-        assert mesh.submitted[0].generation.params.seed == 3
+        params = mesh.submitted[0].generation.params
+        assert (params.seed, params.top_p) == (3, 0.0)  # the smallest nucleus
 
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=token_ids[:3]), sampling=pb.SamplingOptions(max_tokens=6)
@@ -92,14 +93,6 @@ async def test_bad_requests_have_a_status_and_a_reason(model: Path) -> None:
                     pass
             assert failed.value.code() is code, failed.value.details()
             assert failed.value.details()
-
-
-async def test_the_smallest_nucleus_reaches_the_workers(model: Path) -> None:
-    async with served(model) as (channel, mesh):
-        for top_p in (0.0, 0.5):
-            request = pb.GenerateRequest(text="abc", sampling=pb.SamplingOptions(max_tokens=2, top_p=top_p))
-            assert [response async for response in stub(channel).Generate(request)]
-        assert [submit.generation.params.top_p for submit in mesh.submitted] == [0.0, 0.5]
 
 
 async def test_a_client_that_leaves_cancels_its_request(model: Path) -> None:

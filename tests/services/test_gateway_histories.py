@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,16 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from pdmesh.model import FinishReason
-from pdmesh.wire.messages import Generation, PromptLogprobs, TokenOut, unpack_token_ids
+from pdmesh.wire.messages import Generation, unpack_token_ids
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
 from pdmesh_testing.checkpoints import write_checkpoint
-from pdmesh_testing.gateway import ready_gateway
+from pdmesh_testing.gateway import saying
 from pdmesh_testing.running_gateway import RunningGateway
-from pdmesh_testing.scripted_mesh import ScriptedMesh, token_out
 from pdmesh_testing.tokenizers import CHAT_TEMPLATE, TOOL_TEMPLATE
 
 pytestmark = pytest.mark.anyio
 
-END_ID = 258
 ARGUMENTS = '{"q": "ab}\\n\\n", "n": 7}'
 CALL = f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
 SCHEMA = {
@@ -48,27 +44,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose template shows no tools."""
     directory = tmp_path_factory.mktemp("models") / "tiny"
     return write_checkpoint(directory, max_position_embeddings=4096, template=CHAT_TEMPLATE)
-
-
-@asynccontextmanager
-async def saying(model: Path, text: str) -> AsyncGenerator[tuple[httpx.AsyncClient, ScriptedMesh, RunningGateway]]:
-    """A gateway whose mesh says ``text``, up to `max_tokens`."""
-    token_ids = [*Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids, END_ID]
-
-    def say(generation: Generation) -> list[TokenOut | PromptLogprobs]:
-        out: list[TokenOut | PromptLogprobs] = []
-        for index in range(generation.num_output_tokens, min(len(token_ids), generation.params.max_tokens)):
-            is_last = index == generation.params.max_tokens - 1
-            finish = FinishReason.STOP if token_ids[index] == END_ID else FinishReason.LENGTH if is_last else None
-            stop_id = token_ids[index] if token_ids[index] in generation.params.stop_token_ids else None
-            finish = FinishReason.STOP if stop_id is not None else finish
-            out.append(token_out(generation, index, token_ids[index], finish_reason=finish, stop_token_id=stop_id))
-            if finish is not None:
-                break
-        return out
-
-    async with ready_gateway(model, say) as (client, mesh, running):
-        yield client, mesh, running
 
 
 async def chat(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import pytest
 
 from pdmesh.apikeys import ApiKey, entry_of, hash_key
 from pdmesh.config import GatewayConfig, SecurityConfig
-from pdmesh.core.commands import Reject
 from pdmesh.model import FinishReason, RejectReason
 from pdmesh.wire.messages import Generation, MeshStatus, MetricFamily, PromptLogprobs, Submit, TokenOut
 from pdmesh_gateway.gateway_session import GatewaySession
@@ -101,23 +100,6 @@ async def test_a_completion_stream_has_the_shape_that_clients_know(model: Path) 
     for key, whole in choice["logprobs"].items():
         assert [value for one in streamed for value in one["logprobs"][key]] == whole
     assert choice["finish_reason"] == streamed[-1]["finish_reason"] == "length"
-
-
-async def test_continuous_usage_counts_up(model: Path) -> None:
-    async with ready_gateway(model) as (client, _mesh, _running):
-        response = await client.post(
-            "/v1/completions",
-            json={
-                "prompt": "ab",
-                "max_tokens": 4,
-                "stream": True,
-                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-            },
-        )
-    *chunks, last, _done = events(response.text)
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts)
-    assert counts[-1] == last["usage"]["completion_tokens"] == 4
 
 
 async def test_each_prompt_says_how_much_its_client_asked_for_before_it(model: Path) -> None:
@@ -512,16 +494,7 @@ async def test_the_schedulers_refusals_become_statuses(model: Path, reason: Reje
     async with ready_gateway(model) as (client, mesh, _running):
 
         def refuse(generation: Generation) -> list[TokenOut]:
-            mesh.say(
-                Reject(
-                    gateway_id=generation.gateway_id,
-                    request_id=generation.request_id,
-                    epoch=generation.epoch,
-                    reason=reason,
-                    message="no room",
-                    retry_after_s=2.5,
-                )
-            )
+            mesh.refuse(generation, reason, retry_after_s=2.5)
             return []
 
         mesh.script = refuse
@@ -531,17 +504,8 @@ async def test_the_schedulers_refusals_become_statuses(model: Path, reason: Reje
         assert response.headers.get("retry-after") == (None if status == 400 else "3")
 
 
-def closing_refusal(generation: Generation) -> Reject:
-    """For want of time, which the reject cache remembers for an hour."""
-    return Reject(
-        gateway_id=generation.gateway_id,
-        request_id=generation.request_id,
-        epoch=generation.epoch,
-        reason=RejectReason.OVERLOADED,
-        message="too late",
-        retry_after_s=2.5,
-        reject_ttl_s=3600.0,
-    )
+#: Of a refusal for want of time, which the reject cache remembers for an hour.
+CLOSING = {"retry_after_s": 2.5, "reject_ttl_s": 3600.0}
 
 
 async def test_what_was_just_refused_is_refused_at_the_door_and_nothing_else(model: Path, tmp_path: Path) -> None:
@@ -553,7 +517,7 @@ async def test_what_was_just_refused_is_refused_at_the_door_and_nothing_else(mod
         def refuse_floods(generation: Generation) -> list[TokenOut | PromptLogprobs]:
             if mesh.submitted[-1].tenant == "quiet":
                 return echo_prompt(generation)
-            mesh.say(closing_refusal(generation))
+            mesh.refuse(generation, **CLOSING)
             return []
 
         async def ask(key: str, path: str = "/v1/completions", *, ttft_ms: str = "900", **body: Any) -> httpx.Response:
@@ -593,7 +557,7 @@ async def test_prompts_that_are_asked_for_at_once_close_the_door_to_nobody(model
         def refuse_the_second(generation: Generation) -> list[TokenOut | PromptLogprobs]:
             if len(mesh.submitted) != 2:
                 return [] if len(mesh.submitted) == 1 else echo_prompt(generation)
-            mesh.say(closing_refusal(generation))
+            mesh.refuse(generation, **CLOSING)
             return []
 
         mesh.script = refuse_the_second
@@ -604,25 +568,6 @@ async def test_prompts_that_are_asked_for_at_once_close_the_door_to_nobody(model
         text = "x" * (len(refused.request.content) - len(shortest.content))  # a body of the same size
         assert (await client.post("/v1/completions", json={"max_tokens": 1, "prompt": text})).status_code == 200
         assert (await client.post("/v1/completions", json=several)).status_code == 200
-
-
-async def test_a_failure_in_the_middle_of_a_stream_is_an_error_event(model: Path) -> None:
-    def begin(generation: Generation) -> list[TokenOut]:
-        return [token_out(generation, 0, 70)]
-
-    def fail(generation: Generation) -> list[TokenOut]:
-        return [token_out(generation, 1, None, finish_reason=FinishReason.ERROR, error="the engine broke")]
-
-    async with ready_gateway(model, begin) as (client, mesh, _running):
-        async with client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as response:
-            lines = response.aiter_lines()
-            assert json.loads((await anext(lines))[6:])["choices"][0]["finish_reason"] is None
-            mesh.send_tokens(*fail(mesh.submitted[0].generation))
-            [last] = [line async for line in lines if line]
-        assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the engine broke"
-        mesh.script = fail
-        whole = await client.post("/v1/completions", json={"prompt": "a"})
-        assert (whole.status_code, error_of(whole)["message"]) == (500, "the engine broke")
 
 
 async def test_targets_reach_the_scheduler_and_the_goodput(model: Path) -> None:

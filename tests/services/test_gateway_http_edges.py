@@ -24,22 +24,11 @@ from pdmesh.errors import ConfigError
 from pdmesh.model import Epoch
 from pdmesh.wire.messages import Generation, TokenOut
 from pdmesh_gateway.auth import ApiKeys
-from pdmesh_testing.gateway import ready_gateway
+from pdmesh_testing.gateway import BODIES, GENERATING, ready_gateway
 from pdmesh_testing.running_gateway import RunningGateway, running_gateway
 from pdmesh_testing.scripted_mesh import ScriptedMesh, echo_prompt, scripted_mesh
 
 pytestmark = pytest.mark.anyio
-
-HELLO = [{"role": "user", "content": "hello, hello"}]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": HELLO, "max_tokens": 6},
-    "/v1/completions": {"prompt": "hello, hello", "max_tokens": 6},
-    "/v1/responses": {"input": "hello, hello", "max_output_tokens": 6},
-    "/v1/messages": {"model": "tiny", "messages": HELLO, "max_tokens": 6},
-    "/v1/messages/count_tokens": {"model": "tiny", "messages": HELLO},
-    "/tokenize": {"prompt": "hello, hello"},
-}
-GENERATING = list(BODIES)[:4]
 
 
 def raw_deflate(data: bytes) -> bytes:
@@ -427,11 +416,3 @@ async def test_the_smallest_nucleus_reaches_the_workers(model: Path) -> None:
                 assert mesh.submitted[-1].generation.params.top_p == value
             for value in (-0.1, 1.1):
                 assert (await client.post(path, json={**BODIES[path], "top_p": value})).status_code == 400
-
-
-async def test_ignored_fields_within_are_counted_and_named(model: Path) -> None:
-    body = {**BODIES["/v1/chat/completions"], "messages": [{**HELLO[0], "colour": 1}] * 2, "shape": 2}
-    async with ready_gateway(model) as (client, _mesh, _running):
-        response = await client.post("/v1/chat/completions", json=body)
-        assert (response.status_code, response.headers["x-ignored-fields"]) == (200, "messages.colour, shape")
-        assert "\npdmesh:ignored_fields_total 2.0\n" in (await client.get("/metrics")).text

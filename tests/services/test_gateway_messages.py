@@ -12,13 +12,11 @@ from anthropic.types import MessageParam
 
 from pdmesh.apikeys import ApiKey, entry_of, hash_key
 from pdmesh.config import GatewayConfig, SecurityConfig
-from pdmesh.core.commands import Reject
-from pdmesh.model import FinishReason, RejectReason
+from pdmesh.model import FinishReason
 from pdmesh.wire.messages import Generation, TokenOut
 from pdmesh_testing.gateway import ready_gateway
 from pdmesh_testing.running_gateway import RunningGateway
 from pdmesh_testing.scripted_mesh import Script, ScriptedMesh, echo_prompt, token_out
-from pdmesh_testing.sse import named_events
 
 pytestmark = pytest.mark.anyio
 
@@ -161,68 +159,6 @@ async def test_errors_are_anthropics(model: Path) -> None:
             200,
             "tools of type web_search_1 are skipped",
         )
-
-
-def refusal(generation: Generation, reason: RejectReason) -> Reject:
-    return Reject(
-        request_id=generation.request_id,
-        epoch=generation.epoch,
-        reason=reason,
-        message="no room",
-        gateway_id=generation.gateway_id,
-        retry_after_s=2.0,
-    )
-
-
-async def test_an_overload_is_a_529_that_says_when_to_come_again(model: Path) -> None:
-    async with served(model) as (_client, http, mesh, _running):
-
-        def refuse(generation: Generation) -> list[TokenOut]:
-            mesh.say(refusal(generation, RejectReason.OVERLOADED))
-            return []
-
-        mesh.script = refuse
-        response = await http.post("/v1/messages", json=BODY)
-        assert error_of(response) == (529, "overloaded_error", "no room")
-        assert response.headers["retry-after"] == "2"
-
-
-async def test_a_failure_in_the_middle_of_a_stream_is_an_error_event(model: Path) -> None:
-    def begin(generation: Generation) -> list[TokenOut]:
-        return [token_out(generation, 0, 70)]
-
-    def fail(generation: Generation) -> list[TokenOut]:
-        return [token_out(generation, 1, None, finish_reason=FinishReason.ERROR, error="the engine broke")]
-
-    async with served(model, begin) as (client, http, mesh, _running):
-        async with http.stream("POST", "/v1/messages", json={**BODY, "stream": True}) as response:
-            pieces = response.aiter_text()
-            seen = await anext(pieces)
-            mesh.send_tokens(*fail(mesh.submitted[0].generation))
-            seen += "".join([piece async for piece in pieces])
-        names = [name for name, _ in named_events(seen)]
-        assert names == ["message_start", "content_block_start", "content_block_delta", "error"]
-        assert named_events(seen)[-1][1]["error"] == {"type": "api_error", "message": "the engine broke"}
-
-        events = await client.messages.create(model="tiny", max_tokens=8, messages=HELLO, stream=True)
-        assert (await anext(events)).type == "message_start"
-        mesh.send_tokens(*fail(mesh.submitted[1].generation))
-        with pytest.raises(anthropic.APIStatusError, match="the engine broke"):
-            async for _ in events:
-                pass
-
-
-async def test_a_stream_that_waits_is_kept_alive_by_pings(model: Path) -> None:
-    quick = GatewayConfig(sse_keep_alive_s=0.01)
-    async with served(model, lambda _: [], gateway=quick) as (_client, http, mesh, _running):
-        async with http.stream("POST", "/v1/messages", json={**BODY, "stream": True}) as response:
-            seen = ""
-            async for text in response.aiter_text():
-                seen += text
-                if seen.count("event: ping") >= 2:
-                    break
-        assert [name for name, _ in named_events(seen)][:3] == ["message_start", "ping", "ping"]
-        await mesh.until(lambda: len(mesh.cancelled) == 1)
 
 
 async def test_a_key_needs_the_scope_of_what_it_does(model: Path, tmp_path: Path) -> None:

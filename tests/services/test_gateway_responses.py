@@ -12,10 +12,8 @@ import pytest
 from pdmesh.apikeys import ApiKey, entry_of, hash_key
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.model import FinishReason
-from pdmesh.wire.messages import Generation, TokenLogprobs, TokenOut, unpack_token_ids
-from pdmesh_gateway.choices import Delta
+from pdmesh.wire.messages import Generation, TokenOut, unpack_token_ids
 from pdmesh_gateway.http.responses.background_responses import MAX_EVENT_BYTES
-from pdmesh_gateway.http.responses.responses_logprobs import TextLogprobs
 from pdmesh_gateway.model_tokenizer import ModelTokenizer
 from pdmesh_testing.gateway import ready_gateway
 from pdmesh_testing.running_gateway import RunningGateway
@@ -99,24 +97,6 @@ async def test_log_probabilities_come_with_the_text(model: Path) -> None:
         assert [token.token for token in told] == [token["token"] for token in part["logprobs"]]
         without = await client.responses.create(**BODY)
         assert without.output[0].to_dict()["content"] == [{**part, "logprobs": []}]
-
-
-async def test_a_token_that_begins_before_its_text_has_its_log_probability_with_it(model: Path) -> None:
-    tokenizer = ModelTokenizer.load(model)
-    token_ids = await tokenizer.encode("ab c d", add_special_tokens=False)
-    pieces = [await tokenizer.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
-    offsets = [len("".join(pieces[:i])) for i in range(len(pieces))]
-    logprobs = TextLogprobs(tokenizer)
-    at = TokenLogprobs(logprob=-1.0, top=())
-    logprobs.add(Delta(index=0, token_ids=token_ids, text_offsets=offsets, logprobs=[at] * len(token_ids)))
-    taken = [token.token for token in logprobs.take(3, 4)]  # the blank before the c was left out
-    assert taken == [
-        piece for piece, offset in zip(pieces, offsets, strict=True) if offset < 4 < 1 + offset + len(piece)
-    ]
-    assert taken
-    assert [token.token for token in logprobs.take(4, 6)] == [
-        piece for piece, offset in zip(pieces, offsets, strict=True) if offset >= 4
-    ]
 
 
 async def test_a_conversation_goes_on_from_the_response_before(model: Path) -> None:
@@ -251,32 +231,6 @@ async def test_bad_requests_are_refused_by_field(model: Path) -> None:
         assert (put.status_code, put.headers["allow"]) == (405, "GET, HEAD, DELETE")
 
 
-async def test_a_failure_in_the_middle_of_a_stream_ends_it_as_clients_expect(model: Path) -> None:
-    def begin(generation: Generation) -> list[TokenOut]:
-        return [token_out(generation, 0, 70)]
-
-    def fail(generation: Generation) -> list[TokenOut]:
-        return [token_out(generation, 1, None, finish_reason=FinishReason.ERROR, error="the engine broke")]
-
-    async with served(model, begin) as (client, http, mesh, _running):
-        async with http.stream("POST", "/v1/responses", json={**BODY, "stream": True}) as response:
-            pieces = response.aiter_text()
-            seen = await anext(pieces)
-            mesh.send_tokens(*fail(mesh.submitted[0].generation))
-            seen += "".join([piece async for piece in pieces])
-        (_, error), (name, failed) = named_events(seen)[-2:]
-        assert error["message"] == "the engine broke"
-        assert (name, failed["response"]["status"]) == ("response.failed", "failed")
-        assert (await http.get(f"/v1/responses/{failed['response']['id']}")).status_code == 404
-
-        events = await client.responses.create(**BODY, stream=True)
-        assert (await anext(events)).type == "response.created"
-        mesh.send_tokens(*fail(mesh.submitted[1].generation))
-        with pytest.raises(openai.APIError, match="the engine broke"):
-            async for _ in events:
-                pass
-
-
 def silent(_generation: Generation) -> list[TokenOut]:
     """An instance that says nothing by itself."""
     return []
@@ -321,20 +275,6 @@ async def test_what_was_deleted_while_it_was_under_way_stays_away(model: Path) -
         for ask in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
             with pytest.raises(openai.NotFoundError):
                 await ask(begun.id)
-
-
-async def test_events_of_the_background_take_the_room_of_their_keys_responses(model: Path) -> None:
-    gateway = GatewayConfig(kept_responses_bytes=30_000)
-    async with served(model, gateway=gateway) as (client, http, _mesh, _running):
-        names: list[str] = []
-        for _ in range(8):
-            begun = await client.responses.create(**BODY, background=True)
-            text = (await http.get(f"/v1/responses/{begun.id}", params={"stream": "true"})).text
-            assert named_events(text)[-1][0] == "response.incomplete"
-            names.append(begun.id)
-        found = [(await http.get(f"/v1/responses/{name}", params={"stream": "true"})).status_code for name in names]
-        assert found == sorted(found, reverse=True)  # the oldest are gone
-        assert set(found) == {200, 404}
 
 
 async def test_a_gateway_that_holds_too_much_begins_nothing_in_the_background(model: Path) -> None:

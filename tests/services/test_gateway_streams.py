@@ -18,8 +18,7 @@ import openai
 import pytest
 
 from pdmesh.config import GatewayConfig, SecurityConfig
-from pdmesh.core.commands import Reject
-from pdmesh.model import Epoch, FinishReason, RejectReason, RequestId
+from pdmesh.model import Epoch, RejectReason, RequestId
 from pdmesh.wire import session
 from pdmesh.wire.endpoint import bind_socket, open_channel, serving
 from pdmesh.wire.link import FrameLink, serve_link
@@ -30,7 +29,7 @@ from pdmesh_gateway.gateway_session import GatewaySession, Outlook
 from pdmesh_gateway.http import server
 from pdmesh_gateway.request_transcript import MAX_BLAME
 from pdmesh_testing.running_gateway import RunningGateway, running_gateway
-from pdmesh_testing.scripted_mesh import READY, ScriptedMesh, echo_prompt, scripted_mesh, silence, token_out
+from pdmesh_testing.scripted_mesh import READY, ScriptedMesh, echo_prompt, scripted_mesh, silence
 
 pytestmark = pytest.mark.anyio
 
@@ -449,17 +448,7 @@ async def test_an_error_before_the_first_token_is_a_status_until_a_keep_alive_wa
     ):
 
         async def refuse() -> None:
-            generation = (await mesh.next_submit(0)).generation
-            mesh.say(
-                Reject(
-                    gateway_id=generation.gateway_id,
-                    request_id=generation.request_id,
-                    epoch=generation.epoch,
-                    reason=RejectReason.QUEUE_TIMEOUT,
-                    message="no room",
-                    retry_after_s=None,
-                )
-            )
+            mesh.refuse((await mesh.next_submit(0)).generation, RejectReason.QUEUE_TIMEOUT)
 
         async with anyio.create_task_group() as tasks:
             if not keep_alive_s:
@@ -477,18 +466,6 @@ async def test_an_error_before_the_first_token_is_a_status_until_a_keep_alive_wa
 async def test_a_choice_without_room_does_not_end_the_answer_of_another(model: Path, reason: RejectReason) -> None:
     """Seed 419178 of the simulation. It waits on, as a resumed request does, until the deadline."""
 
-    def refuse(generation: Generation) -> None:
-        mesh.say(
-            Reject(
-                gateway_id=generation.gateway_id,
-                request_id=generation.request_id,
-                epoch=generation.epoch,
-                reason=reason,
-                message="no room",
-                retry_after_s=None,
-            )
-        )
-
     async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
         texts: list[str] = []
         async with anyio.create_task_group() as tasks:
@@ -503,7 +480,7 @@ async def test_a_choice_without_room_does_not_end_the_answer_of_another(model: P
             first, other = [(await mesh.next_submit(i)).generation for i in range(2)]
             mesh.send_tokens(*first_tokens(first, 2))
             await delivered(running, 2)
-            refuse(other)
+            mesh.refuse(other, reason)
             again = (await mesh.next_submit(2)).generation
             assert (again.request_id, again.epoch) == (other.request_id, 1)
             mesh.send_tokens(*first_tokens(first, 6)[2:])
@@ -636,20 +613,6 @@ async def test_gateways_that_share_a_port_lose_no_connection_when_one_goes(model
         async with httpx.AsyncClient(base_url=url, timeout=30) as client:
             assert (await client.get("/ready")).status_code == 200
     holder.close()
-
-
-async def test_finish_reasons_of_workers_reach_the_client(model: Path) -> None:
-    def stop(generation: Generation) -> list[TokenOut]:
-        return [token_out(generation, 0, 70), token_out(generation, 1, 71, finish_reason=FinishReason.STOP)]
-
-    async with (
-        scripted_mesh(stop) as mesh,
-        served(model, mesh) as running,
-        httpx.AsyncClient(base_url=running.url, timeout=30) as client,
-    ):
-        body = (await client.post("/v1/completions", json={**BODY, "stream": False})).json()
-        assert body["choices"][0]["finish_reason"] == "stop"
-        assert body["usage"]["completion_tokens"] == 2
 
 
 async def test_a_stream_that_must_end_ends_with_an_error_event(model: Path) -> None:

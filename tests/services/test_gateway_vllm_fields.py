@@ -1,6 +1,5 @@
 """Fields of vLLM's that evaluation harnesses send."""
 
-import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -99,19 +98,18 @@ async def test_what_clients_of_vllm_ask_of_the_server(model: Path) -> None:
         assert "the keys 'one', 'two'" in bias.json()["error"]["message"]
 
 
-async def test_a_streams_first_chunk_has_no_output_tokens_yet(model: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"), [("chat/completions", CHAT), ("completions", {"prompt": "a", "max_tokens": 2})]
+)
+async def test_usage_so_far_is_a_part_of_usage(model: Path, path: str, body: dict[str, Any]) -> None:
     async with served(model) as (client, _mesh):
-        options = {"include_usage": True, "continuous_usage_stats": True}
-        response = await client.post("/v1/chat/completions", json={**CHAT, "stream": True, "stream_options": options})
-        first = response.text.split("\n\n")[0]
-        assert '"role":"assistant"' in first
-        assert '"completion_tokens":0' in first
-
-
-async def test_usage_so_far_is_a_part_of_usage(model: Path) -> None:
-    async with served(model) as (client, _mesh):
-        asked = {"prompt": "a", "max_tokens": 2, "stream": True, "stream_options": {"continuous_usage_stats": True}}
-        assert '"usage"' not in (await client.post("/v1/completions", json=asked)).text
+        asked: dict[str, Any] = {**body, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+        assert '"usage"' not in (await client.post(f"/v1/{path}", json=asked)).text
+        asked["stream_options"] = {"continuous_usage_stats": True, "include_usage": True}
+        chunks = data_events((await client.post(f"/v1/{path}", json=asked)).text)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert (counts[0] == 0, counts[-1]) == (body is CHAT, 2)  # a chat's first chunk has the role alone
 
 
 async def test_what_of_an_answer_was_given_comes_with_it_if_asked_for(model: Path) -> None:
@@ -135,33 +133,6 @@ def _text_of(response: httpx.Response) -> str:
     return "".join(
         choice["delta"].get("content", "") for chunk in data_events(response.text) for choice in chunk["choices"]
     )
-
-
-async def test_several_conversations_are_answered_at_once(model: Path) -> None:
-    async with served(model) as (client, mesh):
-        chats = [[{"role": "user", "content": text}] for text in ("one", "two", "three")]
-        asked = {"messages": chats, "max_tokens": 3, "logprobs": True, "return_token_ids": True}
-        response = (await client.post("/v1/chat/completions/batch", json=asked)).json()
-        assert [choice["index"] for choice in response["choices"]] == [0, 1, 2]
-        alone = [(await client.post("/v1/chat/completions", json={**asked, "messages": chat})).json() for chat in chats]
-        assert [choice["message"] for choice in response["choices"]] == [
-            each["choices"][0]["message"] for each in alone
-        ]
-        assert response["usage"]["prompt_tokens"] == sum(each["usage"]["prompt_tokens"] for each in alone)
-        assert response["usage"]["completion_tokens"] == 9
-        assert response["choices"][0]["logprobs"]["content"]
-        num_submitted = len(mesh.submitted)
-        for fields, param in (
-            ({"messages": []}, "messages"),
-            ({"messages": [[]]}, "messages"),
-            ({"n": 2}, "n"),
-            ({"stream": True}, "stream"),
-            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-            ({"messages": chats * 400}, "prompt"),
-        ):
-            refused = await client.post("/v1/chat/completions/batch", json={**asked, **fields})
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
-        assert len(mesh.submitted) == num_submitted
 
 
 async def test_a_router_may_send_the_prompts_ids_with_a_chat(model: Path) -> None:
@@ -203,17 +174,6 @@ async def test_a_body_that_says_it_is_something_else_than_json_is_refused(model:
             refused = await client.post("/v1/completions", content=body, headers={"content-type": kind})
             assert (refused.status_code, refused.json()["error"]["code"]) == (415, "unsupported_media_type")
         assert len(mesh.submitted) == num_submitted
-
-
-async def test_proxies_may_ask_how_loaded_the_mesh_is(model: Path) -> None:
-    async with served(model) as (client, _mesh):
-        reports = [
-            (await client.post("/v1/chat/completions", json=CHAT, headers=headers)).headers.get("endpoint-load-metrics")
-            for headers in ({}, *({"endpoint-load-metrics-format": form} for form in ("TEXT", "json", "BIN")))
-        ]
-        assert (reports[0], reports[3]) == (None, None)
-        assert str(reports[1]).startswith("TEXT named_metrics.kv_cache_usage_perc=")
-        assert "num_requests_waiting" in json.loads(str(reports[2]).removeprefix("JSON "))["named_metrics"]
 
 
 async def test_reasoning_is_limited_only_where_a_token_ends_it(model: Path) -> None:

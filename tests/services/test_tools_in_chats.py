@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,15 @@ import anyio
 import httpx
 import openai
 import pytest
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from pdmesh.config import GatewayConfig
 from pdmesh.model import FinishReason
 from pdmesh.wire.messages import Generation, PromptLogprobs, TokenOut, unpack_token_ids
 from pdmesh_testing.checkpoints import write_checkpoint
-from pdmesh_testing.gateway import ready_gateway
+from pdmesh_testing.gateway import ready_gateway, saying
 from pdmesh_testing.scripted_mesh import ScriptedMesh, silence, token_out
-from pdmesh_testing.tokenizers import TOOL_TEMPLATE
+from pdmesh_testing.tokenizers import TOOL_TEMPLATE, add_special_tokens
 
 pytestmark = pytest.mark.anyio
 
@@ -52,26 +51,6 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", template=template)
 
 
-@asynccontextmanager
-async def saying(model: Path, text: str) -> AsyncGenerator[tuple[httpx.AsyncClient, ScriptedMesh]]:
-    """A gateway whose mesh says ``text``, up to `max_tokens`."""
-    token_ids = [*Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids, END_ID]
-
-    def say(generation: Generation) -> list[TokenOut | PromptLogprobs]:
-        out: list[TokenOut | PromptLogprobs] = []
-        for index in range(generation.num_output_tokens, min(len(token_ids), generation.params.max_tokens)):
-            finish: FinishReason | None = None
-            if token_ids[index] == END_ID:
-                finish = FinishReason.STOP
-            elif index == generation.params.max_tokens - 1:
-                finish = FinishReason.LENGTH
-            out.append(token_out(generation, index, token_ids[index], finish_reason=finish))
-        return out
-
-    async with ready_gateway(model, say) as (client, mesh, _):
-        yield client, mesh
-
-
 async def ask(client: httpx.AsyncClient, **fields: Any) -> Any:
     response = await client.post("/v1/chat/completions", json={**CHAT, **fields})
     assert response.status_code == 200, response.text
@@ -94,7 +73,7 @@ def calls_in(message: Any) -> list[tuple[str, str]]:
 
 
 async def test_calls_are_told_whole_and_streamed(model: Path) -> None:
-    async with saying(model, TWO) as (client, _):
+    async with saying(model, TWO) as (client, _, _):
         whole = await ask(client)
         parts = await streamed(client)
     message = whole["message"]
@@ -107,7 +86,7 @@ async def test_calls_are_told_whole_and_streamed(model: Path) -> None:
 
 
 async def test_the_first_delta_of_a_call_names_it_and_later_ones_add_to_it(model: Path) -> None:
-    async with saying(model, "") as (client, mesh):
+    async with saying(model, "") as (client, mesh, _):
         mesh.script = silence
         choices = [choice async for choice in dripped(model, mesh, client, CALL)]
     deltas = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
@@ -150,7 +129,7 @@ async def draw(mesh: ScriptedMesh, token_ids: list[int], index: int) -> None:
 
 async def test_markers_of_calls_make_no_chunks(model: Path) -> None:
     token_ids, told = ids_of(model, CALL), list[Any]()
-    async with saying(model, "") as (client, mesh), anyio.create_task_group() as tasks:
+    async with saying(model, "") as (client, mesh, _), anyio.create_task_group() as tasks:
         mesh.script = silence
         tasks.start_soon(draw, mesh, token_ids, 0)
         async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
@@ -167,7 +146,7 @@ async def test_markers_of_calls_make_no_chunks(model: Path) -> None:
 
 
 async def test_a_call_by_name_ends_with_stop_and_a_cut_one_with_length(model: Path) -> None:
-    async with saying(model, CALL) as (client, mesh):
+    async with saying(model, CALL) as (client, mesh, _):
         named = await ask(client, tool_choice={"type": "function", "function": {"name": "get_weather"}})
         cut = await ask(client, max_tokens=55)
         none = await ask(client, tool_choice="none")
@@ -193,7 +172,7 @@ async def test_calls_and_results_go_to_the_template(model: Path) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "17 degrees"}]},
     ]
-    async with saying(model, "Warm.") as (client, _):
+    async with saying(model, "Warm.") as (client, _, _):
         answer = await ask(client, messages=messages)
         body = {"messages": messages, "tools": [WEATHER]}
         tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
@@ -218,7 +197,7 @@ async def test_templates_have_what_families_ask_for(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "tiny", template=template)
     call = {"id": "c1", "type": "function", "function": {"name": "stop", "arguments": ""}}
     messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c1", "content": "done"}]
-    async with saying(model, CALL) as (client, mesh):
+    async with saying(model, CALL) as (client, mesh, _):
         await ask(client, messages=messages, tools=[STOP])
         assert "{0,0}" not in mesh.submitted[0].generation.params.grammar
         assert "{0,1}" in mesh.submitted[0].generation.params.grammar
@@ -230,7 +209,7 @@ async def test_templates_have_what_families_ask_for(tmp_path: Path) -> None:
 
 async def test_a_call_goes_on_under_its_id_where_it_was_moved(model: Path) -> None:
     token_ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(CALL).ids
-    async with saying(model, CALL) as (client, mesh):
+    async with saying(model, CALL) as (client, mesh, _):
         mesh.script, say = silence, mesh.script
         ids: set[str] = set()
         arguments = ""
@@ -256,7 +235,7 @@ async def test_a_call_goes_on_under_its_id_where_it_was_moved(model: Path) -> No
 
 async def test_reasoning_is_told_apart_and_counted(thinking: Path) -> None:
     text = f"They ask.\n</think>\n\nI look.\n{CALL}"
-    async with saying(thinking, text) as (client, mesh):
+    async with saying(thinking, text) as (client, mesh, _):
         response = await client.post("/v1/chat/completions", json=CHAT)
         usage = response.json()["usage"]
         message = response.json()["choices"][0]["message"]
@@ -280,12 +259,9 @@ async def test_reasoning_is_told_apart_and_counted(thinking: Path) -> None:
 def with_special_tokens(folder: Path, template: str, *tokens: str) -> Path:
     """A checkpoint whose tokenizer has these special tokens too."""
     model = write_checkpoint(folder / "tiny", template=template)
-    path, config_path = model / "tokenizer.json", model / "config.json"
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
-    tokenizer.save(str(path))
-    config = {**json.loads(config_path.read_text()), "vocab_size": tokenizer.get_vocab_size()}
-    config_path.write_text(json.dumps(config))
+    path = model / "config.json"
+    vocab_size = add_special_tokens(model, *tokens).get_vocab_size()
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": vocab_size}))
     return model
 
 
@@ -297,7 +273,7 @@ async def test_markers_that_are_special_tokens_are_read_and_other_special_tokens
     tokens = ("[TOOL_CALLS]", "[ARGS]", "[PAD]", "<think>", "</think>")
     model = with_special_tokens(tmp_path, template, *tokens)
     text = '<think>so[PAD]</think>I look.[PAD][TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}'
-    async with saying(model, text) as (client, mesh):
+    async with saying(model, text) as (client, mesh, _):
         whole = await ask(client)
         parts = await streamed(client)
         plain = await ask(client, tools=None)
@@ -336,7 +312,7 @@ async def test_a_constraint_that_is_dropped_is_named_and_a_strict_one_is_refused
         text = {"format": {"type": "json_schema", **of_set(strict)}}
         yield "/v1/responses", {"input": "a", "text": text}, "text.format"
 
-    async with saying(model, '["a"]') as (client, _):
+    async with saying(model, '["a"]') as (client, _, _):
         for path, body, param in requests(strict=False):
             response = await client.post(path, json=body)
             assert response.status_code == 200, response.text

@@ -14,7 +14,12 @@ from pdmesh.grammars import schema_problem
 from pdmesh_gateway.grpc_chat import conversation_of
 from pdmesh_gateway.http.chat_endpoint import conversation_of as chat_conversation_of
 from pdmesh_gateway.http.chat_endpoint import template_messages
-from pdmesh_gateway.http.chat_tools import chat_tools
+from pdmesh_gateway.http.messages.messages_protocol import CountTokensRequest
+from pdmesh_gateway.http.messages.messages_requests import conversation_of as messages_conversation_of
+from pdmesh_gateway.http.openai_tools import chat_tools
+from pdmesh_gateway.http.responses.responses_protocol import ResponsesRequest
+from pdmesh_gateway.http.responses.responses_requests import conversation_of as responses_conversation_of
+from pdmesh_gateway.http.responses.responses_requests import items_of
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.protocol.chat_protocol import ChatMessage, ChatRequest
 from pdmesh_gateway.protocol.tokens_protocol import TokenizeRequest
@@ -25,9 +30,9 @@ pytestmark = pytest.mark.anyio
 SAYS: dict[str, Any] = {"role": "assistant", "content": None}
 
 
-async def message_of(given: dict[str, Any], skipped: set[str] | None = None) -> dict[str, Any]:
+def message_of(given: dict[str, Any], skipped: set[str] | None = None) -> dict[str, Any]:
     messages = msgspec.json.decode(json.dumps([given]), type=list[ChatMessage])
-    [message] = await template_messages(messages, most=1, skipped=set() if skipped is None else skipped)
+    [message] = template_messages(messages, set() if skipped is None else skipped)
     return message
 
 
@@ -53,16 +58,24 @@ def calling(arguments: Any, name: str = "f") -> dict[str, Any]:
         ("{}", {}),
         (' {"q": "x"} ', {"q": "x"}),
         ({"q": "x"}, {"q": "x"}),
+        ([1, 2], "[1,2]"),
     ],
 )
-async def test_a_call_that_was_cut_is_part_of_a_history(given: Any, arguments: Any) -> None:
-    message = await message_of({**SAYS, "tool_calls": [calling(given)]})
-    assert message["tool_calls"] == [calling(arguments)]
+def test_a_call_that_was_cut_is_part_of_a_history_in_every_dialect(given: Any, arguments: Any) -> None:
+    item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": given, "status": "incomplete"}
+    block = {"type": "tool_use", "id": "c", "name": "f", "input": given}
+    says, asks = {"role": "assistant", "content": [block]}, {"role": "user", "content": "a"}
+    items = msgspec.convert({"input": [item]}, ResponsesRequest)
+    blocks = msgspec.convert({"model": "m", "messages": [says, asks]}, CountTokensRequest)
+    messages = [
+        message_of({**SAYS, "tool_calls": [calling(given)]}),
+        responses_conversation_of(items, items_of(items.input), lambda _: None).messages[0],
+        messages_conversation_of(blocks).messages[0],
+    ]
     if isinstance(given, str):
         call = pb.ToolCall(id="c", name="f", arguments=given)
-        chat = pb.Chat(messages=[pb.Message(role="assistant", tool_calls=[call])])
-        [over_grpc] = conversation_of(chat, most=1).messages
-        assert over_grpc["tool_calls"] == message["tool_calls"]
+        messages += conversation_of(pb.Chat(messages=[pb.Message(role="assistant", tool_calls=[call])])).messages
+    assert [message["tool_calls"] for message in messages] == [[calling(arguments)]] * len(messages)
 
 
 @pytest.mark.parametrize(
@@ -105,18 +118,18 @@ async def test_a_call_that_was_cut_is_part_of_a_history(given: Any, arguments: A
         ),
     ],
 )
-async def test_an_answer_of_this_or_another_server_is_part_of_a_history(given: Any, expected: Any) -> None:
-    assert await message_of({"role": "assistant", **given}) == {"role": "assistant", **expected}
+def test_an_answer_of_this_or_another_server_is_part_of_a_history(given: Any, expected: Any) -> None:
+    assert message_of({"role": "assistant", **given}) == {"role": "assistant", **expected}
 
 
-async def test_the_result_of_a_call_as_it_was_before_there_were_several() -> None:
-    message = await message_of({"role": "function", "name": "f", "content": "r"})
+def test_the_result_of_a_call_as_it_was_before_there_were_several() -> None:
+    message = message_of({"role": "function", "name": "f", "content": "r"})
     assert message == {"role": "tool", "name": "f", "tool_call_id": "f", "content": "r"}
 
 
-async def test_unknown_parts_of_an_answer_are_skipped_and_named() -> None:
+def test_unknown_parts_of_an_answer_are_skipped_and_named() -> None:
     skipped: set[str] = set()
-    message = await message_of(
+    message = message_of(
         {"role": "assistant", "content": [{"type": "tool_trace"}, {"type": "text", "text": "a"}]}, skipped
     )
     assert (message["content"], skipped) == ("a", {"tool_trace"})
@@ -124,9 +137,9 @@ async def test_unknown_parts_of_an_answer_are_skipped_and_named() -> None:
 
 @pytest.mark.parametrize("role", ["user", "assistant", "tool", "system", "developer"])
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file"])
-async def test_what_no_text_stands_for_is_refused(role: str, kind: str) -> None:
+def test_what_no_text_stands_for_is_refused(role: str, kind: str) -> None:
     with pytest.raises(RequestRejected, match=f"type '{kind}'; this model accepts text only"):
-        await message_of({"role": role, "content": [{"type": kind}]})
+        message_of({"role": role, "content": [{"type": kind}]})
 
 
 @pytest.mark.parametrize(
@@ -153,7 +166,7 @@ def test_a_tool_without_parameters_takes_an_empty_object(function: dict[str, Any
     assert tool.for_template()["function"]["parameters"]["type"] == "object"
     parameters = "" if (given := function.get("parameters")) is None else json.dumps(given)
     [over_grpc] = conversation_of(
-        pb.Chat(messages=[pb.Message(role="user")], tools=[pb.Tool(name="now", parameters=parameters)]), most=1
+        pb.Chat(messages=[pb.Message(role="user")], tools=[pb.Tool(name="now", parameters=parameters)])
     ).tools
     assert over_grpc.parameters == tool.parameters
 

@@ -22,7 +22,6 @@ from pdmesh_gateway.items import (
 )
 from pdmesh_gateway.reasoning import ReasoningStart
 from pdmesh_gateway.schemas import arguments_schema
-from pdmesh_gateway.stop import StopFinder
 from pdmesh_gateway.tools.format import CallableTool
 from pdmesh_gateway.tools.harmony_calls import ANALYSIS, Harmony
 
@@ -78,7 +77,7 @@ def answered(
 ) -> WholeAnswer:
     """What clients are told of an answer in these pieces, each of which comes alone."""
     items = ChoiceItems(lambda writer: parsed(name, writer))
-    finder = CallStops(StopFinder(stops), lambda writer: parsed(name, writer))
+    finder = CallStops(stops, False, lambda writer: parsed(name, writer))
     events = []
     for piece in pieces:
         text, found = finder.push(piece)
@@ -151,6 +150,6 @@ def test_text_that_a_model_ends_within_what_could_be_markup_is_text(name: str, t
 
 
 def test_text_before_min_tokens_is_not_looked_at() -> None:
-    finder = CallStops(StopFinder(["ab"]), lambda writer: parsed("hermes", writer))
+    finder = CallStops(["ab"], False, lambda writer: parsed("hermes", writer))
     assert finder.push("ab", check=False) == ("ab", None)
     assert finder.push("ab") == ("", "ab")

@@ -28,17 +28,16 @@ from typing_extensions import TypedDict
 
 from pdmesh.engine.guide import Guide
 from pdmesh.errors import RequestRejected
-from pdmesh.grammars import Grammars, schema_problem
+from pdmesh.grammars import Grammars
 from pdmesh_gateway.answer_format import FORMATS, AnswerFormat
 from pdmesh_gateway.answer_grammars import GrammarChecker
-from pdmesh_gateway.gbnf import Converted, converted
 from pdmesh_gateway.http.responses.responses_protocol import ResponsesRequest
 from pdmesh_gateway.http.responses.responses_requests import fields_of
 from pdmesh_gateway.protocol.chat_protocol import ChatRequest
 from pdmesh_gateway.reasoning import ReasoningStart
-from pdmesh_gateway.schemas import Obeyed, obeyed
 from pdmesh_gateway.tools.tool_choice import Tool, ToolChoice, calls_of
 from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.grammar_judge import InProcessJudge
 
 pytestmark = pytest.mark.anyio
 
@@ -284,28 +283,6 @@ def tokenizer(directory: Path) -> Tokenizer:
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
-class InProcess:
-    """A `pdmesh_gateway.answer_grammars.GrammarJudge`."""
-
-    def __init__(self, grammars: Grammars) -> None:
-        self._grammars = grammars
-
-    def prepare(self) -> None:
-        """The grammars are loaded."""
-
-    def problem(self, grammar: str) -> str | None:
-        return self._grammars.problem(grammar)
-
-    def obeyed(self, schema: Any) -> Obeyed | None:
-        return obeyed(schema, schema_problem)
-
-    def converted(self, text: str) -> Converted | None:
-        return converted(text)
-
-    def give_up(self) -> None:
-        """Threads are not ended."""
-
-
 def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Any:
     if validator.is_type(instance, "string") and "\\p{" not in pattern and not re.search(pattern, instance):
         yield ValidationError(f"{instance!r} does not match {pattern!r}")
@@ -380,7 +357,7 @@ def response(schema: Any, strict: bool) -> ResponsesRequest:
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", SCHEMAS)
 async def test_answers_fit_an_everyday_type(grammars: Grammars, tokenizer: Tokenizer, name: str, strict: bool) -> None:
-    checker, rng, schema = GrammarChecker(InProcess(grammars)), random.Random(name), SCHEMAS[name]
+    checker, rng, schema = GrammarChecker(InProcessJudge(grammars)), random.Random(name), SCHEMAS[name]
     if strict and name.removeprefix("pydantic-") in NOT_STRICT:
         with pytest.raises(RequestRejected, match="uniqueItems"):
             await checker.grammar(chat(schema, strict))
@@ -396,7 +373,7 @@ async def test_answers_fit_an_everyday_type(grammars: Grammars, tokenizer: Token
 async def test_arguments_fit_an_everyday_type(
     grammars: Grammars, tokenizer: Tokenizer, name: str, strict: bool
 ) -> None:
-    checker, rng, parameters = GrammarChecker(InProcess(grammars)), random.Random(name), wrapped(SCHEMAS[name])
+    checker, rng, parameters = GrammarChecker(InProcessJudge(grammars)), random.Random(name), wrapped(SCHEMAS[name])
     tools = [Tool(name="f", parameters=parameters, strict=strict)]
     if strict and name.removeprefix("pydantic-") in NOT_STRICT:
         with pytest.raises(RequestRejected, match="uniqueItems"):

@@ -53,11 +53,11 @@ async def test_a_large_body_is_read_off_the_loop_and_in_small_pieces(monkeypatch
         for i in range(100)
     ]
     body = json.dumps({"messages": [{"role": "user", "content": "a"}], "tools": tools, "odd": 1}).encode()
-    request, ignored = await decode_body(msgspec.json.Decoder(ChatRequest), body, max_values=10**6)
+    request, ignored = await decode_body(ChatRequest, body, max_values=10**6)
     assert (request.tools, ignored) == (tools, ("odd",))
     assert sum(sizes) > 0.9 * len(body)
     assert max(sizes) <= INLINE_BYTES
     assert threading.get_ident() not in threads
     for wrong, message in ((body[:-1], "could not parse"), (body.replace(b'"user"', b"1"), r"messages\[0\].role")):
         with pytest.raises(RequestRejected, match=message):
-            await decode_body(msgspec.json.Decoder(ChatRequest), wrong, max_values=10**6)
+            await decode_body(ChatRequest, wrong, max_values=10**6)

@@ -17,7 +17,7 @@ from pdmesh_gateway.http.messages.messages_requests import fields_of as fields_o
 from pdmesh_gateway.http.responses.responses_protocol import InputTokensRequest, ResponsesRequest
 from pdmesh_gateway.http.responses.responses_requests import fields_of as fields_of_responses
 from pdmesh_gateway.http.unknown import OTHERS
-from pdmesh_gateway.protocol.chat_protocol import ChatBatchRequest, ChatRequest
+from pdmesh_gateway.protocol.chat_protocol import ChatRequest
 from pdmesh_gateway.protocol.completions_protocol import CompletionRequest
 from pdmesh_gateway.protocol.embeddings_protocol import EmbeddingRequest
 from pdmesh_gateway.protocol.tokens_protocol import DetokenizeRequest, TokenizeRequest
@@ -29,7 +29,6 @@ HELLO = [{"role": "user", "content": "Hi"}]
 #: The fields that each request needs.
 NEEDED: dict[type[msgspec.Struct], dict[str, Any]] = {
     ChatRequest: {"model": "tiny", "messages": HELLO},
-    ChatBatchRequest: {"model": "tiny", "messages": [HELLO]},
     CompletionRequest: {"model": "tiny", "prompt": "Hi"},
     ResponsesRequest: {"model": "tiny", "input": "Hi"},
     MessagesRequest: {"model": "tiny", "messages": HELLO, "max_tokens": 4},
@@ -45,7 +44,7 @@ async def decoded(
     kind: type[msgspec.Struct], fields: dict[str, Any], *, padding: int = 0
 ) -> tuple[Any, tuple[str, ...]]:
     body = json.dumps({**NEEDED[kind], **fields}).encode() + b" " * padding
-    return await decode_body(msgspec.json.Decoder(kind), body, max_values=1_000_000)
+    return await decode_body(kind, body, max_values=1_000_000)
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -104,7 +103,6 @@ REFUSED: dict[type[msgspec.Struct], dict[str, Any]] = {
     CountTokensRequest: {"input": "a", "instructions": "a", "prompt": "a", "chat_template_kwargs": {"a": 1}},
     InputTokensRequest: {"messages": HELLO, "system": "a", "prompt": "a", "documents": [{}], "chat_template": "a"},
 }
-REFUSED[ChatBatchRequest] = REFUSED[ChatRequest]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +269,6 @@ REFUSED_WITHIN: list[tuple[type[msgspec.Struct], dict[str, Any], str, str]] = [
     (ChatRequest, chat({"prefix": True}), "messages[0].prefix", ""),
     (ChatRequest, chat({"partial": True}), "messages[0].partial", ""),
     (ChatRequest, chat({"images": ["a"]}), "messages[0].images", ""),
-    (ChatBatchRequest, {"messages": [HELLO, chat({"prefix": True})["messages"]]}, "messages[1][0].prefix", ""),
     (MessagesRequest, chat({"prefix": True}), "messages[0].prefix", ""),
     (TokenizeRequest, chat({"prefix": True}), "messages[0].prefix", ""),
     (CountTokensRequest, chat({"partial": True}), "messages[0].partial", ""),
@@ -460,7 +457,6 @@ WHOLE: list[tuple[type[msgspec.Struct], dict[str, Any], Any]] = [
     (ChatRequest, {"top_logprobs": 3.0}, 3),
     (ChatRequest, {"min_tokens": 0.0}, 0),
     (ChatRequest, {"stop_token_ids": [5.0, 6]}, [5, 6]),
-    (ChatBatchRequest, {"max_tokens": 16.0}, 16),
     (CompletionRequest, {"max_tokens": 16.0}, 16),
     (CompletionRequest, {"logprobs": 2.0}, 2),
     (CompletionRequest, {"prompt": [5.0, 6]}, [5, 6]),
@@ -538,7 +534,7 @@ async def test_half_a_surrogate_pair_is_read_as_a_replacement_character(escaped:
 
     async def value_of(kind: type[msgspec.Struct], template: str) -> Any:
         body = (template.replace("TEXT", escaped) + " " * padding).encode()
-        return (await decode_body(msgspec.json.Decoder(kind), body, max_values=100))[0]
+        return (await decode_body(kind, body, max_values=100))[0]
 
     assert (await value_of(CompletionRequest, '{"prompt": "TEXT"}')).prompt == text
     if not padding:  # NaN is no JSON: it is read in small bodies, so that its field can be named
@@ -560,7 +556,7 @@ async def test_half_a_surrogate_pair_is_read_as_a_replacement_character(escaped:
 )
 async def test_a_text_that_is_cut_is_still_no_json(body: bytes) -> None:
     with pytest.raises(RequestRejected, match="could not parse the JSON") as refused:
-        await decode_body(msgspec.json.Decoder(CompletionRequest), body, max_values=9)
+        await decode_body(CompletionRequest, body, max_values=9)
     assert refused.value.code == "invalid_json"
 
 

@@ -14,14 +14,13 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from pdmesh.errors import ConfigError, RequestRejected
-from pdmesh.grammars import Grammars, schema_problem
+from pdmesh.grammars import Grammars
 from pdmesh_gateway.answer_grammars import MAX_PROPERTIES, GrammarChecker, asked_for
-from pdmesh_gateway.gbnf import Converted, converted
 from pdmesh_gateway.grammar_process import GrammarProcess
 from pdmesh_gateway.http.unknown import known_fields
 from pdmesh_gateway.protocol.chat_protocol import ChatRequest
-from pdmesh_gateway.schemas import Obeyed, obeyed
 from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.grammar_judge import InProcessJudge
 
 pytestmark = pytest.mark.anyio
 
@@ -50,28 +49,6 @@ def grammars(directory: Path) -> Grammars:
 @pytest.fixture(scope="module")
 def tokenizer(directory: Path) -> Tokenizer:
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
-
-
-class InProcess:
-    """A `pdmesh_gateway.answer_grammars.GrammarJudge`."""
-
-    def __init__(self, grammars: Grammars) -> None:
-        self._grammars = grammars
-
-    def prepare(self) -> None:
-        """It is there."""
-
-    def problem(self, grammar: str) -> str | None:
-        return self._grammars.problem(grammar)
-
-    def obeyed(self, schema: Any) -> Obeyed | None:
-        return obeyed(schema, schema_problem)
-
-    def converted(self, text: str) -> Converted | None:
-        return converted(text)
-
-    def give_up(self) -> None:
-        """It goes on, on its thread."""
 
 
 def json_schema(schema: Any) -> dict[str, Any]:
@@ -138,7 +115,7 @@ ASKED: list[tuple[dict[str, Any], str, str]] = [
 async def test_what_is_asked_for_is_what_is_allowed(
     grammars: Grammars, tokenizer: Tokenizer, fields: dict[str, Any], allowed: str, forbidden: str
 ) -> None:
-    grammar, _ = await GrammarChecker(InProcess(grammars)).grammar(request(**fields))
+    grammar, _ = await GrammarChecker(InProcessJudge(grammars)).grammar(request(**fields))
     matcher = grammars.matcher(grammar)
     good, bad = (tokenizer.encode(text, add_special_tokens=False).ids for text in (allowed, forbidden))
     assert matcher.consume_tokens(good), matcher.get_error()
@@ -149,13 +126,13 @@ async def test_what_is_asked_for_is_what_is_allowed(
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, structured(), structured(json=None)])
 async def test_nothing_is_asked_for(grammars: Grammars, fields: dict[str, Any]) -> None:
     assert asked_for(request(**fields)) is None
-    assert await GrammarChecker(InProcess(grammars)).grammar(request(**fields)) == ("", [])
+    assert await GrammarChecker(InProcessJudge(grammars)).grammar(request(**fields)) == ("", [])
 
 
 async def test_a_dropped_constraint_is_named_and_what_is_no_constraint_refuses_no_strict_schema(
     grammars: Grammars,
 ) -> None:
-    checker = GrammarChecker(InProcess(grammars))
+    checker = GrammarChecker(InProcessJudge(grammars))
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     _, warnings = await checker.grammar(request(**json_schema(schema)))
     assert warnings == [
@@ -210,7 +187,7 @@ async def test_what_cannot_be_obeyed_is_a_400_that_names_the_field(
     grammars: Grammars, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RequestRejected) as caught:
-        await GrammarChecker(InProcess(grammars)).grammar(request(**fields))
+        await GrammarChecker(InProcessJudge(grammars)).grammar(request(**fields))
     assert message in str(caught.value)
     assert caught.value.status == 400
     assert caught.value.param is not None
@@ -232,7 +209,7 @@ async def test_a_grammar_is_compiled_once(grammars: Grammars, monkeypatch: pytes
         return problem(self, grammar)
 
     monkeypatch.setattr(Grammars, "problem", count)
-    checker = GrammarChecker(InProcess(grammars))
+    checker = GrammarChecker(InProcessJudge(grammars))
     for _ in range(3):
         await checker.grammar(request(**structured(regex="once")))
     assert len(compiled) == 1
@@ -242,7 +219,7 @@ async def test_one_that_takes_too_long_is_refused_meanwhile_and_tried_again(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = anyio.Event()
-    checker = GrammarChecker(InProcess(grammars))
+    checker = GrammarChecker(InProcessJudge(grammars))
     with monkeypatch.context() as patch:
         patch.setattr("pdmesh_gateway.answer_grammars.COMPILE_LIMIT_S", 0.01)
         patch.setattr(Grammars, "problem", lambda _self, _grammar: anyio.from_thread.run(goes_on.wait))
@@ -292,12 +269,12 @@ async def test_what_never_ends_or_ends_the_process_is_refused_and_the_next_is_ju
 @pytest.mark.parametrize("schema", [{"minimum": 10**400}, {"maximum": -(10**400)}])
 async def test_numbers_beyond_all_that_are_read_are_a_400(grammars: Grammars, schema: dict[str, Any]) -> None:
     with pytest.raises(RequestRejected, match="cannot be obeyed"):
-        await GrammarChecker(InProcess(grammars)).grammar(request(**strict({"type": "integer", **schema})))
+        await GrammarChecker(InProcessJudge(grammars)).grammar(request(**strict({"type": "integer", **schema})))
 
 
 async def test_a_schema_that_nothing_fits_is_a_400(grammars: Grammars) -> None:
     with pytest.raises(RequestRejected, match="cannot be obeyed"):
-        await GrammarChecker(InProcess(grammars)).grammar(request(**json_schema(False)))
+        await GrammarChecker(InProcessJudge(grammars)).grammar(request(**json_schema(False)))
 
 
 def test_without_a_tokenizer_a_grammar_says_what_is_missing(tmp_path: Path) -> None:
@@ -332,7 +309,7 @@ HOSTILE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", HOSTILE, ids=[str(index) for index in range(len(HOSTILE))])
 async def test_hostile_grammars_are_obeyed_or_refused(grammars: Grammars, fields: dict[str, Any]) -> None:
-    checker, status = GrammarChecker(InProcess(grammars)), 400
+    checker, status = GrammarChecker(InProcessJudge(grammars)), 400
     try:
         status = 200 if not grammars.matcher((await checker.grammar(request(**fields)))[0]).is_error() else 500
     except RequestRejected as refused:

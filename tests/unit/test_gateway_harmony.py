@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from pdmesh.grammars import Grammars, schema_problem
 from pdmesh_gateway.answer_format import AnswerFormat, Calls, find_format
@@ -20,6 +20,7 @@ from pdmesh_gateway.schemas import arguments_schema, obeyed
 from pdmesh_gateway.tools.format import CallableTool
 from pdmesh_gateway.tools.harmony_calls import ANALYSIS, Harmony
 from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.tokenizers import add_special_tokens
 
 
 def held_to(parameters: dict[str, Any]) -> Any:
@@ -101,9 +102,7 @@ def test_no_text_is_an_error(num_texts: int) -> None:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that has the markers as special tokens."""
     directory = write_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=512, template="{{ tools }}")
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in Harmony.markers])
-    tokenizer.save(str(directory / "tokenizer.json"))
+    add_special_tokens(directory, *Harmony.markers)
     return directory
 
 

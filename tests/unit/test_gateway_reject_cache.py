@@ -23,9 +23,7 @@ class Clock:
 
 
 def answer(reject_ttl_s: float) -> RequestRejected:
-    return RequestRejected(
-        "too late", status=429, type="rate_limit_error", code="overloaded", retry_after_s=7.5, reject_ttl_s=reject_ttl_s
-    )
+    return RequestRejected("too late", status=429, code="overloaded", retry_after_s=7.5, reject_ttl_s=reject_ttl_s)
 
 
 def is_refused(reject_cache: RejectCache) -> bool:

@@ -24,6 +24,7 @@ from pdmesh_gateway.reasoning import ReasoningStart
 from pdmesh_gateway.schemas import arguments_schema, obeyed
 from pdmesh_gateway.tools.format import CallableTool
 from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.tokenizers import add_special_tokens
 
 
 def held_to(parameters: dict[str, Any]) -> Any:
@@ -165,19 +166,6 @@ def test_an_answer_reads_the_same_however_it_is_cut(name: str, text: str, conten
         assert shown(read(name, [text[:at], text[at:]])) == (content, expected), text[:at]
 
 
-@pytest.mark.parametrize(("name", "text", "content", "expected"), RECORDED)
-def test_an_answer_that_is_cut_off_has_what_there_is(name: str, text: str, content: str, expected: Any) -> None:
-    for end in range(len(text)):
-        answer = read(name, [text[:end]], finish="length")
-        names = [call.name for call in answer.calls]
-        assert names == [name for name, _ in expected][: len(names)]
-        for call, (_, arguments) in zip(answer.calls, expected, strict=False):
-            try:
-                assert json.loads(call.text or "{}") in ({}, arguments) or name == "qwen_coder"
-            except json.JSONDecodeError:
-                assert json.dumps(arguments, ensure_ascii=False).startswith(call.text)
-
-
 def pieces_of_calls() -> list[str]:
     """What calls are made of, to be put together at random."""
     whole = [text for _, text, _, _ in RECORDED]
@@ -224,9 +212,8 @@ def test_no_text_is_lost_and_none_is_an_error(num_texts: int) -> None:
 def tokenized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Grammars, Tokenizer, dict[str, int]]:
     """A tokenizer that has some markers as special tokens, others as added ones, and the rest as text."""
     directory = write_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=512)
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     special = ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    tokenizer = add_special_tokens(directory, *special)
     tokenizer.add_tokens([AddedToken("</think>", special=False, normalized=False)])
     tokenizer.save(str(directory / "tokenizer.json"))
     ids = {text: tokenizer.get_vocab()[text] for text in [*special, "</think>"]}
@@ -410,10 +397,7 @@ FOUND: list[tuple[str, list[str], str | None]] = [
 @pytest.mark.parametrize(("template", "tokens", "found"), FOUND)
 def test_a_checkpoints_format_is_found_or_set(tmp_path: Path, template: str, tokens: list[str], found: str) -> None:
     directory = write_checkpoint(tmp_path / "model", template=template)
-    path = directory / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
-    tokenizer.save(str(path))
+    add_special_tokens(directory, *tokens)
     loaded = ModelTokenizer.load(directory)
     answer_format = find_format(loaded, "")
     assert answer_format.tools.name == found
@@ -439,11 +423,8 @@ def test_a_template_that_knows_no_tools_is_found_out(tmp_path: Path, template: s
 
 def test_mistrals_reasoning_has_markers_of_its_own(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "model", vocab_size=400)
-    path = directory / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(path))
     special = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    tokenizer.save(str(path))
+    tokenizer = add_special_tokens(directory, *special)
     loaded = ModelTokenizer.load(directory)
     answer_format = find_format(loaded, "")
     assert answer_format.reasons
@@ -473,11 +454,7 @@ def test_reasoning_ends_after_as_many_tokens_as_it_may_have(
     tmp_path: Path, begins: ReasoningStart, given: str, with_calls: bool, num_tokens: int
 ) -> None:
     directory = write_checkpoint(tmp_path / "model", vocab_size=400, template="{{ tools }}<tool_call>")
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in ("<think>", "</think>")]
-    )
-    tokenizer.save(str(directory / "tokenizer.json"))
+    tokenizer = add_special_tokens(directory, "<think>", "</think>")
     answer_format = find_format(ModelTokenizer.load(directory), "")
     assert answer_format.limits_reasoning
     grammars = Grammars(directory, vocab_size=tokenizer.get_vocab_size(), eos_token_ids=(258, 256))

@@ -1,6 +1,5 @@
 """Anthropic's dialect: what requests come to, and answers whole and streamed."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -12,41 +11,20 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from pdmesh.errors import RequestRejected
-from pdmesh.model import SamplingParams
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.dialects import MESSAGES
-from pdmesh_gateway.http.generation_endpoint import Collected
 from pdmesh_gateway.http.messages.anthropic_errors import error_body, status_of
 from pdmesh_gateway.http.messages.messages_protocol import CountTokensRequest, MessagesRequest
 from pdmesh_gateway.http.messages.messages_rendering import MessagesRendering
 from pdmesh_gateway.http.messages.messages_requests import conversation_of, fields_of
 from pdmesh_gateway.http.unknown import known_fields
-from pdmesh_gateway.items import AnswerEnded, ChoiceItems, ItemEvent, ItemWriter
-from pdmesh_gateway.jobs import GenerationJob
+from pdmesh_gateway.items import ChoiceItems, ItemEvent
+from pdmesh_testing.answers import EndedGeneration, answer_events, job_in
 from pdmesh_testing.examples import examples
 from pdmesh_testing.sse import named_events
 
-JOB = GenerationJob(dialect=MESSAGES, request_id="0123.abcd", prompts=[[1, 2, 3]], params=SamplingParams(max_tokens=9))
+JOB = job_in(MESSAGES)
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
-
-
-@dataclass
-class Generation:
-    job: GenerationJob = JOB
-    num_output_tokens: int = 7
-    num_cached_tokens: int = 1
-
-
-def answer(pieces: list[tuple[str, list[str]]], finish_reason: str, stop_reason: int | str | None) -> list[ItemEvent]:
-    """The events of an answer: ``text``, ``reasoning``, or calls of what else it is named."""
-    writer = ItemWriter("seed")
-    for kind, texts in pieces:
-        if kind not in ("text", "reasoning"):
-            writer.begin_call(kind)
-        for text in texts:
-            {"text": writer.text, "reasoning": writer.reasoning}.get(kind, writer.arguments)(text)
-        writer.end_item()
-    return [*writer.take(), AnswerEnded(finish_reason, stop_reason, writer.num_calls)]
 
 
 class Answered(ChoiceItems):
@@ -66,7 +44,7 @@ def rendering(answer: ChoiceItems | None = None, *, is_clamped: bool = False) ->
 
 def streamed(events: list[ItemEvent], **options: Any) -> Message:
     """What the client's own accumulation makes of a stream, each event of which is valid by its types."""
-    generation: Any = Generation()
+    generation: Any = EndedGeneration(JOB)
     out = rendering(**options)
     sse = out.head(generation)
     for event in events:
@@ -91,8 +69,8 @@ def streamed(events: list[ItemEvent], **options: Any) -> Message:
 
 
 def whole(events: list[ItemEvent], **options: Any) -> Message:
-    generation: Any = Generation()
-    response = rendering(Answered(events), **options).response([Collected()], generation)
+    generation: Any = EndedGeneration(JOB)
+    response = rendering(Answered(events), **options).response([Delta(index=0)], generation)
     return Message.model_validate_json(msgspec.json.encode(response), strict=True)
 
 
@@ -120,13 +98,13 @@ PIECES = st.lists(
 def test_streamed_and_whole_answers_are_the_same(
     pieces: list[tuple[str, list[str]]], end: tuple[str, int | str | None]
 ) -> None:
-    events = answer(pieces, *end)
+    events = answer_events(pieces, *end)
     assert streamed(events) == whole(events)
 
 
 @pytest.mark.parametrize("num_pieces", [0, 1, 2])
 def test_a_call_that_was_cut_has_what_there_is(num_pieces: int) -> None:
-    events = answer([("f", ['{"a": "whole", "b": [1, ', '"not who'][:num_pieces])], "length", None)
+    events = answer_events([("f", ['{"a": "whole", "b": [1, ', '"not who'][:num_pieces])], "length", None)
     assert streamed(events) == whole(events)
     [block] = whole(events).content
     assert block.type == "tool_use"
@@ -145,9 +123,9 @@ def test_a_call_that_was_cut_has_what_there_is(num_pieces: int) -> None:
     ],
 )
 def test_stop_reasons(pieces: Any, end: Any, is_clamped: bool, stop_reason: str, stop_sequence: str | None) -> None:
-    message = streamed(answer(pieces, *end), is_clamped=is_clamped)
+    message = streamed(answer_events(pieces, *end), is_clamped=is_clamped)
     assert (message.stop_reason, message.stop_sequence) == (stop_reason, stop_sequence)
-    assert whole(answer(pieces, *end), is_clamped=is_clamped) == message
+    assert whole(answer_events(pieces, *end), is_clamped=is_clamped) == message
 
 
 def request(**fields: Any) -> MessagesRequest:
@@ -332,24 +310,6 @@ def test_results_of_tools_are_what_of_them_is_text(content: Any, text: str) -> N
     call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
     *_, told = messages_of("a", [call], [{"type": "tool_result", "tool_use_id": "c", "content": content}])
     assert told == {"role": "tool", "tool_call_id": "c", "content": text}
-
-
-@pytest.mark.parametrize(
-    ("given", "arguments"),
-    [
-        ({"x": 1}, {"x": 1}),
-        ({}, {}),
-        (None, {}),
-        ("", {}),
-        ('{"x": 1}', {"x": 1}),
-        ('{"x": "cu', '{"x": "cu'),
-        ("null", {}),
-        ([1, 2], "[1,2]"),
-    ],
-)
-def test_a_call_that_was_cut_is_part_of_a_history(given: Any, arguments: Any) -> None:
-    call = {"type": "tool_use", "id": "c", "name": "f", "input": given}
-    assert messages_of("a", [call], "b")[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": arguments}
 
 
 def test_parts_of_a_turn_come_in_any_order() -> None:
