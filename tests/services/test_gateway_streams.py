@@ -68,6 +68,29 @@ async def complete_into(texts: list[str], running: RunningGateway) -> None:
 
 
 @asynccontextmanager
+async def completing(running: RunningGateway, mesh: ScriptedMesh) -> AsyncGenerator[Generation]:
+    """A streamed completion, submitted and under way within the block, that ends well."""
+    texts: list[str] = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(complete_into, texts, running)
+        yield (await mesh.next_submit(len(mesh.submitted))).generation
+    assert texts == [WHOLE]
+
+
+@asynccontextmanager
+async def under_way(
+    model: Path, gateway: GatewayConfig | None = None
+) -> AsyncGenerator[tuple[ScriptedMesh, RunningGateway, Generation]]:
+    """The same, whose tokens the test sends."""
+    async with (
+        scripted_mesh(silence) as mesh,
+        served(model, mesh, gateway=gateway) as running,
+        completing(running, mesh) as generation,
+    ):
+        yield mesh, running, generation
+
+
+@asynccontextmanager
 async def raw_request(running: RunningGateway, **fields: Any) -> AsyncGenerator[anyio.abc.SocketStream]:
     """A request over a bare socket, closed at the end of the block."""
     host, port = running.facts["http_address"].split(":")
@@ -97,16 +120,11 @@ async def test_a_client_that_leaves_cancels_its_request(model: Path, num_tokens:
 
 
 async def test_a_client_that_leaves_between_two_does_not_disturb_the_other(model: Path) -> None:
-    async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
-        texts: list[str] = []
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(complete_into, texts, running)
-            generation = (await mesh.next_submit(0)).generation
-            async with raw_request(running):
-                await mesh.next_submit(1)
-            await mesh.until(lambda: len(mesh.cancelled) == 1)
-            mesh.send_tokens(*first_tokens(generation, 6))
-        assert texts == [WHOLE]
+    async with under_way(model) as (mesh, running, generation):
+        async with raw_request(running):
+            await mesh.next_submit(1)
+        await mesh.until(lambda: len(mesh.cancelled) == 1)
+        mesh.send_tokens(*first_tokens(generation, 6))
 
 
 async def test_a_restarted_request_goes_on_where_it_was(model: Path) -> None:
@@ -117,16 +135,13 @@ async def test_a_restarted_request_goes_on_where_it_was(model: Path) -> None:
         return first_tokens(generation, 6)
 
     async with scripted_mesh(dies_twice) as mesh, served(model, mesh) as running:
-        texts: list[str] = []
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(complete_into, texts, running)
+        async with completing(running, mesh):
             for epoch in range(2):
                 generation = (await mesh.next_submit(epoch)).generation
                 assert generation.epoch == epoch
                 await delivered(running, 2 * epoch + 2)
                 mesh.lose(generation)
             await mesh.next_submit(2)
-        assert texts == [WHOLE]
         last = mesh.submitted[2].generation
         assert last.num_output_tokens == 4
         assert last.num_prompt_tokens == 3
@@ -175,13 +190,9 @@ async def test_a_broken_worker_stream_resumes_its_requests(model: Path, monkeypa
     def breaks_once(generation: Generation) -> list[TokenOut]:
         return first_tokens(generation, 6) if generation.epoch else first_tokens(generation, 2)
 
-    async with scripted_mesh(breaks_once) as mesh, served(model, mesh) as running:
-        texts: list[str] = []
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(complete_into, texts, running)
-            await delivered(running, 2)
-            mesh.drop_worker()
-        assert texts == [WHOLE]
+    async with scripted_mesh(breaks_once) as mesh, served(model, mesh) as running, completing(running, mesh):
+        await delivered(running, 2)
+        mesh.drop_worker()
 
 
 async def test_tokens_that_overtake_each_other_or_come_late_are_put_right(model: Path) -> None:
@@ -197,31 +208,21 @@ async def test_tokens_that_overtake_each_other_or_come_late_are_put_right(model:
 
 
 async def test_running_generations_survive_a_scheduler_restart(model: Path) -> None:
-    async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
-        texts: list[str] = []
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(complete_into, texts, running)
-            generation = (await mesh.next_submit(0)).generation
-            mesh.send_tokens(*first_tokens(generation, 2))
-            mesh.drop_gateway()
-            await mesh.until(lambda: len(mesh.registrations) == 2)
-            assert mesh.registrations[1].waiting == ((generation.request_id, Epoch(0)),)
-            assert mesh.registrations[1].gateway_id == mesh.registrations[0].gateway_id
-            mesh.send_tokens(*first_tokens(generation, 6)[2:])
-        assert texts == [WHOLE]
+    async with under_way(model) as (mesh, _running, generation):
+        mesh.send_tokens(*first_tokens(generation, 2))
+        mesh.drop_gateway()
+        await mesh.until(lambda: len(mesh.registrations) == 2)
+        assert mesh.registrations[1].waiting == ((generation.request_id, Epoch(0)),)
+        assert mesh.registrations[1].gateway_id == mesh.registrations[0].gateway_id
+        mesh.send_tokens(*first_tokens(generation, 6)[2:])
 
 
 async def test_a_new_scheduler_hears_of_what_nobody_works_on(model: Path) -> None:
-    async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
-        texts: list[str] = []
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(complete_into, texts, running)
-            first = (await mesh.next_submit(0)).generation
-            mesh.drop_gateway()
-            again = (await mesh.next_submit(1)).generation
-            assert again == first
-            mesh.send_tokens(*first_tokens(again, 6))
-        assert texts == [WHOLE]
+    async with under_way(model) as (mesh, _running, first):
+        mesh.drop_gateway()
+        again = (await mesh.next_submit(1)).generation
+        assert again == first
+        mesh.send_tokens(*first_tokens(again, 6))
 
 
 async def test_the_same_scheduler_hears_what_it_was_sent_and_nothing_came_of(model: Path) -> None:
@@ -252,20 +253,15 @@ async def test_a_resume_waits_for_a_scheduler(model: Path, monkeypatch: pytest.M
     """Scheduler and decode instance die together: the stream goes on when there is a scheduler again."""
     monkeypatch.setattr(transcript, "BREAK_GRACE_S", 0.01)
     monkeypatch.setattr(session, "FIRST_PAUSE_S", 1.0)
-    async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
-        texts: list[str] = []
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(complete_into, texts, running)
-            generation = (await mesh.next_submit(0)).generation
-            mesh.send_tokens(*first_tokens(generation, 2))
-            await delivered(running, 2)
-            mesh.drop_gateway()
-            mesh.drop_worker()
-            resumed = (await mesh.next_submit(1)).generation
-            assert (resumed.request_id, resumed.epoch) == (generation.request_id, Epoch(1))
-            assert mesh.registrations[1].waiting == ()  # the scheduler is to look for nothing
-            mesh.send_tokens(*first_tokens(resumed, 4))
-        assert texts == [WHOLE]
+    async with under_way(model) as (mesh, running, generation):
+        mesh.send_tokens(*first_tokens(generation, 2))
+        await delivered(running, 2)
+        mesh.drop_gateway()
+        mesh.drop_worker()
+        resumed = (await mesh.next_submit(1)).generation
+        assert (resumed.request_id, resumed.epoch) == (generation.request_id, Epoch(1))
+        assert mesh.registrations[1].waiting == ()  # the scheduler is to look for nothing
+        mesh.send_tokens(*first_tokens(resumed, 4))
 
 
 async def test_a_scheduler_that_stands_still_does_not_end_the_gateway(
@@ -386,22 +382,14 @@ async def test_a_request_that_waits_hears_at_last_that_nobody_comes(
 
 
 async def test_a_request_under_way_outlasts_a_mesh_without_instances(model: Path) -> None:
-    async with (
-        scripted_mesh(silence) as mesh,
-        served(model, mesh, gateway=GatewayConfig(no_instance_grace_s=0.01)) as running,
-    ):
-        texts: list[str] = []
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(complete_into, texts, running)
-            generation = (await mesh.next_submit(0)).generation
-            mesh.send_tokens(*first_tokens(generation, 2))
-            await delivered(running, 2)
-            mesh.set_state(NOT_READY)
-            mesh.lose(generation)
-            again = (await mesh.next_submit(1)).generation
-            mesh.set_state(READY)
-            mesh.send_tokens(*first_tokens(again, 6)[2 - again.num_output_tokens :])
-        assert texts == [WHOLE]
+    async with under_way(model, GatewayConfig(no_instance_grace_s=0.01)) as (mesh, running, generation):
+        mesh.send_tokens(*first_tokens(generation, 2))
+        await delivered(running, 2)
+        mesh.set_state(NOT_READY)
+        mesh.lose(generation)
+        again = (await mesh.next_submit(1)).generation
+        mesh.set_state(READY)
+        mesh.send_tokens(*first_tokens(again, 6)[2 - again.num_output_tokens :])
 
 
 async def test_a_stream_that_waits_says_that_it_lives(model: Path) -> None:
@@ -491,45 +479,35 @@ async def test_a_choice_without_room_does_not_end_the_answer_of_another(model: P
 async def test_a_worker_of_whom_nothing_is_heard_is_done_without(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The network loses what it sends without a word: its stream is as whole as ever."""
     monkeypatch.setattr(token_server, "HEARTBEAT_S", 0.02)
-    async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
-        texts: list[str] = []
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(complete_into, texts, running)
-            generation = (await mesh.next_submit(0)).generation
-            mesh.send_tokens(*first_tokens(generation, 2))
-            await delivered(running, 2)
-            mesh.worker_beats = False
-            resumed = await mesh.next_submit(1)
-            assert (resumed.generation.epoch, resumed.unheard_id) == (1, "scripted")
-            mesh.worker_beats = True
-            await mesh.connect_worker(generation.token_address)
-            mesh.send_tokens(*first_tokens(resumed.generation, 4))
-        assert texts == [WHOLE]
+    async with under_way(model) as (mesh, running, generation):
+        mesh.send_tokens(*first_tokens(generation, 2))
+        await delivered(running, 2)
+        mesh.worker_beats = False
+        resumed = await mesh.next_submit(1)
+        assert (resumed.generation.epoch, resumed.unheard_id) == (1, "scripted")
+        mesh.worker_beats = True
+        await mesh.connect_worker(generation.token_address)
+        mesh.send_tokens(*first_tokens(resumed.generation, 4))
 
 
 async def test_garbage_on_any_port_disturbs_nobody(model: Path) -> None:
-    async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
-        texts: list[str] = []
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(complete_into, texts, running)
-            generation = (await mesh.next_submit(0)).generation
-            mesh.send_tokens(*first_tokens(generation, 2))
-            for name in ("http_address", "grpc_address", "token_address"):
-                host, port = running.facts[name].split(":")
-                async with await anyio.connect_tcp(host, int(port)) as stream:
-                    await stream.send(os.urandom(4096))
-                    with anyio.fail_after(20):
-                        try:
-                            while True:
-                                await stream.receive()
-                        except (anyio.EndOfStream, anyio.BrokenResourceError):
-                            pass
-            for frame in (b"", b"\xff" * 50, msgspec.msgpack.encode([{"type": "TokensAccepted"}])):
-                await expect_refusal(running, frame)
-            version = msgspec.msgpack.encode([{"type": "RegisterTokens", "instance_id": "x", "version": 99}])
-            await expect_refusal(running, version)
-            mesh.send_tokens(*first_tokens(generation, 6)[2:])
-        assert texts == [WHOLE]
+    async with under_way(model) as (mesh, running, generation):
+        mesh.send_tokens(*first_tokens(generation, 2))
+        for name in ("http_address", "grpc_address", "token_address"):
+            host, port = running.facts[name].split(":")
+            async with await anyio.connect_tcp(host, int(port)) as stream:
+                await stream.send(os.urandom(4096))
+                with anyio.fail_after(20):
+                    try:
+                        while True:
+                            await stream.receive()
+                    except (anyio.EndOfStream, anyio.BrokenResourceError):
+                        pass
+        for frame in (b"", b"\xff" * 50, msgspec.msgpack.encode([{"type": "TokensAccepted"}])):
+            await expect_refusal(running, frame)
+        version = msgspec.msgpack.encode([{"type": "RegisterTokens", "instance_id": "x", "version": 99}])
+        await expect_refusal(running, version)
+        mesh.send_tokens(*first_tokens(generation, 6)[2:])
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost:"])
@@ -538,18 +516,13 @@ async def test_a_client_whose_request_does_not_come_is_hung_up_on(
 ) -> None:
     """And no other, whose answer takes longer than that."""
     monkeypatch.setattr(server, "HEAD_LIMIT_S", 0.5)
-    async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
-        texts: list[str] = []
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(complete_into, texts, running)
-            generation = (await mesh.next_submit(0)).generation
-            host, port = running.facts["http_address"].split(":")
-            async with await anyio.connect_tcp(host, int(port)) as stream:
-                await stream.send(sent)
-                with anyio.fail_after(20), pytest.raises(anyio.EndOfStream):
-                    await stream.receive()
-            mesh.send_tokens(*first_tokens(generation, 6))
-        assert texts == [WHOLE]
+    async with under_way(model) as (mesh, running, generation):
+        host, port = running.facts["http_address"].split(":")
+        async with await anyio.connect_tcp(host, int(port)) as stream:
+            await stream.send(sent)
+            with anyio.fail_after(20), pytest.raises(anyio.EndOfStream):
+                await stream.receive()
+        mesh.send_tokens(*first_tokens(generation, 6))
 
 
 async def expect_refusal(running: RunningGateway, frame: bytes) -> None:
@@ -562,23 +535,18 @@ async def expect_refusal(running: RunningGateway, frame: bytes) -> None:
 
 
 async def test_draining_lets_streams_end_and_takes_no_new_ones(model: Path) -> None:
-    async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
-        texts: list[str] = []
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(complete_into, texts, running)
-            generation = (await mesh.next_submit(0)).generation
-            mesh.send_tokens(*first_tokens(generation, 2))
-            await delivered(running, 2)
-            running.stopping.set()
-            host, port = running.facts["http_address"].split(":")
-            with anyio.fail_after(20):
-                while True:  # until the listener is closed
-                    try:
-                        await (await anyio.connect_tcp(host, int(port))).aclose()
-                    except OSError:
-                        break
-            mesh.send_tokens(*first_tokens(generation, 6)[2:])
-        assert texts == [WHOLE]
+    async with under_way(model) as (mesh, running, generation):
+        mesh.send_tokens(*first_tokens(generation, 2))
+        await delivered(running, 2)
+        running.stopping.set()
+        host, port = running.facts["http_address"].split(":")
+        with anyio.fail_after(20):
+            while True:  # until the listener is closed
+                try:
+                    await (await anyio.connect_tcp(host, int(port))).aclose()
+                except OSError:
+                    break
+        mesh.send_tokens(*first_tokens(generation, 6)[2:])
 
 
 async def test_a_gateway_that_stops_is_not_ready_at_once_and_answers_what_is_on_its_way(model: Path) -> None:
