@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ from pdmesh_gateway.model_tokenizer import ModelTokenizer
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
 from pdmesh_gateway.request_transcript import Transcript
-from pdmesh_testing.running_gateway import RunningGateway, running_gateway
-from pdmesh_testing.scripted_mesh import ScriptedMesh, echo_prompt, scripted_mesh
+from pdmesh_testing.gateway import ready_gateway
+from pdmesh_testing.scripted_mesh import echo_prompt
 
 pytestmark = pytest.mark.anyio
 
@@ -48,16 +47,6 @@ DEPTHS: dict[str, tuple[type[Any], str]] = {
     "transcript": (Transcript, "offer"),
     "text": (Choice, "advance"),
 }
-
-
-@asynccontextmanager
-async def served(model: Path, mesh: ScriptedMesh) -> AsyncGenerator[tuple[RunningGateway, httpx.AsyncClient]]:
-    async with (
-        running_gateway(model, mesh.address) as running,
-        httpx.AsyncClient(base_url=running.url, timeout=30) as client,
-    ):
-        await mesh.until(lambda: len(mesh.registrations) == 1)
-        yield running, client
 
 
 def raising(device_class: Callable[[], BaseException]) -> Callable[..., None]:
@@ -85,7 +74,7 @@ async def counted(client: httpx.AsyncClient) -> float:
 async def test_whatever_is_raised_is_an_error_with_a_type_and_an_id(
     model: Path, monkeypatch: pytest.MonkeyPatch, depth: str, raised: str, stream: bool
 ) -> None:
-    async with scripted_mesh() as mesh, served(model, mesh) as (_, client):
+    async with ready_gateway(model) as (client, _mesh, _running):
         with monkeypatch.context() as patched, capture_logs() as logs:
             patched.setattr(*DEPTHS[depth], raising(RAISED[raised]))
             response = await client.post("/v1/completions", json={**BODY, "stream": stream})
@@ -125,7 +114,7 @@ async def test_a_stream_that_has_begun_ends_with_an_error_event(
     model: Path, monkeypatch: pytest.MonkeyPatch, depth: str
 ) -> None:
     """And another that shares the worker's and the scheduler's streams goes on."""
-    async with scripted_mesh(first_token) as mesh, served(model, mesh) as (_, client), asyncio.TaskGroup() as tasks:
+    async with ready_gateway(model, first_token) as (client, mesh, _running), asyncio.TaskGroup() as tasks:
         other = tasks.create_task(client.post("/v1/completions", json=BODY))
         beside = (await mesh.next_submit(0)).generation
         with monkeypatch.context() as patched, capture_logs() as logs:
@@ -174,7 +163,7 @@ def break_at(depth: str, patched: pytest.MonkeyPatch, generation: Generation) ->
 async def test_over_grpc_it_is_a_status_with_type_and_id(
     model: Path, monkeypatch: pytest.MonkeyPatch, depth: str, raised: str
 ) -> None:
-    async with scripted_mesh() as mesh, served(model, mesh) as (running, client):
+    async with ready_gateway(model) as (client, _mesh, running):
         channel = grpc.aio.insecure_channel(running.facts["grpc_address"])
         async with channel:
             stub: Any = pb_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]

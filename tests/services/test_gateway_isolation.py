@@ -7,15 +7,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
-import httpx
 import msgspec
 import pytest
 
 from pdmesh.config import SecurityConfig
 from pdmesh.model import Epoch, FinishReason, InstanceId
 from pdmesh.wire.messages import Generation, TokenOut
-from pdmesh_testing.running_gateway import RunningGateway, running_gateway
-from pdmesh_testing.scripted_mesh import echo_prompt, scripted_mesh, silence, token_out
+from pdmesh_testing.gateway import ready_gateway
+from pdmesh_testing.running_gateway import RunningGateway
+from pdmesh_testing.scripted_mesh import echo_prompt, silence, token_out
 
 pytestmark = pytest.mark.anyio
 
@@ -48,11 +48,7 @@ async def hung_up(running: RunningGateway, body: dict[str, object], key: str, la
 
 async def test_late_tokens_of_one_client_never_reach_another(model: Path, keys: SecurityConfig) -> None:
     """A takes an id with two choices and hangs up; B takes the id of one of them while A's tokens still come in."""
-    async with (
-        scripted_mesh(silence) as mesh,
-        running_gateway(model, mesh.address, security=keys) as running,
-        httpx.AsyncClient(base_url=running.url, timeout=30) as client,
-    ):
+    async with ready_gateway(model, silence, security=keys) as (client, mesh, running):
         answers: list[str] = []
 
         async def b_asks(label: str) -> None:
@@ -79,11 +75,7 @@ async def test_late_tokens_of_one_client_never_reach_another(model: Path, keys: 
 
 
 async def test_what_a_client_calls_its_request_is_a_label_only(model: Path, keys: SecurityConfig) -> None:
-    async with (
-        scripted_mesh() as mesh,
-        running_gateway(model, mesh.address, security=keys) as running,
-        httpx.AsyncClient(base_url=running.url, timeout=30) as client,
-    ):
+    async with ready_gateway(model, security=keys) as (client, mesh, _running):
         for key in ("key-of-a", "key-of-a", "key-of-b"):
             body = {"prompt": "ab", "max_tokens": 2, "n": 2}
             response = await client.post("/v1/completions", json=body, headers=headers(key, "mine"))
@@ -99,11 +91,7 @@ async def test_tokens_that_another_instance_sends_never_join(model: Path) -> Non
     def wrong(generation: Generation, index: int) -> TokenOut:
         return token_out(generation, index, 90, finish_reason=FinishReason.STOP if index == 5 else None)
 
-    async with (
-        scripted_mesh(silence) as mesh,
-        running_gateway(model, mesh.address) as running,
-        httpx.AsyncClient(base_url=running.url, timeout=30) as client,
-    ):
+    async with ready_gateway(model, silence) as (client, mesh, running):
         texts: list[str] = []
 
         async def ask() -> None:

@@ -15,18 +15,10 @@ from pdmesh.model import InstanceId, RequestId
 from pdmesh.wire.messages import Activity, RequestActivity, StepBar
 from pdmesh_gateway.gateway_metrics import NUM_NEW, RecentLatencies
 from pdmesh_gateway.page_activity import MAX_FRAMES_AHEAD, MAX_WATCHERS, ActivityHub
-from pdmesh_testing.checkpoints import write_checkpoint
-from pdmesh_testing.running_gateway import RunningGateway, running_gateway
-from pdmesh_testing.scripted_mesh import READY, ScriptedMesh, scripted_mesh
+from pdmesh_testing.gateway import ready_gateway
+from pdmesh_testing.scripted_mesh import READY, ScriptedMesh
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    write_checkpoint(directory)
-    return directory
 
 
 def activity(now_s: float = 1.0) -> Activity:
@@ -139,15 +131,9 @@ async def first_event(client: httpx.AsyncClient, mesh: ScriptedMesh, **request: 
     raise AssertionError("the stream ended")
 
 
-async def client_of(running: RunningGateway) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=running.url, timeout=30)
-
-
 async def test_the_page_gets_the_meshs_activity_as_it_reads_it(model: Path) -> None:
-    async with scripted_mesh() as mesh, running_gateway(model, mesh.address) as running:
-        await mesh.until(lambda: len(mesh.registrations) == 1)
-        async with await client_of(running) as client:
-            frame = await first_event(client, mesh)
+    async with ready_gateway(model) as (client, mesh, _running):
+        frame = await first_event(client, mesh)
     assert frame["model"] == "tiny"
     assert frame["unready_reason"] is None
     assert {instance["id"] for instance in frame["instances"]} == {i.instance_id for i in READY.instances}
@@ -157,11 +143,7 @@ async def test_the_page_gets_the_meshs_activity_as_it_reads_it(model: Path) -> N
 
 
 async def test_files_come_with_headers_that_let_nothing_else_in(model: Path) -> None:
-    async with (
-        scripted_mesh() as mesh,
-        running_gateway(model, mesh.address) as running,
-        await client_of(running) as client,
-    ):
+    async with ready_gateway(model) as (client, _mesh, _running):
         page = await client.get("/ui")
         assert page.status_code == 200
         assert page.headers["content-security-policy"].startswith("default-src 'self'")
@@ -182,37 +164,29 @@ async def test_files_come_with_headers_that_let_nothing_else_in(model: Path) -> 
 
 async def test_with_keys_the_mesh_is_shown_to_those_who_have_one(model: Path) -> None:
     security = SecurityConfig(api_key="secret")
-    async with scripted_mesh() as mesh, running_gateway(model, mesh.address, security=security) as running:
-        await mesh.until(lambda: len(mesh.registrations) == 1)
-        async with await client_of(running) as client:
-            assert (await client.get("/ui")).status_code == 200  # it asks for the key
-            assert (await client.get("/ui/events")).status_code == 401
-            assert (await client.get("/ui/requests/r")).status_code == 401
-            frame = await first_event(client, mesh, headers={"Authorization": "Bearer secret"})
-            assert frame["model"] == "tiny"
+    async with ready_gateway(model, security=security) as (client, mesh, _running):
+        assert (await client.get("/ui")).status_code == 200  # it asks for the key
+        assert (await client.get("/ui/events")).status_code == 401
+        assert (await client.get("/ui/requests/r")).status_code == 401
+        frame = await first_event(client, mesh, headers={"Authorization": "Bearer secret"})
+        assert frame["model"] == "tiny"
 
 
 async def test_there_is_no_page_where_it_is_turned_off(model: Path) -> None:
     gateway = GatewayConfig(port=0, ui=False)
-    async with (
-        scripted_mesh() as mesh,
-        running_gateway(model, mesh.address, gateway=gateway) as running,
-        await client_of(running) as client,
-    ):
+    async with ready_gateway(model, gateway=gateway) as (client, _mesh, _running):
         for path in ("/ui", "/ui/page.js", "/ui/events", "/ui/requests/r"):
             assert (await client.get(path)).status_code == 404
 
 
 async def test_too_many_watchers_are_told_so(model: Path) -> None:
-    async with scripted_mesh() as mesh, running_gateway(model, mesh.address) as running:
-        await mesh.until(lambda: len(mesh.registrations) == 1)
-        async with await client_of(running) as client, anyio.create_task_group() as tasks:
-            for _ in range(MAX_WATCHERS):
-                tasks.start_soon(_watch, client, started := anyio.Event())
-                await started.wait()
-            refused = await client.get("/ui/events")
-            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_watchers")
-            tasks.cancel_scope.cancel()
+    async with ready_gateway(model) as (client, _mesh, _running), anyio.create_task_group() as tasks:
+        for _ in range(MAX_WATCHERS):
+            tasks.start_soon(_watch, client, started := anyio.Event())
+            await started.wait()
+        refused = await client.get("/ui/events")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_watchers")
+        tasks.cancel_scope.cancel()
 
 
 async def _watch(client: httpx.AsyncClient, started: anyio.Event) -> None:
@@ -223,10 +197,6 @@ async def _watch(client: httpx.AsyncClient, started: anyio.Event) -> None:
 
 
 async def test_a_requests_life_is_the_schedulers_to_tell(model: Path) -> None:
-    async with (
-        scripted_mesh() as mesh,
-        running_gateway(model, mesh.address) as running,
-        await client_of(running) as client,
-    ):
+    async with ready_gateway(model) as (client, _mesh, _running):
         answer = await client.get("/ui/requests/nobodys")
         assert answer.status_code == 503  # the scripted scheduler has no Admin method
