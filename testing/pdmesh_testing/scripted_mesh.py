@@ -209,7 +209,9 @@ class ScriptedMesh:
             )
         )
 
-    def refuse(self, generation: Generation, reason: RejectReason = RejectReason.OVERLOADED, **fields: float) -> None:
+    def refuse(
+        self, generation: Generation, reason: RejectReason = RejectReason.OVERLOADED, /, **fields: float
+    ) -> None:
         """Say that a request is refused, with further fields of `Reject`."""
         self.say(
             Reject(

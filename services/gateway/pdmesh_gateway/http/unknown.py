@@ -90,93 +90,38 @@ _SYNONYMS: tuple[tuple[str, ...], ...] = (
 )
 _SYNONYMS_WITHIN = (("parameters", "input_schema"), ("schema", "json", "json_schema"))
 
-#: Fields that change an answer and that no request type of ours has, with the values that ask for nothing.
-OTHERS: dict[str, tuple[Any, ...]] = {
-    # OpenAI
-    "audio": (),
-    "conversation": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "suffix": ("",),
-    "web_search_options": (),
-    # vLLM
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "logits_processors": ([],),
-    "prompt_embeds": (),
-    "repetition_detection": (),
-    "structural_tag": (),
-    "use_beam_search": (False,),
-    # SGLang
-    "custom_logit_processor": (),
-    "ebnf": (),
-    "input_ids": (),
-    "json_schema": (),
-    "lora_path": (),
-    "no_stop_trim": (False,),
-    "regex": (),
-    "return_hidden_states": (False,),
-    "separate_reasoning": (True,),
-    "session_params": (),
-    "stop_regex": ([], ""),
-    "stream_reasoning": (True,),
-    # llama.cpp, Ollama, TGI and kin
-    "adapter_id": (),
-    "ban_eos_token": (False,),
-    "banned_strings": ([],),
-    "custom_token_bans": ("",),
-    "decoder_input_details": (False,),
-    "do_sample": (True,),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "embedding_bias": (),
-    "enable_thinking": (),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "format": ("",),
-    "grammar": ("",),
-    "grammar_string": ("",),
-    "guidance_scale": (1,),
-    "guideline": (),
-    "lora": ([],),
-    "max_length": (),
-    "max_new_tokens": (),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "mirostat": (0,),
-    "n_predict": (-1,),
-    "n_probs": (0,),
-    "negative_prompt": ("",),
-    "no_repeat_ngram_size": (0,),
-    "num_beams": (1,),
-    "num_predict": (-1,),
-    "num_return_sequences": (1,),
-    "options": ({},),
-    "penalty_alpha": (0,),
-    "raw": (False,),
-    "repeat_penalty": (1,),
-    "response_schema": (),
-    "return_full_text": (False,),
-    "samplers": (),
-    "smoothing_factor": (0,),
-    "stopping_strings": ([],),
-    "system_prompt": ("",),
-    "tfs": (1,),
-    "tfs_z": (1,),
-    "think": (),
-    "thinking_budget": (),
-    "top_a": (0,),
-    "top_n_sigma": (-1, 0),
-    "truncate": (),
-    "typical": (1,),
-    "typical_p": (1,),
-    "watermark": (False,),
-    "xtc_probability": (0,),
-}
+#: Fields that change an answer and that no request type of ours has, of OpenAI, vLLM, SGLang, llama.cpp, Ollama, TGI
+#: and kin, by the values that ask for nothing.
+_OF_OTHER_SERVERS: tuple[tuple[tuple[Any, ...], str], ...] = (
+    (
+        (),
+        "adapter_id audio conversation custom_logit_processor ebnf embedding_bias enable_thinking guided_choice "
+        "guided_grammar guided_json guided_regex guideline input_ids json_schema lora_path max_length max_new_tokens "
+        "prediction prompt_embeds regex repetition_detection response_schema samplers session_params structural_tag "
+        "think thinking_budget truncate web_search_options",
+    ),
+    (([],), "banned_strings functions logits_processors lora stopping_strings"),
+    (("",), "custom_token_bans format grammar grammar_string negative_prompt suffix system_prompt"),
+    (
+        (False,),
+        "ban_eos_token decoder_input_details no_stop_trim raw return_full_text return_hidden_states use_beam_search "
+        "watermark",
+    ),
+    ((True,), "do_sample separate_reasoning stream_reasoning"),
+    (
+        (0,),
+        "dry_multiplier dynatemp_range epsilon_cutoff eta_cutoff min_length min_new_tokens mirostat n_probs "
+        "no_repeat_ngram_size penalty_alpha smoothing_factor top_a xtc_probability",
+    ),
+    ((1,), "guidance_scale num_beams num_return_sequences repeat_penalty tfs tfs_z typical typical_p"),
+    ((-1,), "n_predict num_predict"),
+    ((-1, 0), "top_n_sigma"),
+    (([], ""), "stop_regex"),
+    (({},), "options"),
+    ((["text"],), "modalities"),
+    (("none", "auto"), "function_call"),
+)
+OTHERS: dict[str, tuple[Any, ...]] = {name: nothing for nothing, names in _OF_OTHER_SERVERS for name in names.split()}
 
 #: The same of messages and of other objects within a request.
 _OTHERS_OF_MESSAGES: dict[str, tuple[Any, ...]] = {
