@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import msgspec
@@ -35,7 +34,6 @@ from pdmesh_gateway.protocol.chat_protocol import (
     ToolCall,
     ToolCallDelta,
 )
-from pdmesh_gateway.protocol.prompt_logprobs import PromptLogprobList
 from pdmesh_gateway.protocol.usage import Usage
 from pdmesh_gateway.text_stream import TextStream
 
@@ -59,13 +57,9 @@ class ChatRendering(ItemRendering):
         self._echoed = echoed
         self._request = request
         self._tokenizer = tokenizer
-        self._id = f"chatcmpl-{job.request_id}"
-        self._created = int(time.time())
-        self._model = model
         self._writer = ChunkWriter(
             kind="chat.completion.chunk",
-            response_id=self._id,
-            created=self._created,
+            response_id=f"chatcmpl-{job.request_id}",
             model=model,
             options=request.stream_options,
         )
@@ -77,22 +71,23 @@ class ChatRendering(ItemRendering):
         if self._is_plain and self._begun[delta.index] and (text := _text_of(events)) is not None:
             return self._writer.text(delta.index, text)
         request = self._request
-        job = generation.job
-        usage = self._usage_of(delta.index, generation) if self._writer.continuous_usage else None
+        index = delta.index
+        usage: Usage | None = None
+        if self._writer.continuous_usage:
+            num_reasoning_tokens = self._answers[index].num_reasoning_tokens
+            usage = usage_of(generation, generation.num_tokens_of(index), num_reasoning_tokens, index=index)
         head = b""
-        if not self._begun[delta.index]:
-            self._begun[delta.index] = True
-            prompt = list(job.prompts[0]) if request.return_token_ids else None
-            so_far = usage and usage_of(
-                job.num_prompt_tokens, 0, num_cached_tokens=generation.num_cached_tokens_of(delta.index)
-            )
-            head = self._writer.role(delta.index, prompt_token_ids=prompt, usage=so_far)
+        if not self._begun[index]:
+            self._begun[index] = True
+            prompt = list(generation.job.prompts[0]) if request.return_token_ids else None
+            so_far = usage and usage_of(generation, 0, index=index)
+            head = self._writer.role(index, prompt_token_ids=prompt, usage=so_far)
             if self._echoed:
-                head += self._writer.delta(delta.index, content_body(self._echoed), usage=so_far)
+                head += self._writer.delta(index, content_body(self._echoed), usage=so_far)
         if delta.text and not _has_news(events) and not (usage or request.return_token_ids or request.logprobs):
             return head  # a marker of a family's calls or reasoning, or what may become one
         return head + self._writer.delta(
-            delta.index,
+            index,
             _body(events),
             finish_reason=self._finish_reason(events) if delta.finish_reason is not None else None,
             stop_reason=delta.stop_reason,
@@ -101,24 +96,15 @@ class ChatRendering(ItemRendering):
             usage=usage,
         )
 
-    def _usage_of(self, index: int, generation: TextStream) -> Usage:
-        """One choice's usage so far."""
-        return usage_of(
-            generation.job.num_prompt_tokens,
-            generation.num_tokens_of(index),
-            self._answers[index].num_reasoning_tokens,
-            num_cached_tokens=generation.num_cached_tokens_of(index),
-        )
-
     def tail(self, generation: TextStream) -> bytes:
         return self._writer.tail(self._usage(generation))
 
     def response(self, choices: Sequence[Delta], generation: TextStream) -> ChatResponse:
         with_ids = bool(self._request.return_token_ids)
         return ChatResponse(
-            id=self._id,
-            created=self._created,
-            model=self._model,
+            id=self._writer.response_id,
+            created=self._writer.created,
+            model=self._writer.model,
             choices=[
                 ChatChoice(
                     index=index,
@@ -132,16 +118,11 @@ class ChatRendering(ItemRendering):
             ],
             usage=self._usage(generation),
             prompt_token_ids=list(generation.job.prompts[0]) if with_ids else None,
-            prompt_logprobs=self._prompt_logprobs(generation),
+            prompt_logprobs=prompt_logprobs(self._tokenizer, self._request, generation),
         )
 
     def _usage(self, generation: TextStream) -> Usage:
-        return usage_of(
-            generation.job.num_prompt_tokens,
-            generation.num_output_tokens,
-            self.num_reasoning_tokens,
-            num_cached_tokens=generation.num_cached_tokens,
-        )
+        return usage_of(generation, generation.num_output_tokens, self.num_reasoning_tokens)
 
     def _finish_reason(self, events: Sequence[ItemEvent]) -> str | None:
         end = events[-1] if events else None
@@ -156,13 +137,6 @@ class ChatRendering(ItemRendering):
             return None
         as_ids = bool(self._request.return_tokens_as_token_ids)
         return chat_logprobs(self._tokenizer, of.token_ids, of.logprobs, as_ids=as_ids)
-
-    def _prompt_logprobs(self, generation: TextStream) -> PromptLogprobList | None:
-        if self._request.prompt_logprobs is None:
-            return None
-        as_ids = bool(self._request.return_tokens_as_token_ids)
-        prompt = generation.job.prompts[0]
-        return prompt_logprobs(self._tokenizer, prompt, generation.prompt_logprobs(0), as_ids=as_ids)
 
 
 def _has_news(events: Sequence[ItemEvent]) -> bool:

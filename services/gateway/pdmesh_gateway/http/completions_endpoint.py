@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -25,7 +24,6 @@ from pdmesh_gateway.protocol.completions_protocol import (
     CompletionRequest,
     CompletionResponse,
 )
-from pdmesh_gateway.protocol.prompt_logprobs import PromptLogprobList
 from pdmesh_gateway.protocol.usage import Usage
 from pdmesh_gateway.request_jobs import generation_job
 from pdmesh_gateway.sampling import check_stream_options, num_choices, number
@@ -110,17 +108,13 @@ class _CompletionRendering(Rendering):
     ) -> None:
         self._request = request
         self._tokenizer = tokenizer
-        self._id = f"cmpl-{job.request_id}"
-        self._created = int(time.time())
-        self._model = model
         self._echoed = echoed  # by prompt; empty without echo
         self._prompt_only = request.asked_tokens == 0
         listed = request.logprob_token_ids
         self._num_top = len(listed) + 1 if listed else request.logprobs or 0  # of those listed, and of the drawn one
         self._writer = ChunkWriter(
             kind="text_completion",
-            response_id=self._id,
-            created=self._created,
+            response_id=f"cmpl-{job.request_id}",
             model=model,
             options=request.stream_options,
         )
@@ -144,8 +138,7 @@ class _CompletionRendering(Rendering):
         usage: Usage | None = None
         if self._writer.continuous_usage:
             num_output_tokens = 0 if self._prompt_only else generation.num_tokens_of(index)
-            num_cached_tokens = generation.num_cached_tokens_of(index)
-            usage = usage_of(len(prompt), num_output_tokens, num_cached_tokens=num_cached_tokens)
+            usage = usage_of(generation, num_output_tokens, index=index)
         return self._writer.delta(
             index,
             text_body(delta.text),
@@ -162,19 +155,15 @@ class _CompletionRendering(Rendering):
 
     def response(self, choices: Sequence[Delta], generation: TextStream) -> msgspec.Struct:
         return CompletionResponse(
-            id=self._id,
-            created=self._created,
-            model=self._model,
+            id=self._writer.response_id,
+            created=self._writer.created,
+            model=self._writer.model,
             choices=[self._choice(choice, generation) for choice in choices],
             usage=self._usage(generation),
         )
 
     def _usage(self, generation: TextStream) -> Usage:
-        return usage_of(
-            generation.job.num_prompt_tokens,
-            0 if self._prompt_only else generation.num_output_tokens,
-            num_cached_tokens=generation.num_cached_tokens,
-        )
+        return usage_of(generation, 0 if self._prompt_only else generation.num_output_tokens)
 
     def _choice(self, choice: Delta, generation: TextStream) -> CompletionChoice:
         index = choice.index
@@ -188,18 +177,8 @@ class _CompletionRendering(Rendering):
             finish_reason=own.finish_reason,
             stop_reason=own.stop_reason,
             token_ids=own.token_ids if with_ids else None,
-            prompt_logprobs=self._prompt_logprobs(index, generation),
+            prompt_logprobs=prompt_logprobs(self._tokenizer, self._request, generation, index),
             prompt_token_ids=list(generation.job.prompts[index // generation.job.n]) if with_ids else None,
-        )
-
-    def _prompt_logprobs(self, index: int, generation: TextStream) -> PromptLogprobList | None:
-        if self._request.prompt_logprobs is None:
-            return None
-        return prompt_logprobs(
-            self._tokenizer,
-            generation.job.prompts[index // generation.job.n],
-            generation.prompt_logprobs(index),
-            as_ids=bool(self._request.return_tokens_as_token_ids),
         )
 
     def _own(self, delta: Delta, job: GenerationJob) -> Delta:

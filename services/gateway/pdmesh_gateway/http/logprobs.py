@@ -9,6 +9,8 @@ from pdmesh_gateway.model_tokenizer import ModelTokenizer
 from pdmesh_gateway.protocol.chat_protocol import ChatLogprobs, ChatTokenLogprob, ChatTopLogprob
 from pdmesh_gateway.protocol.completions_protocol import CompletionLogprobs
 from pdmesh_gateway.protocol.prompt_logprobs import PromptLogprob, PromptLogprobList
+from pdmesh_gateway.protocol.sampling_fields import SamplingFields
+from pdmesh_gateway.text_stream import TextStream
 
 #: JSON has no -inf; vLLM's stand-in.
 MIN_LOGPROB = -9999.0
@@ -77,12 +79,17 @@ def completion_logprobs(
 
 
 def prompt_logprobs(
-    tokenizer: ModelTokenizer, prompt: Sequence[int], logprobs: Sequence[TokenLogprobs | None], *, as_ids: bool
-) -> PromptLogprobList:
-    """Return a prompt's tokens as vLLM's ``prompt_logprobs`` has them: the likeliest, and the one at hand."""
-    name = token_id_name if as_ids else tokenizer.token_text
+    tokenizer: ModelTokenizer, request: SamplingFields, generation: TextStream, index: int = 0
+) -> PromptLogprobList | None:
+    """Return a choice's prompt as vLLM's ``prompt_logprobs`` has it, if asked for: the likeliest tokens, and the one at
+    hand.
+    """
+    if request.prompt_logprobs is None:
+        return None
+    name = token_id_name if request.return_tokens_as_token_ids else tokenizer.token_text
+    prompt = generation.job.prompts[index // generation.job.n]
     result: PromptLogprobList = []
-    for token_id, at in zip(prompt, logprobs, strict=True):
+    for token_id, at in zip(prompt, generation.prompt_logprobs(index), strict=True):
         if at is None:
             result.append(None)
             continue

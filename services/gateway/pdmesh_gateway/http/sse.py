@@ -5,6 +5,7 @@ A chunk is written per step and choice, so nothing is built for it but its text.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from pdmesh_gateway.protocol.chat_protocol import ChatDelta
 from pdmesh_gateway.protocol.sampling_fields import StreamOptions
 from pdmesh_gateway.protocol.usage import CompletionTokensDetails, PromptTokensDetails, Usage
+from pdmesh_gateway.text_stream import TextStream
 
 DONE = b"data: [DONE]\n\n"
 
@@ -35,10 +37,13 @@ class ChunkWriter:
     ``body`` of a choice is bytes of JSON: `text_body`, `content_body` or `delta_body`.
     """
 
-    def __init__(self, *, kind: str, response_id: str, created: int, model: str, options: StreamOptions | None) -> None:
+    def __init__(self, *, kind: str, response_id: str, model: str, options: StreamOptions | None) -> None:
+        self.response_id = response_id
+        self.created = int(time.time())
+        self.model = model
         self._with_usage = options is not None and bool(options.include_usage)
         self.continuous_usage = self._with_usage and options is not None and bool(options.continuous_usage_stats)
-        head = _encode({"id": response_id, "object": kind, "created": created, "model": model})
+        head = _encode({"id": response_id, "object": kind, "created": self.created, "model": model})
         self._head = b"data: " + head[:-1] + b',"choices":['
         # With include_usage every chunk has the field, null but in the last.
         self._plain_end = b',"usage":null' + _END if self._with_usage and not self.continuous_usage else _END
@@ -115,13 +120,18 @@ def delta_body(delta: ChatDelta) -> bytes:
 
 
 def usage_of(
-    num_prompt_tokens: int, num_output_tokens: int, num_reasoning_tokens: int = 0, *, num_cached_tokens: int
+    generation: TextStream, num_output_tokens: int, num_reasoning_tokens: int = 0, *, index: int | None = None
 ) -> Usage:
-    """Return usage in tokens as OpenAI counts them; those cached are prompt tokens, too."""
+    """Return usage in tokens as OpenAI counts them, of one choice if ``index`` says so; those cached are prompt tokens,
+    too.
+    """
+    job = generation.job
+    num_prompt_tokens = job.num_prompt_tokens if index is None else len(job.prompts[index // job.n])
+    cached = generation.num_cached_tokens if index is None else generation.num_cached_tokens_of(index)
     return Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_output_tokens,
         total_tokens=num_prompt_tokens + num_output_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached_tokens),
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens=num_reasoning_tokens),
     )
