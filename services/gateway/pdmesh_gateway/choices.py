@@ -26,7 +26,7 @@ class Delta:
     embedding: bytes = b""  # where one was asked for, and no text: see `pdmesh.wire.messages.TokenOut`
 
     def extend(self, later: Delta) -> None:
-        """Add what came later, but not its text: the caller joins the pieces."""
+        """Add a later delta, but not its text: the caller joins the pieces."""
         self.token_ids += later.token_ids
         self.text_offsets += later.text_offsets
         self.logprobs += later.logprobs

@@ -22,9 +22,9 @@ INLINE_PARTS = 256
 async def built(
     convert: Callable[[], Conversation], *, num_parts: int, most: int, param: str, num_messages: int | None = None
 ) -> Conversation:
-    """Return what ``convert`` makes of so many pieces, off the loop if they are many.
+    """Return the conversation that ``convert`` makes of ``num_parts`` parts, on a thread if these are many.
 
-    Raises RequestRejected naming ``param`` for more than ``most`` messages, or pieces where messages are not counted,
+    Raises RequestRejected naming ``param`` for more than ``most`` messages, or parts where messages are not counted,
     and for values that are nested too deep.
     """
     number, what = (num_parts, "parts") if num_messages is None else (num_messages, "messages")
@@ -45,7 +45,7 @@ async def built(
 
 
 def reasoning_variables(given: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
-    """Return a template's variables, with those that an ``effort`` of reasoning sets unless they are given."""
+    """Return a template's variables. An ``effort`` of reasoning sets some that are not given."""
     variables = dict(given or {})
     if effort is not None:
         variables.setdefault("reasoning_effort", effort)

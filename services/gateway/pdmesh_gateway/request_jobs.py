@@ -1,4 +1,4 @@
-"""From a request's checked fields to its job, over HTTP and over gRPC."""
+"""Makes a job of a request's checked fields, for HTTP and for gRPC."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdmesh_gateway.serving import Serving, check_traceparent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Where a request comes from, and what its transport says of it."""
+    """The client of a request, and the fields that its transport carries beside the body."""
 
     client: Client
     dialect: Dialect
@@ -48,7 +48,7 @@ async def generation_job(
     """Return the job of prompts that are answered as ``fields`` say. Raises RequestRejected.
 
     ``what`` names the prompt in errors. Without ``max_tokens`` an answer has up to ``default_tokens``, and without both
-    it goes on to the end of the context.
+    it may fill the context.
     """
     params = sampling_params(
         fields,

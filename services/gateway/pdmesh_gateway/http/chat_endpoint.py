@@ -31,7 +31,7 @@ UNLIMITED = -1
 
 
 class ChatEndpoint(GenerationEndpoint[ChatRequest]):
-    """``POST /v1/chat/completions``: a conversation rendered by the model's template, and what follows."""
+    """``POST /v1/chat/completions``: answers a conversation, rendered by the model's template."""
 
     dialect = CHAT
 

@@ -13,7 +13,7 @@ from pdmesh_gateway.http.encodings import ACCEPTED
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
-    """What went wrong, in a sentence; ``param`` names the field, ``code`` the case for programs."""
+    """An error: ``message`` is a sentence, ``param`` names the field, ``code`` the case for programs."""
 
     message: str
     type: str

@@ -23,7 +23,7 @@ _TYPES = {
 
 
 class MessagesError(msgspec.Struct, kw_only=True):
-    """What went wrong; ``type`` is Anthropic's word for it."""
+    """An error; ``type`` is Anthropic's word for it."""
 
     type: str
     message: str

@@ -41,9 +41,10 @@ class ResponseStore:
     def __init__(self, max_bytes: int, clock: Callable[[], float]) -> None:
         self._max_bytes = max_bytes
         self._clock = clock
-        self._responses: dict[tuple[str, str], tuple[float, KeptResponse]] = {}  # by tenant and id, oldest first
+        #: The key is tenant and id; the oldest comes first.
+        self._responses: dict[tuple[str, str], tuple[float, KeptResponse]] = {}
         self._items: dict[tuple[str, str], str] = {}  # id of the latest response by tenant and output item
-        self._num_bytes: Counter[str] = Counter()  # by tenant
+        self._num_bytes: Counter[str] = Counter()  # the key is the tenant
 
     @property
     def keeps(self) -> bool:
