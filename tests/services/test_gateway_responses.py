@@ -188,7 +188,7 @@ async def test_another_gateways_response_is_told_apart_from_one_that_is_gone(mod
 
 async def test_bad_requests_are_refused_by_field(model: Path) -> None:
     deep: Any = "a"
-    for _ in range(200):
+    for _ in range(201):
         deep = {"a": deep}
     cut_deep = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a":' * 200 + "1" + "}" * 200}
     cases: list[tuple[dict[str, Any], str | None, str]] = [
