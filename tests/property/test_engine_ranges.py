@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.levels import CpuLevel
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
+from pdmesh.kv.elsewhere import PartQuestion
 from pdmesh.model import SamplingParams
 from pdmesh_testing.architectures import NUM_OUTPUT_TOKENS, PARAMS, assert_equal, prompt_of
 from pdmesh_testing.checkpoints import write_checkpoint
@@ -159,29 +159,6 @@ def assert_same_bits(engines: list[TorchEngine], lengths: list[int], schedule: r
                 spread(each, engines[: schedule.randint(2, 3)], first_block=24 * index)
     drawn = [[result.drawn for result in each.results if result.drawn] for each in requests]
     assert drawn == [[result.drawn for result in results if result.drawn] for results in expected]
-
-
-def test_a_part_that_gives_no_answer_ends_the_step_and_nothing_else(engines: list[TorchEngine]) -> None:
-    home = engines[0]
-    request, other = (
-        SteppedRequest(new_sequence(prompt_of(length), table, PARAMS), 6)
-        for length, table in zip((200, 20), separate_tables(home, [210, 40]), strict=True)
-    )
-    step(home, [(request, 1000), (other, 1000)])
-    spread(request, engines)
-    held = request.sequence.elsewhere
-    assert isinstance(held, HeldByEngines)
-
-    class Silent(HeldByEngines):
-        def answers(self) -> list[bytes]:
-            raise KvElsewhereLost(self, "silent")
-
-    request.sequence.elsewhere = Silent(held.members)
-    with pytest.raises(KvElsewhereLost) as lost:
-        step(home, [(request, 1), (other, 1)])
-    assert lost.value.elsewhere is request.sequence.elsewhere
-    step(home, [(other, 1)])
-    assert other.results[1].drawn == generate(engines[1], prompt_of(20), 2, params=PARAMS).results[1].drawn
 
 
 def test_only_members_whose_range_is_seen_are_asked(tmp_path: Path) -> None:

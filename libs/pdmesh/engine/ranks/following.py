@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import assert_never
 
 import structlog
 import torch
 
 from pdmesh.engine.forward import Forward, StepOutput, step_spans
 from pdmesh.engine.ranks.group import RankGroup
-from pdmesh.engine.ranks.rank_commands import (
-    Abandon,
-    Answers,
-    Command,
-    Embed,
-    EndStep,
-    Go,
-    OpenCache,
-    Replicas,
-    Score,
-    StageStep,
-    Step,
-)
+from pdmesh.engine.ranks.rank_commands import Abandon, Command, EndStep, Go, Replicas, Score, Step
 from pdmesh.engine.ranks.rank_elsewhere import AskedRows, asked_by_ranks
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.kv.elsewhere import KvElsewhereLost
@@ -31,20 +19,17 @@ from pdmesh.kv.elsewhere import KvElsewhereLost
 log = structlog.get_logger()
 
 
-class _Abandoned(Exception):
+class Abandoned(Exception):
     """The leader computes no more of the step."""
 
 
-class Follower:
-    """Computes steps with the rank's own forward. ``receive`` waits for the next command; None: the leader is gone."""
+class RankFollower(ABC):
+    """A rank that obeys the leader. ``receive`` waits for the leader's next command; None: the leader is gone."""
 
-    def __init__(
-        self, forward: Forward, group: RankGroup, receive: Callable[[], Command | None], asked: AskedRows
-    ) -> None:
-        self._forward = forward
+    def __init__(self, group: RankGroup, receive: Callable[[], Command | None], asked: AskedRows) -> None:
         self._group = group
-        self._asked = asked
         self._receive_next = receive
+        self._asked = asked
         self._replicas = Replicas()
 
     @torch.inference_mode()
@@ -52,13 +37,13 @@ class Follower:
         """Follow until the leader, or another rank, is gone."""
         try:
             while True:
-                match self._receive():
-                    case Step() as step:
-                        self._step(step)
-                    case other:
-                        raise _unexpected(other)
+                self._follow()
         except InstanceUnavailable as error:
             log.info("the rank ends", reason=str(error))
+
+    @abstractmethod
+    def _follow(self) -> None:
+        """Compute the next step."""
 
     def _receive(self) -> Command:
         command = self._receive_next()
@@ -66,11 +51,28 @@ class Follower:
             raise InstanceUnavailable("the leader is gone")
         return command
 
+
+class Follower(RankFollower):
+    """Computes the rank's part of the steps that the leader computes, too, with the rank's own forward."""
+
+    def __init__(
+        self, forward: Forward, group: RankGroup, receive: Callable[[], Command | None], asked: AskedRows
+    ) -> None:
+        super().__init__(group, receive, asked)
+        self._forward = forward
+
+    def _follow(self) -> None:
+        match self._receive():
+            case Step() as step:
+                self._step(step)
+            case other:
+                raise unexpected(other)
+
     def _step(self, step: Step) -> None:
         batch = self._replicas.batch(step)
         spans = asked_by_ranks(step_spans(batch), self._group, self._asked)
         with (
-            suppress(_Abandoned, KvElsewhereLost),
+            suppress(Abandoned, KvElsewhereLost),
             self._forward.step(batch, spans, self._layer_done if step.hooked else None) as output,
         ):
             self._score(output)
@@ -83,25 +85,23 @@ class Follower:
                 case EndStep():
                     return
                 case other:
-                    raise _unexpected(other)
+                    raise unexpected(other)
 
     def _layer_done(self, layer: int) -> None:
         del layer
         self._group.meet()
         while True:
-            command = self._receive()
-            match command:
+            match self._receive():
                 case Go():
                     return
-                case Step():
-                    self._step(command)
+                case Step() as step:
+                    self._step(step)
                 case Abandon():
-                    raise _Abandoned
-                case Score() | Embed() | EndStep() | OpenCache() | StageStep() | Answers():
-                    raise _unexpected(command)
-                case _:
-                    assert_never(command)
+                    raise Abandoned
+                case other:
+                    raise unexpected(other)
 
 
-def _unexpected(command: Command) -> ProtocolError:
+def unexpected(command: Command) -> ProtocolError:
+    """Return the error for a command at the wrong time."""
     return ProtocolError(f"the leader sends {type(command).__name__}, which does not follow what came before")

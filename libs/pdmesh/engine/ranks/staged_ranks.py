@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-import structlog
-import torch
 from torch import Tensor
 
 from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.base import LayerHook, SequenceSlice
 from pdmesh.engine.forward import DirectForward, HiddenOutput, StepOutput, step_spans
 from pdmesh.engine.ranks.channel import StageChannel
+from pdmesh.engine.ranks.following import Abandoned, RankFollower, unexpected
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.engine.ranks.rank_commands import (
     Abandon,
@@ -33,7 +32,6 @@ from pdmesh.engine.ranks.rank_commands import (
     Left,
     Matrix,
     Question,
-    Replicas,
     Report,
     Score,
     StageStep,
@@ -41,18 +39,12 @@ from pdmesh.engine.ranks.rank_commands import (
 )
 from pdmesh.engine.ranks.rank_elsewhere import AskedRows, ElsewhereOfStage
 from pdmesh.engine.transformer_model import Carried, Transformer
-from pdmesh.errors import InstanceUnavailable, ProtocolError
+from pdmesh.errors import InstanceUnavailable
 from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
 
-log = structlog.get_logger()
 
-
-class _Abandoned(Exception):
-    """The leader computes no more of the step."""
-
-
-class StageFollower:
-    """Computes its part of a stage. ``receive`` waits for the next command; None: the leader is gone.
+class StageFollower(RankFollower):
+    """Computes its part of a stage.
 
     ``inlet`` is where the layers before a stage come from, None for the first; ``outlet`` where its own go: to the next
     stage, or from the last one's first rank to the leader, None for its others. The first rank of a stage reports.
@@ -71,39 +63,24 @@ class StageFollower:
         hidden_size: int,
     ) -> None:
         assert isinstance(forward.decoder, Transformer), "what transformers' modules compute has one stage"
-        self._asked = asked
+        super().__init__(group, receive, asked)
         self._forward = forward
         self._transformer = forward.decoder
-        self._group = group
         self._share = group.share
-        self._receive_next = receive
         self._report = report
         self._inlet = inlet
         self._outlet = outlet
         self._hidden_size = hidden_size
-        self._replicas = Replicas()
         self._next: deque[StageStep] = deque()
         self._waited_s = 0.0  # of the step, for the leader
 
-    @torch.inference_mode()
-    def run(self) -> None:
-        """Follow until the leader, or another rank, is gone."""
-        try:
-            while True:
-                self._compute(self._next.popleft() if self._next else self._next_step())
-        except InstanceUnavailable as error:
-            log.info("the rank ends", reason=str(error))
+    def _follow(self) -> None:
+        self._compute(self._next.popleft() if self._next else self._next_step())
 
     def _next_step(self) -> StageStep:
         command = self._receive()
         if not isinstance(command, StageStep):
-            raise _unexpected(command)
-        return command
-
-    def _receive(self) -> Command:
-        command = self._receive_next()
-        if command is None:
-            raise InstanceUnavailable("the leader is gone")
+            raise unexpected(command)
         return command
 
     def _word(self) -> Command:
@@ -132,7 +109,7 @@ class StageFollower:
             self._tell(Begun(command.number))
         began_s, self._waited_s = time.perf_counter(), 0.0
         carried: Carried | None = None
-        with suppress(_Abandoned, KvElsewhereLost):
+        with suppress(Abandoned, KvElsewhereLost):
             carried = self._through(command.number, batch, before, self._hook(command))
         busy_s = time.perf_counter() - began_s - self._waited_s
         if not self._share.is_last or carried is None:
@@ -170,7 +147,7 @@ class StageFollower:
                 case Abandon():
                     return None
                 case other:
-                    raise _unexpected(other)
+                    raise unexpected(other)
 
         elsewhere = ElsewhereOfStage(span.elsewhere, self._group, self._asked, ask=ask, answer=answer)
         return replace(span, elsewhere=elsewhere)
@@ -206,9 +183,9 @@ class StageFollower:
             word = self._word()
             self._waited_s += time.perf_counter() - began_s
             if isinstance(word, Abandon):
-                raise _Abandoned
+                raise Abandoned
             if not isinstance(word, Go):
-                raise _unexpected(word)
+                raise unexpected(word)
 
         return layer_done
 
@@ -228,13 +205,9 @@ class StageFollower:
                 case EndStep():
                     return
                 case other:
-                    raise _unexpected(other)
+                    raise unexpected(other)
 
     def _give(self, number: int, matrix: Tensor) -> None:
         if self._outlet is not None:
             self._tell(Matrix(number, *matrix.shape))
             self._outlet.send(matrix)
-
-
-def _unexpected(command: Command) -> ProtocolError:
-    return ProtocolError(f"the leader sends {type(command).__name__}, which does not follow what came before")
