@@ -550,20 +550,6 @@ def test_a_prompt_is_computed_whatever_a_helper_has_yet_to_say_of_its_own_chunk(
     assert not of(Restart, commands)
 
 
-def test_decodes_do_not_wait_for_the_chunks_of_others() -> None:
-    """The group rests while its leader has something to decode."""
-    bench = bench_of(role=Role.MIXED)
-    bench.arrive("long", 1024)
-    join(bench)
-    bench.feed(RequestArrived(a_request("short", 4, 100)))
-    leader = bench.core._mesh.instances[LEADER]
-    for step in of(RunStep, bench.commands):
-        if leader.allocated.num_decoding:
-            break
-        bench.done(step.instance_id, step.plan)
-    assert True
-
-
 # --- all at once ---
 
 #: Later tokens cost more: two slices of equal time are not of equal length.
