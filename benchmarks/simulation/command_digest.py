@@ -34,11 +34,12 @@ import msgspec
 from pdmesh.core.commands import (
     AdmitPrefill,
     Command,
-    FetchKept,
+    ExpectCopy,
     ForgetRequest,
     Hold,
     Reject,
     Restart,
+    SendCopy,
     SetPlaces,
     SetRole,
     Stop,
@@ -47,6 +48,7 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
+    CacheReported,
     DrainRequested,
     Event,
     GatewayJoined,
@@ -54,6 +56,7 @@ from pdmesh.core.events import (
     InstanceJoined,
     InstanceLost,
     InstanceUnreachable,
+    KvExpected,
     LoadReported,
     RequestArrived,
     RequestCancelled,
@@ -61,10 +64,12 @@ from pdmesh.core.events import (
     StepDone,
     Tick,
     TransferFailed,
+    TransferSent,
 )
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import (
+    NO_TRANSFER,
     Epoch,
     GatewayId,
     InstanceId,
@@ -73,6 +78,7 @@ from pdmesh.model import (
     RequestId,
     RequestKey,
     Role,
+    Then,
 )
 from pdmesh.plans import PrefillGroup
 from pdmesh.policy.bundles import BUNDLE_NAMES, make_bundle
@@ -131,6 +137,7 @@ ADDED: Sequence[str] = (
     "ForgetRequest.gateway_id",
     "ForgetRequest.drawn_by",
     "DecodeReserved.transfer_id",
+    "HelperJoined.transfer_id",
     "TransferOffered.transfer_id",
     "TransferPaused.transfer_id",
     "TransferLanded.transfer_id",
@@ -230,13 +237,41 @@ TRANSLATED: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
+#: What commands for an end of a copy were, by whether it was of cached granules.
+_COPIES: Mapping[tuple[type, bool], str] = {
+    (ExpectCopy, False): "PlaceDecode",
+    (ExpectCopy, True): "FetchKept",
+    (SendCopy, False): "GrantTransfer",
+    (SendCopy, True): "SendKept",
+}
+
+
 def _split(said: Event | Command) -> tuple[str, dict[str, Any]]:
-    """StopCopy, Hold and SetPlaces were three commands each, and what is evicted three fields of its command"""
+    """Six commands and four events were two or three each, and what is evicted was three fields of its command"""
     name, fields = type(said).__name__, msgspec.to_builtins(said)
-    if isinstance(said, FetchKept):
+    if isinstance(said, ExpectCopy | SendCopy):
+        is_fetch = said.transfer.then is Then.KEEP
+        name = _COPIES[type(said), is_fetch]
+        if is_fetch:
+            fields["transfer"]["purpose"] = "fetch"
+            del fields["transfer"]["then"]
+    if name == "FetchKept":
         fields |= dict.fromkeys(("drop", "offload", "evict"), ())
     fields |= fields.pop("room", {})
     match said:
+        case KvExpected():
+            name = "HelperJoined" if said.transfer_id == NO_TRANSFER else "DecodeReserved"
+        case TransferSent():
+            if fields.pop("was_decoding"):
+                name, fields["frozen_s"] = "MoveSent", fields.pop("exposed_s")
+        case TransferFailed():
+            if fields.pop("committed") is not None:
+                name, fields["committed"] = "MoveFailed", said.committed
+        case CacheReported():
+            lost = fields.pop("lost")
+            if said.kept is None:
+                name = "OffloadedLost"
+                fields = {"instance_id": said.instance_id, "granules": lost}
         case StopCopy():
             name = STOPPED[fields.pop("how")]
             if said.how is Stop.PAUSE:

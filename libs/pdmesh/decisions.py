@@ -18,7 +18,6 @@ from pdmesh.core.events import (
     InstanceLost,
     KvReleased,
     LoadReported,
-    OffloadedLost,
     RequestArrived,
     Tick,
 )
@@ -104,7 +103,7 @@ class RecentDecisions:
         elif isinstance(event, InstanceJoined):
             residents = tuple(replace(resident, granules=()) for resident in event.residents)
             event = replace(event, residents=residents, kept=(), offloaded=())
-        elif isinstance(event, KvReleased | OffloadedLost) and event.granules:
+        elif isinstance(event, KvReleased) and event.granules:
             event = replace(event, granules=())
         self._kept.append(Decision(now_s, event, commands))
         while self._kept and (len(self._kept) > self._max_decisions or self._kept[0].now_s < now_s - RECENT_S):

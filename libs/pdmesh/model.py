@@ -369,14 +369,12 @@ TransferId = NewType("TransferId", int)
 NO_TRANSFER = TransferId(0)
 
 
-class TransferPurpose(StrEnum):
-    """What a KV transfer is for."""
+class Then(StrEnum):
+    """What a destination does with KV that was copied to it."""
 
-    HAND_OVER = "hand_over"  # of a prompt, from where it is computed to where it decodes
-    MOVE = "move"  # of a request that decodes, and goes on elsewhere
-    FETCH = "fetch"  # of granules that are kept, to be kept elsewhere, too
-    PART = "part"  # of a range of a context that is spread, to who holds it next; it decodes where it did
-    LOST_PART = "lost_part"  # of the tokens of such a range, which was lost, to who computes it again and holds it
+    DECODE = "decode"  # the sequence continues there
+    HOLD = "hold"  # a range answers attention queries of the instance that decodes
+    KEEP = "keep"  # cached blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

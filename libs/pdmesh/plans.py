@@ -16,8 +16,8 @@ from pdmesh.model import (
     NumTokens,
     PrefixHashes,
     RequestId,
+    Then,
     TransferId,
-    TransferPurpose,
 )
 
 
@@ -76,32 +76,34 @@ class TransferPlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A transfer's ends. Each source sends what it holds to every destination that is to hold it, and does not yet."""
 
     transfer_id: TransferId
-    purpose: TransferPurpose
     sources: tuple[KvShard, ...]
     destinations: tuple[KvShard, ...]  # the first is where the request decodes
     capability: int  # 64 random bits; a piece without them is dropped
     #: So many granules of the request's chain are kept at the destinations, which share them: what follows is sent.
     num_reused_granules: int = 0
+    then: Then = Then.DECODE  # what the first destination does; others hold ranges of a context that decodes there
+    decoding: bool = False  # a move: the request decodes at its source until the source commits
+    computes: bool = False  # a lost range: the destination computes the KV, and only the tokens come
+
+    @property
+    def is_hand_over(self) -> bool:
+        """Whether it brings the KV of a prompt to where the request will decode."""
+        return self.then is Then.DECODE and not self.decoding
+
+    @property
+    def is_move(self) -> bool:
+        """Whether it takes a request that decodes to another instance."""
+        return self.then is Then.DECODE and self.decoding
 
     @property
     def is_of_part(self) -> bool:
         """Whether it is of a range of a context that decodes: its KV, or its tokens if that was lost."""
-        return self.purpose in (TransferPurpose.PART, TransferPurpose.LOST_PART)
-
-    @property
-    def is_move(self) -> bool:
-        """Whether it moves a request that decodes."""
-        return self.purpose is TransferPurpose.MOVE
-
-    @property
-    def is_hand_over(self) -> bool:
-        """Whether it brings the KV of a prompt to where the request decodes."""
-        return self.purpose is TransferPurpose.HAND_OVER
+        return self.then is Then.HOLD
 
     @property
     def is_of_lost_range(self) -> bool:
         """Whether it brings the tokens of a range that was lost."""
-        return self.purpose is TransferPurpose.LOST_PART
+        return self.computes
 
     @property
     def source_ids(self) -> tuple[InstanceId, ...]:

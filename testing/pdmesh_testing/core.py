@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from pdmesh.core.commands import Command, Hold, PlaceDecode, RunStep, SetPlaces, Stop, StopCopy
+from pdmesh.core.commands import Command, ExpectCopy, Hold, RunStep, SetPlaces, Stop, StopCopy
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
-    DecodeReserved,
     Event,
     GatewayJoined,
     InstanceJoined,
+    KvExpected,
     KvReleased,
     RequestArrived,
     RequestFinished,
@@ -42,6 +42,7 @@ from pdmesh.model import (
     Request,
     RequestId,
     Role,
+    Then,
     TransferId,
 )
 from pdmesh.plans import ChunkDone, PrefillGroup, StepPlan
@@ -189,9 +190,11 @@ class CoreBench:
         self.now_s = self.now_s if at_s is None else at_s
         commands = self.core.handle(event, self.now_s)
         self.core.check_integrity()
-        for placed in of(PlaceDecode, commands):
+        for placed in of(ExpectCopy, commands):
+            if placed.transfer.then is Then.KEEP:
+                continue
             transfer_id = self.transfers[placed.request_id] = placed.transfer.transfer_id
-            reserved = DecodeReserved(placed.instance_id, placed.request_id, placed.epoch, transfer_id)
+            reserved = KvExpected(placed.instance_id, placed.request_id, placed.epoch, transfer_id)
             commands += self.core.handle(reserved, self.now_s)
             self.core.check_integrity()
         self.commands += commands
@@ -204,7 +207,7 @@ class CoreBench:
     def decoding(self, request_id: str) -> str:
         """A request arrives, is prefilled on one instance, and decodes on the one that is returned."""
         commands = self.arrive(request_id)
-        (place,), (step,) = of(PlaceDecode, commands), of(RunStep, commands)
+        (place,), (step,) = of(ExpectCopy, commands), of(RunStep, commands)
         self.done(step.instance_id, step.plan)
         self.landed(place.instance_id, request_id)
         self.sent(step.instance_id, request_id)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from pdmesh.core.commands import GrantTransfer, InstanceCommand
+from pdmesh.core.commands import InstanceCommand, SendCopy
 from pdmesh.core.events import Event, GroupPrefix, InstanceJoined
 from pdmesh.instance.counted import CountedMachine
 from pdmesh.instance.effects import (
@@ -120,7 +120,7 @@ class ModelledInstance:
     def take_command(self) -> None:
         """Receive the next command."""
         command = self.commands.popleft()
-        if isinstance(command, GrantTransfer) and (held := self.sequences.get((command.request_id, command.epoch))):
+        if isinstance(command, SendCopy) and (held := self.sequences.get((command.request_id, command.epoch))):
             onward = held.onward
             assert onward is not None or command.transfer.is_of_part or held.move is None, f"{command} of a second move"
             assert onward is None or onward.state is CopyState.OFFERED, f"{command} without an offer"

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from pdmesh.core.commands import Command, ToInstance
-from pdmesh.instance.copy_state import Then
 from pdmesh.instance.effects import CopyCaughtUp, CopyCommitted, CopyFailed, CopyLanded, CopySent
 from pdmesh.instance.sequence_phases import SeqPhase
-from pdmesh.model import InstanceProfile, RequestKey
+from pdmesh.model import InstanceProfile, RequestKey, Then
 from pdmesh.plans import TransferPlan
 from pdmesh_testing.modelled import ModelledInstance
 from pdmesh_testing.modelled_groups import ModelledPieces

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdmesh.core.commands import AdmitPrefill, FetchKept, RunStep, SendKept
+from pdmesh.core.commands import AdmitPrefill, ExpectCopy, RunStep, SendCopy
 from pdmesh.core.events import KvReleased, RequestArrived
 from pdmesh.model import (
     GRANULE_TOKENS,
@@ -18,8 +18,8 @@ from pdmesh.model import (
     Request,
     RequestId,
     SamplingParams,
+    Then,
     TransferId,
-    TransferPurpose,
     blocks_of_granule,
 )
 from pdmesh.plans import Evictions, TransferPlan
@@ -107,7 +107,7 @@ def plan_of_fetch(
     num_blocks = num_granules * blocks_of_granule(source.block_size)
     return TransferPlan(
         transfer_id=TransferId(7),
-        purpose=TransferPurpose.FETCH,
+        then=Then.KEEP,
         sources=(source.shard(num_blocks),),
         destinations=(destination.shard(num_blocks),),
         capability=CAPABILITY,
@@ -125,7 +125,7 @@ def tell_of_fetch(
 ) -> None:
     """What a scheduler says of a fetch, to both sides."""
     plan = plan_of_fetch(source, destination, len(chain), num_there)
-    fetch = FetchKept(
+    fetch = ExpectCopy(
         instance_id=destination.instance.instance_id,
         request_id=FETCH,
         epoch=Epoch(0),
@@ -136,7 +136,7 @@ def tell_of_fetch(
     )
     introduce(source, destination)
     destination.instance.handle(fetch)
-    send = SendKept(
+    send = SendCopy(
         instance_id=source.instance.instance_id, request_id=FETCH, epoch=Epoch(0), transfer=plan, chain=chain
     )
     source.instance.handle(send)

@@ -15,15 +15,15 @@ import msgspec
 from pdmesh.config import TransferConfig
 from pdmesh.core.commands import (
     AdmitPrefill,
+    ExpectCopy,
     FreeKv,
-    GrantTransfer,
     Hold,
-    PlaceDecode,
     RunStep,
+    SendCopy,
     Stop,
     StopCopy,
 )
-from pdmesh.core.events import InstanceEvent, OffloadedLost, TransferOffered
+from pdmesh.core.events import CacheReported, InstanceEvent, TransferOffered
 from pdmesh.engine.base import Engine
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.gate import Wakeup
@@ -44,7 +44,6 @@ from pdmesh.model import (
     Role,
     SamplingParams,
     TransferId,
-    TransferPurpose,
     blocks_of_granule,
     num_blocks_for,
 )
@@ -188,7 +187,7 @@ class RunningInstance:
         has_tail = bool(generation.prefix_root) and not with_tokens
         num_blocks = num_blocks_for(num_tokens + generation.max_tokens_left - 1, self.block_size)
         sent = source.shard(num_blocks_for(num_tokens, self.block_size))
-        command = PlaceDecode(
+        command = ExpectCopy(
             instance_id=self.instance.instance_id,
             request_id=generation.request_id,
             epoch=generation.epoch,
@@ -224,7 +223,7 @@ class RunningInstance:
         self, generation: Generation, destination: RunningInstance, *, number: int = 1, num_reused: int = 0
     ) -> None:
         num_blocks = num_blocks_for(generation.num_tokens, self.block_size)
-        command = GrantTransfer(
+        command = SendCopy(
             instance_id=self.instance.instance_id,
             request_id=generation.request_id,
             epoch=generation.epoch,
@@ -249,7 +248,7 @@ class RunningInstance:
         what = RequestId(request_id), Epoch(epoch)
         introduce(self, target)
         target.instance.handle(
-            PlaceDecode(
+            ExpectCopy(
                 instance_id=target.instance.instance_id,
                 request_id=what[0],
                 epoch=what[1],
@@ -257,13 +256,13 @@ class RunningInstance:
                 chain=chain,
             )
         )
-        grant = GrantTransfer(instance_id=self.instance.instance_id, request_id=what[0], epoch=what[1], transfer=plan)
+        grant = SendCopy(instance_id=self.instance.instance_id, request_id=what[0], epoch=what[1], transfer=plan)
         self.instance.handle(grant)
 
     def plan_of_move(self, target: RunningInstance, num_blocks: int, number: int = 2) -> TransferPlan:
         return TransferPlan(
             transfer_id=TransferId(number),
-            purpose=TransferPurpose.MOVE,
+            decoding=True,
             sources=(self.shard(num_blocks),),
             destinations=(target.shard(num_blocks),),
             capability=CAPABILITY + number,
@@ -347,7 +346,7 @@ async def running_instance(
         running.notify()
 
     def on_lost(granules: PrefixHashes) -> None:
-        running.report(OffloadedLost(running.instance.instance_id, granules))
+        running.report(CacheReported(running.instance.instance_id, lost=granules))
 
     async with (
         EngineThread() as thread,
@@ -419,7 +418,6 @@ def a_transfer(source: KvShard, destination: KvShard, number: int = 1, num_reuse
     """The ``number`` th of its request, with a capability of its own."""
     return TransferPlan(
         transfer_id=TransferId(number),
-        purpose=TransferPurpose.HAND_OVER,
         sources=(source,),
         destinations=(destination,),
         capability=CAPABILITY + number - 1,

@@ -81,7 +81,7 @@ def test_what_has_no_room_comes_back_from_the_tier(copy_s: float) -> None:
     assert result.broken is None
     loads = [line for line in result.timeline if "-> AdmitPrefill" in line and "num_loaded_granules=0" not in line]
     assert len(loads) > 2
-    assert not any("OffloadedLost" in line for line in result.timeline)
+    assert not any("CacheReported" in line for line in result.timeline)
 
 
 @pytest.mark.parametrize("pools", POOLS)

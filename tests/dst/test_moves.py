@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.core.commands import Command, Hold, Restart
-from pdmesh.core.events import Event, MoveFailed, MoveSent
+from pdmesh.core.events import Event, TransferFailed, TransferSent
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import Role
 from pdmesh_testing.dst.plan import MAX_MODEL_LEN, SCHEDULER, Ask, Fault, FaultKind, Plan
@@ -32,9 +32,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def watched(self: SchedulerCore, event: Event, now_s: float) -> list[Command]:
         commands = handle(self, event, now_s)
         match event:
-            case MoveSent():
+            case TransferSent(was_decoding=True):
                 counts["sent"] += 1
-            case MoveFailed(committed=committed):
+            case TransferFailed(committed=bool(committed)):
                 counts["failed after the commit" if committed else "failed before the commit"] += 1
             case _:
                 pass

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from pdmesh.core.requests.broker import TransferBroker
 from pdmesh.core.requests.copy import Copy
-from pdmesh.model import Epoch, IndexRange, InstanceId, KvPart, RequestId, RequestKey, TransferPurpose
+from pdmesh.model import Epoch, IndexRange, InstanceId, KvPart, RequestId, RequestKey
 from pdmesh.plans import KvShard
 from pdmesh_testing.examples import examples
 
@@ -34,7 +34,7 @@ class Line:
     def offer(self) -> None:
         key = RequestId(f"r{len(self.offered)}"), Epoch(0)
         self.offered.append(key)
-        transfer = self.broker.open(key, TransferPurpose.HAND_OVER, (SOURCE,), (DESTINATION,))
+        transfer = self.broker.open(key, (SOURCE,), (DESTINATION,))
         self.broker.reserve(transfer, RECEIVER)
         self.note(self.broker.offer(transfer))
 

@@ -21,15 +21,13 @@ from pdmesh.core.batching.step_slots import StepSlots
 from pdmesh.core.commands import (
     AdmitPrefill,
     Command,
-    FetchKept,
+    ExpectCopy,
     ForgetRequest,
-    GrantTransfer,
     Hold,
-    PlaceDecode,
     Reject,
     Restart,
     RunStep,
-    SendKept,
+    SendCopy,
     SetRole,
     Stop,
     StopCopy,
@@ -37,7 +35,6 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import (
-    DecodeReserved,
     DrainRequested,
     Event,
     GatewayJoined,
@@ -47,8 +44,8 @@ from pdmesh.core.events import (
     InstanceLost,
     InstanceSuspected,
     InstanceUnreachable,
+    KvExpected,
     KvReleased,
-    MoveSent,
     RequestArrived,
     RequestCancelled,
     RequestDropped,
@@ -59,6 +56,7 @@ from pdmesh.core.events import (
     TransferLanded,
     TransferOffered,
     TransferPaused,
+    TransferSent,
 )
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.operator_events import (
@@ -92,8 +90,8 @@ from pdmesh.model import (
     RequestId,
     RequestKey,
     Role,
+    Then,
     TransferId,
-    TransferPurpose,
     num_blocks_for,
 )
 from pdmesh.plans import StepPlan
@@ -286,13 +284,13 @@ class MeshMachine(RuleBasedStateMachine):
             key = (event.request_id, event.epoch)
             if self.core.is_active(key) and key not in self.offered:
                 self.offered.append(key)
-        if isinstance(event, DecodeReserved) and event.transfer_id in self.target_of:
+        if isinstance(event, KvExpected) and event.transfer_id in self.target_of:
             self.reserved_moves.add(event.transfer_id)
-        elif isinstance(event, DecodeReserved):
+        elif isinstance(event, KvExpected):
             key = (event.request_id, event.epoch)
             if self.transfer_of.get(key) == event.transfer_id:
                 self.reserved.add(key)
-        if isinstance(event, TransferLanded | MoveSent) and event.transfer_id in self.target_of:
+        if isinstance(event, TransferLanded | TransferSent) and event.transfer_id in self.target_of:
             self.receiver_of[event.request_id, event.epoch] = self.target_of[event.transfer_id]
         if isinstance(event, KvReleased):
             self.granted_blocks.pop((event.instance_id, (event.request_id, event.epoch)), None)
@@ -334,14 +332,16 @@ class MeshMachine(RuleBasedStateMachine):
                     self.num_unplanned[key] = self.waiting[key].num_prompt_tokens
                     self.check_overtakes_nobody(self.waiting[key])
                     del self.waiting[key]
-                case PlaceDecode():
+                case ExpectCopy(transfer=transfer) | SendCopy(transfer=transfer) if transfer.then is Then.KEEP:
+                    pass
+                case ExpectCopy():
                     assert command.instance_id not in self.draining | self.closed, (
                         f"{command} on an instance that drains"
                     )
                     assert command.instance_id not in self.silent, f"{command} on an instance that is silent"
                     assert self.roles[command.instance_id].can_decode, f"{command} on an instance that does not decode"
                     key = (command.request_id, command.epoch)
-                    if command.transfer.purpose is TransferPurpose.MOVE:
+                    if command.transfer.is_move:
                         self.target_of[command.transfer.transfer_id] = command.instance_id
                     else:
                         self.forget_receiver(key)
@@ -349,9 +349,9 @@ class MeshMachine(RuleBasedStateMachine):
                         self.receiver_of[key] = command.instance_id
                         self.transfer_of[key] = command.transfer.transfer_id
                         self.num_receivers[key] += 1
-                case GrantTransfer(transfer=transfer) if transfer.purpose is TransferPurpose.MOVE:
+                case SendCopy(transfer=transfer) if transfer.is_move:
                     assert transfer.transfer_id in self.reserved_moves, f"{command} before its target knows of it"
-                case GrantTransfer():
+                case SendCopy():
                     key = (command.request_id, command.epoch)
                     assert key in self.reserved, f"{key} granted before its receiver knows of it"
                     rank = self.offered.index(key)
@@ -487,13 +487,13 @@ class MeshMachine(RuleBasedStateMachine):
                 case AdmitPrefill(leads=False, group=group) if group is not None:
                     classes = {mesh.instances[member_id].arithmetic for member_id in group.member_ids}
                     assert len(classes) == 1, f"{command} in {classes}"
-                case PlaceDecode(transfer=transfer):
+                case ExpectCopy(transfer=transfer) if transfer.then is not Then.KEEP:
                     key, source = (command.request_id, command.epoch), mesh.instances[transfer.source_ids[0]]
                     target = mesh.instances[command.instance_id]
                     if source.arithmetic == target.arithmetic:
                         continue
                     of_class = [each for each in mesh.instances.values() if each.exact_group == source.exact_group]
-                    if transfer.purpose is TransferPurpose.HAND_OVER:
+                    if transfer.is_hand_over:
                         request = mesh.requests[command.request_id].request
                         able = [each for each in of_class if each.takes_new and each.can_decode(request)]
                     elif command.request_id in asked_for:
@@ -510,7 +510,7 @@ class MeshMachine(RuleBasedStateMachine):
         instances = self.core._mesh.instances
         for command in commands:
             match command:
-                case PlaceDecode() | GrantTransfer() | FetchKept() | SendKept():
+                case ExpectCopy() | SendCopy():
                     ids = {command.instance_id, *command.transfer.source_ids, *command.transfer.destination_ids}
                 case AdmitPrefill(group=group, transfer=transfer):
                     ids = {command.instance_id, *(() if group is None else group.member_ids)}

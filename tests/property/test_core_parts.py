@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from pdmesh.core.commands import ForgetRequest, PlaceDecode, Reject, Restart, SetPlaces
+from pdmesh.core.commands import ExpectCopy, ForgetRequest, Reject, Restart, SetPlaces
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.copies.context_ranges import FIND_ROOM_S
 from pdmesh.core.events import (
@@ -28,7 +28,7 @@ from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.requests.phases import Phase
 from pdmesh.core.requests.request import MAX_LOST_PARTS
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import Epoch, InstanceId, Request, RequestId, RequestKey, Role, TransferPurpose
+from pdmesh.model import Epoch, InstanceId, Request, RequestId, RequestKey, Role
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh_testing.core import GATEWAY, a_request
@@ -110,14 +110,14 @@ class Driver:
             self.num_given_back += state is not None and state.phase is Phase.PREFILLING
         for command in self.core.handle(event, self.now_s):
             match command:
-                case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.HAND_OVER:
+                case ExpectCopy(transfer=transfer) if transfer.is_hand_over:
                     self.most_members = max(self.most_members, len(transfer.destinations) - 1)
                     self.check(command)
-                case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.PART:
+                case ExpectCopy(transfer=transfer) if transfer.is_of_part and not transfer.computes:
                     self.num_part_moves += 1
-                case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.LOST_PART:
+                case ExpectCopy(transfer=transfer) if transfer.computes:
                     self.num_computed_again += 1
-                case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.MOVE:
+                case ExpectCopy(transfer=transfer) if transfer.is_move:
                     self.num_moves += len(command.members) > 0
                 case SetPlaces(places=tuple() as members):
                     self.most_members = max(self.most_members, len(members))
@@ -142,7 +142,7 @@ class Driver:
             self.mesh.send(command)
         self.core.check_integrity()
 
-    def check(self, command: PlaceDecode) -> None:
+    def check(self, command: ExpectCopy) -> None:
         """Ranges are whole, and in the order of the context; whoever decodes holds no more than one of the prompt."""
         (source,), destinations = command.transfer.sources, command.transfer.destinations
         home, members = destinations[0], destinations[1:]

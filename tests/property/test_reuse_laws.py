@@ -15,7 +15,7 @@ from hashlib import blake2b
 
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, FetchKept, Reject, Restart
+from pdmesh.core.commands import AdmitPrefill, ExpectCopy, Reject, Restart
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import (
     DrainRequested,
@@ -43,6 +43,7 @@ from pdmesh.model import (
     RequestId,
     RequestKey,
     Role,
+    Then,
 )
 from pdmesh.policy.bundles import BUNDLE_NAMES, make_bundle
 from pdmesh.policy.config import PolicyConfig
@@ -151,7 +152,7 @@ class Workload:
                 self.num_reused += command.num_reused_granules
                 self.num_loaded += command.num_loaded_granules
                 self.num_helpers += not command.leads
-            self.num_fetches += isinstance(command, FetchKept)
+            self.num_fetches += isinstance(command, ExpectCopy) and command.transfer.then is Then.KEEP
         self.core.check_integrity()
 
     # --- requests ---

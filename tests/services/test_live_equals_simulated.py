@@ -23,23 +23,24 @@ from prometheus_client import CollectorRegistry
 from pdmesh.config import SchedulerConfig, SecurityConfig
 from pdmesh.core.commands import (
     Command,
+    ExpectCopy,
     ForgetRequest,
     FreeKv,
-    GrantTransfer,
     Hold,
     Outcome,
-    PlaceDecode,
     Reject,
     Restart,
+    SendCopy,
     StopCopy,
     WakeAt,
 )
 from pdmesh.core.config import CoreConfig, KvReservation
-from pdmesh.core.events import Event, HelperJoined, InstanceEvent, LoadReported
+from pdmesh.core.events import Event, InstanceEvent, KvExpected, LoadReported
 from pdmesh.core.requests.lives import Lives
 from pdmesh.decisions import Decision
 from pdmesh.eventlog import EventLogReader, EventLogWriter, Header, replay
 from pdmesh.model import (
+    NO_TRANSFER,
     Epoch,
     GatewayId,
     InstanceId,
@@ -486,7 +487,8 @@ def test_the_same_where_instances_compute_prompts_in_turn(mesh: InstanceCounts, 
         assert live == simulated
     assert len(served.decisions) == len(decisions)
     assert tokens_of(served.runs) == tokens_of(runs)
-    joined = [decision.event.request_id for decision in decisions if isinstance(decision.event, HelperJoined)]
+    expected = [decision.event for decision in decisions if isinstance(decision.event, KvExpected)]
+    joined = [event.request_id for event in expected if event.transfer_id == NO_TRANSFER]
     assert len(joined) > 3
     sizes = {len(group.member_ids) for decision in decisions for _, group in regrouped(decision.commands)}
     assert max(sizes) == 2, "of no more members than its layers"
@@ -498,7 +500,7 @@ def test_all_that_matters_happens_in_the_cases_above() -> None:
     for bundle in ("fcfs", "sjf", "lars", "pdmesh"):
         decisions, _ = simulate(an_overload(0), profiles_of({"prefill": 1, "decode": 1}), bundle)
         kinds |= {type(command) for decision in decisions for command in decision.commands}
-    assert kinds >= {PlaceDecode, GrantTransfer, StopCopy, Reject, WakeAt}
+    assert kinds >= {ExpectCopy, SendCopy, StopCopy, Reject, WakeAt}
 
 
 def test_heartbeats_decide_nothing() -> None:

@@ -19,12 +19,12 @@ import msgspec
 import pytest
 
 from pdmesh.config import SecurityConfig
-from pdmesh.core.commands import AdmitPrefill, Command, FreeKv, GrantTransfer, PlaceDecode, Reject, Restart, RunStep
+from pdmesh.core.commands import AdmitPrefill, Command, ExpectCopy, FreeKv, Reject, Restart, RunStep, SendCopy
 from pdmesh.core.events import (
-    DecodeReserved,
     DrainRequested,
     Event,
     InstanceLost,
+    KvExpected,
     KvReleased,
     LoadReported,
     RequestCancelled,
@@ -151,7 +151,7 @@ async def told(mesh: Mesh, what: str, count: int) -> list[str]:
             return whats
 
 
-async def placed(peer: SchedulerPeer, command: type[AdmitPrefill] | type[PlaceDecode] = PlaceDecode) -> Generation:
+async def placed(peer: SchedulerPeer, command: type[AdmitPrefill] | type[ExpectCopy] = ExpectCopy) -> Generation:
     """Return the request that comes with the next such command."""
     _, prompt = await peer.expect_with_prompt(command)
     assert prompt is not None
@@ -225,7 +225,7 @@ async def test_a_request_goes_all_its_way_and_its_record_tells_of_it() -> None:
         admit, prompt = await p.expect_with_prompt(AdmitPrefill)
         assert (admit.num_blocks, prompt and prompt.generation) == (2, submit().generation)
         assert admit.transfer is not None
-        place, prompt = await d.expect_with_prompt(PlaceDecode)
+        place, prompt = await d.expect_with_prompt(ExpectCopy)
         assert prompt is not None
         assert (prompt.num_context_tokens, place.num_blocks) == (8, 3)
         assert place.transfer == admit.transfer
@@ -233,10 +233,10 @@ async def test_a_request_goes_all_its_way_and_its_record_tells_of_it() -> None:
         of_d = (InstanceId("d"), R, ZERO)
         transfer_id = place.transfer.transfer_id
         assert prompt.generation.token_ids == b""
-        d.post(DecodeReserved(*of_d, transfer_id))
+        d.post(KvExpected(*of_d, transfer_id))
         run = await p.expect(RunStep)
         p.post(TransferOffered(*of_p, transfer_id))
-        assert (await p.expect(GrantTransfer)).transfer == place.transfer
+        assert (await p.expect(SendCopy)).transfer == place.transfer
         p.post(step_report(run))
         await told(mesh, "chunk", 1)  # the two workers' streams have no common order
         d.post(TransferLanded(*of_d, transfer_id, num_bytes=1000, duration_s=0.5))
@@ -335,7 +335,7 @@ async def test_every_instance_is_sent_the_others_addresses_before_it_needs_them(
         async with mesh.worker(prefill()) as p:
             g.post(submit())
             assert (await d.expect(PeersHere)).data_addresses == {"d": b"d", "p": b"p"}
-            await d.expect(PlaceDecode)
+            await d.expect(ExpectCopy)
             assert (await p.expect(PeersHere)).data_addresses == {"d": b"d", "p": b"p"}
             await p.expect(AdmitPrefill)
         async with mesh.worker(replace(prefill(), data_address=b"another")):
@@ -509,8 +509,9 @@ async def test_a_hand_over_to_another_class_is_served_counted_and_told() -> None
     async with running() as mesh, mesh.worker(profiles[0]) as p, mesh.worker(profiles[1]) as d, mesh.gateway() as g:
         g.post(submit())
         await p.expect(RunStep)
-        await d.expect(PlaceDecode)
-        record = await mesh.ask(GetRequest(request_id="r"), RequestRecord)
+        await d.expect(ExpectCopy)
+        record = await mesh.ask(GetRequest(request_id="r"))
+        assert isinstance(record, RequestRecord)
         (told,) = [entry for entry in record.entries if entry.what == "another arithmetic class"]
         assert told.instance_id == "d"
         assert told.detail.startswith("bfloat16/ordered-1 to bfloat16/dot-amx-1")

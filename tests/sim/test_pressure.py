@@ -11,14 +11,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdmesh.core.commands import Command, Hold, Outcome, PlaceDecode, Restart
+from pdmesh.core.commands import Command, ExpectCopy, Hold, Outcome, Restart
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import Event
 from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.core.waiting.awaiting_decode import turn_of
-from pdmesh.model import InstanceId, RequestKey, Role, TransferPurpose
+from pdmesh.model import InstanceId, RequestKey, Role
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh_lab.sim.result import SimResult
@@ -56,9 +56,9 @@ class PressedCore:
         commands = self.core.handle(event, now_s)
         for command in commands:
             match command:
-                case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.HAND_OVER:
+                case ExpectCopy(transfer=transfer) if transfer.is_hand_over:
                     self._overtakes_nobody((command.request_id, command.epoch))
-                case PlaceDecode():
+                case ExpectCopy():
                     self.num_moved += bool(self.before)
                 case Hold(decodes=True):
                     self._overtakes_nobody((command.request_id, command.epoch))

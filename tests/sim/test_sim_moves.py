@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.core.commands import Command, Outcome, PlaceDecode
+from pdmesh.core.commands import Command, ExpectCopy, Outcome
 from pdmesh.core.config import KvReservation
 from pdmesh.core.copies.rebalancing import COOL_DOWN_S
-from pdmesh.core.events import Event, MoveFailed, MoveSent
+from pdmesh.core.events import Event, TransferFailed, TransferSent
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import InstanceId, RequestId, TransferPurpose
+from pdmesh.model import InstanceId, RequestId
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh_lab.sim.faults import Death, random_deaths
@@ -42,12 +42,12 @@ class Watched:
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         commands = self.core.handle(event, now_s)
-        if isinstance(event, MoveSent):
-            self.pauses_s.append(event.frozen_s)
-        if isinstance(event, MoveFailed):
+        if isinstance(event, TransferSent) and event.was_decoding:
+            self.pauses_s.append(event.exposed_s)
+        if isinstance(event, TransferFailed) and event.committed is not None:
             self.failed.append(event.committed)
         for command in commands:
-            if isinstance(command, PlaceDecode) and command.transfer.purpose is TransferPurpose.MOVE:
+            if isinstance(command, ExpectCopy) and command.transfer.is_move:
                 self.begun.append((now_s, command.request_id, command.transfer.source_ids[0], command.instance_id))
         return commands
 

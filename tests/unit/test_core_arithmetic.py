@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, PlaceDecode, Reject
+from pdmesh.core.commands import AdmitPrefill, ExpectCopy, Reject
 from pdmesh.core.events import DrainRequested, InstanceJoined, InstanceLost, RequestArrived
 from pdmesh.core.instances.arithmetic import several_classes, why_not_joins
 from pdmesh.core.requests.lives import CrossedClass, Lives
@@ -47,7 +47,7 @@ def test_a_mesh_without_two_instances_of_one_class_serves() -> None:
     assert bench.core.unready_reason is None
     commands = bench.arrive("a")
     assert not of(Reject, commands)
-    assert of(PlaceDecode, commands)[0].instance_id == "d0"
+    assert of(ExpectCopy, commands)[0].instance_id == "d0"
 
 
 @pytest.mark.parametrize("arithmetic", [ORDERED, DOT])
@@ -68,9 +68,9 @@ def test_kv_without_a_receiver_goes_to_one_of_its_class_before_others() -> None:
     bench = bench_with(p0=ORDERED, d0=ORDERED, d1=DOT, d2=ORDERED)
     bench.arrive("a")
     bench.offered("p0", "a")
-    (place,) = of(PlaceDecode, bench.feed(InstanceLost(InstanceId("d0"))))
+    (place,) = of(ExpectCopy, bench.feed(InstanceLost(InstanceId("d0"))))
     assert place.instance_id == "d2"
-    (place,) = of(PlaceDecode, bench.feed(InstanceLost(InstanceId("d2"))))
+    (place,) = of(ExpectCopy, bench.feed(InstanceLost(InstanceId("d2"))))
     assert place.instance_id == "d1"
 
 
@@ -80,7 +80,7 @@ def test_what_leaves_an_instance_stays_in_its_class_where_that_has_room(has_own:
     bench.decoding("a")
     for profile in profiles(d1=DOT, **({"d2": ORDERED} if has_own else {})):
         bench.feed(InstanceJoined(profile, ()))
-    (place,) = of(PlaceDecode, bench.feed(DrainRequested(InstanceId("d0"))))
+    (place,) = of(ExpectCopy, bench.feed(DrainRequested(InstanceId("d0"))))
     assert place.instance_id == ("d2" if has_own else "d1")
 
 
@@ -91,7 +91,7 @@ def test_who_decodes_for_its_class_is_waited_for_by_no_move_of_another() -> None
         bench.decoding(name)
     for profile in profiles(d1=DOT, d2=ORDERED):
         bench.feed(InstanceJoined(profile, ()))
-    places = of(PlaceDecode, bench.feed(DrainRequested(InstanceId("d0"))))
+    places = of(ExpectCopy, bench.feed(DrainRequested(InstanceId("d0"))))
     assert {place.instance_id for place in places} == {"d2"}
 
 

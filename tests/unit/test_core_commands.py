@@ -7,11 +7,11 @@ from typing import get_args
 import msgspec
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, Command, Hold, PlaceDecode, WakeAt
+from pdmesh.core.commands import AdmitPrefill, Command, ExpectCopy, Hold, SendCopy, WakeAt
 from pdmesh.plans import ChunkDone, ChunkPlan, Evictions, KvShard, PrefillGroup, ResidentContext, StepPlan, TransferPlan
 
 #: They have fields of what is reused, and are as they were where nothing is.
-OMIT_DEFAULTS = (AdmitPrefill, PlaceDecode, Hold, TransferPlan, Evictions)
+OMIT_DEFAULTS = (AdmitPrefill, ExpectCopy, SendCopy, Hold, TransferPlan, Evictions)
 
 RECORDS = (ChunkDone, ChunkPlan, Evictions, KvShard, PrefillGroup, ResidentContext, StepPlan, TransferPlan)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, Command, PlaceDecode, Restart
+from pdmesh.core.commands import AdmitPrefill, Command, ExpectCopy, Restart
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import InstanceJoined, InstanceLost, RequestArrived, Tick, TokenLinkReported
 from pdmesh.core.instances.cut_pairs import MAX_PAIRS, CutPairs, have_way
@@ -59,7 +59,7 @@ def test_no_more_are_remembered_than_a_number() -> None:
 
 
 def decodes_on(commands: list[Command]) -> str:
-    (place,) = of(PlaceDecode, commands)
+    (place,) = of(ExpectCopy, commands)
     return place.instance_id
 
 
@@ -85,9 +85,9 @@ def test_it_waits_for_room_there_rather_than_go_where_it_cannot() -> None:
     failed = decodes_on(bench.arrive("first"))
     bench.failed("p", "first", "the peer took nothing for 2 s")
     bench.released(failed, "first")
-    assert of(PlaceDecode, bench.arrive("second")) == []
+    assert of(ExpectCopy, bench.arrive("second")) == []
     bench.feed(Tick(), at_s=MEMORY_S)
-    assert {place.instance_id for place in of(PlaceDecode, bench.commands) if place.request_id == "second"} == {failed}
+    assert {place.instance_id for place in of(ExpectCopy, bench.commands) if place.request_id == "second"} == {failed}
 
 
 @pytest.mark.parametrize("how", ["the other is lost", "another process comes", "it is alone"])
@@ -124,7 +124,7 @@ def test_who_does_not_reach_a_gateway_holds_ranges_of_its_contexts() -> None:
     """Of three, one computes the prompt, one decodes, and the third only answers the second."""
     bench = CoreBench(*(named_profile(f"m{number}", max_kv_tokens=16) for number in range(3)))
     again = RequestArrived(a_request("r", prompt=20, epoch=1), unheard_id=InstanceId("m0"))
-    home, member = [place.instance_id for place in of(PlaceDecode, bench.feed(again))]
+    home, member = [place.instance_id for place in of(ExpectCopy, bench.feed(again))]
     (admitted,) = of(AdmitPrefill, bench.commands)
     assert member == "m0"
     assert {home, admitted.instance_id} == {"m1", "m2"}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import Command, PlaceDecode, Restart, RunStep
+from pdmesh.core.commands import Command, ExpectCopy, Restart, RunStep
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import InstanceJoined, InstanceLost, InstanceSuspected
 from pdmesh.core.recovery.failure_detection import CHEAP_US, MAX_EPOCH
@@ -60,7 +60,7 @@ def test_kv_under_way_to_a_silent_instance_from_one_that_has_gone() -> None:
     """Found by simulation: the scheduler ended with a KeyError."""
     bench = CoreBench(prefill("p0"), prefill("p1"), decode("d0"), decode("d1"))
     commands = bench.arrive("a")
-    (step,), (place,) = of(RunStep, commands), of(PlaceDecode, commands)
+    (step,), (place,) = of(RunStep, commands), of(ExpectCopy, commands)
     bench.offered(step.instance_id, "a")
     bench.done(step.instance_id, step.plan)
     bench.sent(step.instance_id, "a")
@@ -87,7 +87,7 @@ def test_a_silent_decode_instance_keeps_its_streams_and_gives_up_what_is_on_its_
     bench.done("p", step.plan)
     commands = bench.feed(InstanceSuspected(place.instance_id))
     assert not restarted(commands), "its KV is kept"
-    (other,) = of(PlaceDecode, commands)
+    (other,) = of(ExpectCopy, commands)
     assert {place.instance_id, other.instance_id} == {"d0", "d1"}
 
 
@@ -123,6 +123,6 @@ def test_a_request_that_silences_all_it_comes_to_is_left_in_peace_at_last() -> N
         bench.feed(InstanceSuspected(step.instance_id, suspected=False))
 
 
-def _placed(bench: CoreBench, request_id: str) -> tuple[PlaceDecode, RunStep]:
+def _placed(bench: CoreBench, request_id: str) -> tuple[ExpectCopy, RunStep]:
     commands = bench.arrive(request_id)
-    return of(PlaceDecode, commands)[0], of(RunStep, commands)[0]
+    return of(ExpectCopy, commands)[0], of(RunStep, commands)[0]

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, FetchKept, FreeKv, RunStep, SendKept
+from pdmesh.core.commands import AdmitPrefill, ExpectCopy, FreeKv, RunStep, SendCopy
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
-    DecodeReserved,
     DrainRequested,
     InstanceJoined,
     InstanceLost,
     InstanceSuspected,
+    KvExpected,
     KvReleased,
     RequestArrived,
     RequestCancelled,
@@ -47,20 +47,20 @@ class Bench(CoreBench):
         (self.other,) = of(RunStep, commands)
         assert self.other.instance_id == HOLDER
 
-    def begin(self, name: str = "second", num_tokens: int = 1100) -> FetchKept:
+    def begin(self, name: str = "second", num_tokens: int = 1100) -> ExpectCopy:
         """A prompt comes that begins as the first one did."""
         commands = self.feed(RequestArrived(a_prompt(name, num_tokens)))
         assert not of(AdmitPrefill, commands)
-        (fetch,) = of(FetchKept, commands)
+        (fetch,) = of(ExpectCopy, commands)
         return fetch
 
-    def reserve(self, fetch: FetchKept) -> SendKept:
+    def reserve(self, fetch: ExpectCopy) -> SendCopy:
         """The destination makes room."""
-        reserved = DecodeReserved(OTHER, fetch.request_id, fetch.epoch, fetch.transfer.transfer_id)
-        (send,) = of(SendKept, self.feed(reserved))
+        reserved = KvExpected(OTHER, fetch.request_id, fetch.epoch, fetch.transfer.transfer_id)
+        (send,) = of(SendCopy, self.feed(reserved))
         return send
 
-    def landed(self, fetch: FetchKept) -> AdmitPrefill:  # type: ignore[override]
+    def landed(self, fetch: ExpectCopy) -> AdmitPrefill:  # type: ignore[override]
         """All of it is there."""
         what = fetch.request_id, fetch.epoch, fetch.transfer.transfer_id
         (admit,) = of(AdmitPrefill, self.feed(TransferLanded(OTHER, *what, 1 << 20, 0.01)))
@@ -74,7 +74,8 @@ def test_a_prefix_is_copied_to_where_it_is_sooner_used_than_computed() -> None:
     """Its holder is busy for three seconds; the copy takes a few milliseconds, and computing it 0.9 seconds."""
     bench = Bench()
     fetch = bench.begin()
-    assert (fetch.instance_id, fetch.chain, fetch.num_tokens, fetch.num_blocks) == (OTHER, hashes(7), 896, 28)
+    assert (fetch.instance_id, fetch.chain, fetch.num_blocks) == (OTHER, hashes(7), 28)
+    assert fetch.transfer.num_reused_granules == 0
     assert (fetch.transfer.source_ids, fetch.wanted_by) == ((HOLDER,), ("second", 0))
     send = bench.reserve(fetch)
     assert (send.instance_id, send.transfer, send.chain) == (HOLDER, fetch.transfer, hashes(7))
@@ -105,7 +106,7 @@ def test_only_what_is_lacking_is_copied() -> None:
     bench.finish(OTHER, "short")
     bench.released(OTHER, "short")
     fetch = bench.begin()
-    assert (fetch.transfer.num_reused_granules, len(fetch.chain), fetch.num_tokens) == (3, 7, 512)
+    assert (fetch.transfer.num_reused_granules, len(fetch.chain)) == (3, 7)
 
 
 def test_what_is_copied_holds_its_blocks_on_both_sides_until_it_is_kept_there() -> None:
@@ -125,7 +126,7 @@ def test_others_wait_for_the_same_copy() -> None:
     """Nothing is copied twice to one instance."""
     bench = Bench()
     fetch = bench.begin()
-    assert not of(FetchKept, bench.feed(RequestArrived(a_prompt("third", 1200))))
+    assert not of(ExpectCopy, bench.feed(RequestArrived(a_prompt("third", 1200))))
     bench.reserve(fetch)
     bench.landed(fetch)
     assert sum(admit.request_id == "third" for admit in of(AdmitPrefill, bench.commands)) <= 1
@@ -143,12 +144,12 @@ def test_what_is_computed_sooner_is_not_copied(policy: PolicyConfig) -> None:
     """Either the copy would take longer than that, or all of it takes a millisecond."""
     bench = Bench(policy)
     commands = bench.feed(RequestArrived(a_prompt("second", 1100)))
-    assert not of(FetchKept, commands)
+    assert not of(ExpectCopy, commands)
     assert [admit.instance_id for admit in of(AdmitPrefill, commands)] == [OTHER]
 
 
-def a_failure(instance_id: InstanceId) -> Callable[[Bench, FetchKept], object]:
-    def fail(bench: Bench, fetch: FetchKept) -> None:
+def a_failure(instance_id: InstanceId) -> Callable[[Bench, ExpectCopy], object]:
+    def fail(bench: Bench, fetch: ExpectCopy) -> None:
         what = fetch.request_id, fetch.epoch
         bench.feed(TransferFailed(instance_id, *what, fetch.transfer.transfer_id, "cut"))
         bench.feed(KvReleased(instance_id, *what, fetch.transfer.transfer_id))
@@ -156,14 +157,14 @@ def a_failure(instance_id: InstanceId) -> Callable[[Bench, FetchKept], object]:
     return fail
 
 
-def a_refusal(bench: Bench, fetch: FetchKept) -> None:
+def a_refusal(bench: Bench, fetch: ExpectCopy) -> None:
     """The source does not keep it after all."""
     what = HOLDER, fetch.request_id, fetch.epoch
     bench.feed(RequestDropped(*what, "6 of 7 granules are kept"))
     bench.feed(KvReleased(*what, fetch.transfer.transfer_id))
 
 
-ENDS: dict[str, Callable[[Bench, FetchKept], object]] = {
+ENDS: dict[str, Callable[[Bench, ExpectCopy], object]] = {
     "fails at its source": a_failure(HOLDER),
     "fails at its destination": a_failure(OTHER),
     "is refused": a_refusal,
@@ -183,7 +184,7 @@ ENDS: dict[str, Callable[[Bench, FetchKept], object]] = {
 @pytest.mark.parametrize("is_granted", [False, True])
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS.keys())
 def test_a_copy_that_comes_to_nothing_ends_on_both_sides(
-    end: Callable[[Bench, FetchKept], object], *, is_granted: bool
+    end: Callable[[Bench, ExpectCopy], object], *, is_granted: bool
 ) -> None:
     """Each side is told to free its blocks, and answers; the request is computed once there is an instance for it."""
     bench = Bench()

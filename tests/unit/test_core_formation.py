@@ -8,7 +8,7 @@ import pytest
 
 from pdmesh.core.commands import AdmitPrefill, Command
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import HelperJoined, InstanceJoined, InstanceLost, KvReleased, RequestDropped
+from pdmesh.core.events import InstanceJoined, InstanceLost, KvExpected, KvReleased, RequestDropped
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.model import Epoch, InstanceId, InstanceProfile, RequestId, Role
 from pdmesh.policy.config import PolicyConfig
@@ -74,7 +74,7 @@ def test_one_that_refuses_is_replaced_and_not_asked_again() -> None:
     b = InstanceId("b")
     bench.feed(RequestDropped(b, *KEY, "no room"))
     assert admitted(bench.feed(KvReleased(b, *KEY))) == ["c"]
-    bench.feed(HelperJoined(InstanceId("c"), *KEY))
+    bench.feed(KvExpected(InstanceId("c"), *KEY))
     (helped,) = bench.core.helped
     assert helped.helper_ids == ("c",)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, Command, FreeKv, GrantTransfer, PlaceDecode, Restart, RunStep, Stop
+from pdmesh.core.commands import AdmitPrefill, Command, ExpectCopy, FreeKv, Restart, RunStep, SendCopy, Stop
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
     Event,
@@ -34,16 +34,16 @@ def mesh(*, source: Role = Role.PREFILL, num_blocks: int = 64, config: CoreConfi
     return CoreBench(modelled_profile(P, source), *decodes, config=config)
 
 
-def placed(bench: CoreBench, request_id: str = "r", **tokens: int) -> tuple[PlaceDecode, RunStep]:
+def placed(bench: CoreBench, request_id: str = "r", **tokens: int) -> tuple[ExpectCopy, RunStep]:
     commands = bench.arrive(request_id, **tokens)
-    return of(PlaceDecode, commands)[0], of(RunStep, commands)[0]
+    return of(ExpectCopy, commands)[0], of(RunStep, commands)[0]
 
 
 def others(of_id: InstanceId) -> InstanceId:
     return D1 if of_id == D0 else D0
 
 
-def failures(place: PlaceDecode) -> dict[str, Event]:
+def failures(place: ExpectCopy) -> dict[str, Event]:
     """What a receiver can do before the KV has landed, as the core hears of it."""
     key = place.instance_id, place.request_id, place.epoch
     return {
@@ -71,8 +71,8 @@ def test_another_receiver_gets_the_kv_and_nothing_is_computed_again(how: str, co
     commands = bench.feed(failures(place)[how])
     assert not of(Restart, commands)
     if how not in ("begins anew", "frees"):  # then it has room again, too
-        assert [again.instance_id for again in of(PlaceDecode, commands)] == [others(place.instance_id)]
-    (again,), (grant,) = of(PlaceDecode, commands), of(GrantTransfer, commands)
+        assert [again.instance_id for again in of(ExpectCopy, commands)] == [others(place.instance_id)]
+    (again,), (grant,) = of(ExpectCopy, commands), of(SendCopy, commands)
     assert again.transfer.capability != place.transfer.capability
     assert (grant.instance_id, grant.transfer) == (P, again.transfer)
     withdrawn = [withdraw.transfer_id for withdraw in stopped(Stop.WITHDRAW, commands)]
@@ -89,7 +89,7 @@ def test_another_receiver_gets_the_kv_and_nothing_is_computed_again(how: str, co
 def test_what_ends_with_its_prompt_needs_nobody_to_decode_it() -> None:
     bench = mesh()
     commands = bench.arrive("r", 8, 1)
-    assert not of(PlaceDecode, commands)
+    assert not of(ExpectCopy, commands)
     assert [(admit.instance_id, admit.moves_on) for admit in of(AdmitPrefill, commands)] == [(P, False)]
     (step,) = of(RunStep, commands)
     bench.done(P, step.plan)
@@ -106,7 +106,7 @@ def test_it_moves_on_where_no_seat_is_left_for_it() -> None:
     bench.arrive("s", 8, 1)
     for step in of(RunStep, bench.commands):
         bench.done(P, step.plan)
-    assert [place.request_id for place in of(PlaceDecode, bench.commands)] == ["s"]
+    assert [place.request_id for place in of(ExpectCopy, bench.commands)] == ["s"]
 
 
 def test_what_the_old_receiver_says_late_changes_nothing() -> None:
@@ -139,7 +139,7 @@ def test_a_receiver_that_failed_and_is_promised_anew_frees_what_it_had_once() ->
     bench.failed(D0, "r", "checksum")
     key = place.instance_id, place.request_id, place.epoch
     released = KvReleased(*key, place.transfer.transfer_id)
-    (again,) = of(PlaceDecode, bench.feed(released))
+    (again,) = of(ExpectCopy, bench.feed(released))
     assert bench.feed(released) == []
     assert bench.core.ignored["KvReleased"] == 1
     bench.landed(again.instance_id, "r")
@@ -157,12 +157,12 @@ def test_it_waits_for_room_and_goes_before_whoever_has_no_place() -> None:
     bench.offered(P, "first")
     bench.done(P, step.plan)
     commands = bench.feed(InstanceLost(first.instance_id))
-    assert not of(PlaceDecode, commands)
+    assert not of(ExpectCopy, commands)
     assert not of(Restart, commands)
     assert list(bench.core.awaiting_decode) == [(RequestId("first"), Epoch(0))]
     bench.arrive("third")
     bench.finish(second.instance_id, "second")
-    (again,) = of(PlaceDecode, bench.released(second.instance_id, "second"))
+    (again,) = of(ExpectCopy, bench.released(second.instance_id, "second"))
     assert (again.request_id, again.instance_id) == ("first", second.instance_id)
 
 
@@ -175,7 +175,7 @@ def test_the_first_offer_is_the_first_to_be_received() -> None:
         bench.done(P, step.plan)
         bench.feed(InstanceLost(place.instance_id))
     commands = bench.feed(InstanceJoined(modelled_profile(D0, Role.DECODE, num_blocks=3), ()))
-    assert [place.request_id for place in of(PlaceDecode, commands)] == ["b"]
+    assert [place.request_id for place in of(ExpectCopy, commands)] == ["b"]
 
 
 def test_it_decodes_where_it_is_if_it_may_and_nobody_else_has_room() -> None:
@@ -216,7 +216,7 @@ def test_it_starts_again_when_receivers_fail_it_too_often() -> None:
         assert not of(Restart, commands)
         key = place.instance_id, place.request_id, place.epoch
         bench.feed(KvReleased(*key, place.transfer.transfer_id))
-        (place,) = of(PlaceDecode, commands)
+        (place,) = of(ExpectCopy, commands)
     assert of(Restart, bench.failed(place.instance_id, "r", "checksum"))
 
 
@@ -236,7 +236,7 @@ def test_a_request_whose_first_chunk_begins_without_a_receiver_is_offered_to_the
         bench.feed(InstanceLost(name))
     bench.offered(P, "r")
     commands = bench.feed(InstanceJoined(modelled_profile(D0, Role.DECODE), ()))
-    (place,), (grant,) = of(PlaceDecode, commands), of(GrantTransfer, commands)
+    (place,), (grant,) = of(ExpectCopy, commands), of(SendCopy, commands)
     assert grant.transfer == place.transfer
 
 
@@ -244,7 +244,7 @@ def test_an_offer_that_comes_again_after_the_landing_gets_no_backend() -> None:
     bench = mesh()
     place, step = placed(bench)
     bench.offered(P, "r")
-    (again,) = of(PlaceDecode, bench.feed(failures(place)["times out"]))
+    (again,) = of(ExpectCopy, bench.feed(failures(place)["times out"]))
     bench.done(P, step.plan)
     bench.landed(again.instance_id, "r")
     assert bench.offered(P, "r") == []
@@ -260,7 +260,7 @@ def test_an_instance_that_cannot_be_reached_receives_nothing_that_has_not_begun_
     place, _ = placed(bench)
     bench.offered(P, "r")
     commands: list[Command] = bench.feed(InstanceUnreachable(place.instance_id))
-    assert [again.instance_id for again in of(PlaceDecode, commands)] == [others(place.instance_id)]
+    assert [again.instance_id for again in of(ExpectCopy, commands)] == [others(place.instance_id)]
 
 
 def test_who_waited_for_a_receiver_and_has_gone_keeps_room_from_nobody() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, PlaceDecode, Reject, RunStep
+from pdmesh.core.commands import AdmitPrefill, ExpectCopy, Reject, RunStep
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import CacheReported, InstanceJoined, InstanceLost, RequestArrived
 from pdmesh.core.instances.lengths_seen import MIN_REQUESTS, LengthsSeen
@@ -77,7 +77,7 @@ def test_a_hand_over_brings_what_its_receiver_lacks() -> None:
     bench = a_bench("p", "d")
     for name in ("a", "b"):
         commands = bench.feed(RequestArrived(a_prompt(name, 300, output=8)))
-        (place,), (step,) = of(PlaceDecode, commands), of(RunStep, commands)
+        (place,), (step,) = of(ExpectCopy, commands), of(RunStep, commands)
         assert place.transfer.num_reused_granules == (2 if name == "b" else 0)
         bench.done("p", step.plan)
         bench.landed("d", name)
@@ -135,7 +135,7 @@ def test_of_instances_about_as_free_the_one_that_keeps_most_decodes() -> None:
     chosen: list[str] = []
     for number in range(3):
         commands = bench.feed(RequestArrived(a_prompt(f"r{number}", 600, output=8)))
-        (place,), (step,) = of(PlaceDecode, commands), of(RunStep, commands)
+        (place,), (step,) = of(ExpectCopy, commands), of(RunStep, commands)
         chosen.append(place.instance_id)
         bench.done("p", step.plan)
     assert chosen == ["d1", "d1", "d0"]

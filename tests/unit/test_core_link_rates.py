@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.events import InstanceLost, MoveSent, RequestArrived, Tick
+from pdmesh.core.events import InstanceLost, RequestArrived, Tick, TransferSent
 from pdmesh.core.instances import link_rates
 from pdmesh.core.instances.link_rates import MAX_LINKS, MEMORY_S, LinkRate, LinksAsMeasured, MeasuredLinks
 from pdmesh.model import Epoch, InstanceId, InstanceProfile, RequestId, TransferId
@@ -90,10 +90,10 @@ def test_no_more_are_kept_than_a_number(monkeypatch: pytest.MonkeyPatch) -> None
     assert [link.destination for link in links.rates] == ["host-c", "host-d", "host-e"]
 
 
-def sent(source: str, destination: str, num_bytes: int, sent_s: float) -> MoveSent:
+def sent(source: str, destination: str, num_bytes: int, sent_s: float) -> TransferSent:
     """A transfer that happened, of a request that is over."""
     of_request = InstanceId(source), RequestId("before"), Epoch(0), TransferId(1)
-    return MoveSent(*of_request, num_bytes, sent_s, 0.0, sent_s, InstanceId(destination))
+    return TransferSent(*of_request, num_bytes, sent_s, 0.0, sent_s, InstanceId(destination), was_decoding=True)
 
 
 def a_bench() -> CoreBench:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, FreeKv, Outcome, PlaceDecode, Reject
+from pdmesh.core.commands import AdmitPrefill, Command, ExpectCopy, ForgetRequest, FreeKv, Outcome, Reject
 from pdmesh.core.events import Event, KvReleased, RequestArrived, RequestCancelled, RequestFinished, StepDone, Tick
 from pdmesh.core.requests.lives import Chunk, Forgotten, Lives, Milestone
 from pdmesh.model import (
@@ -15,8 +15,8 @@ from pdmesh.model import (
     InstanceId,
     RejectReason,
     RequestId,
+    Then,
     TransferId,
-    TransferPurpose,
 )
 from pdmesh.plans import ChunkDone, TransferPlan
 from pdmesh_testing.core import GATEWAY, a_request
@@ -132,24 +132,25 @@ def test_the_eldest_that_ended_is_forgotten_first_and_a_running_one_never() -> N
 
 
 def test_a_context_that_is_spread_decodes_at_its_home_whoever_holds_ranges_of_it() -> None:
-    def placed(purpose: TransferPurpose, *destinations: InstanceId) -> list[Command]:
+    def placed(then: Then, *destinations: InstanceId, computes: bool = False) -> list[Command]:
         plan = TransferPlan(
             transfer_id=TransferId(1),
-            purpose=purpose,
+            then=then,
+            computes=computes,
             sources=(a_shard(LEADER, 2),),
             destinations=tuple(a_shard(each, 2) for each in destinations),
             capability=1,
         )
-        return [PlaceDecode(instance_id=each, request_id=R, epoch=Epoch(0), transfer=plan) for each in destinations]
+        return [ExpectCopy(instance_id=each, request_id=R, epoch=Epoch(0), transfer=plan) for each in destinations]
 
     lives = Lives()
     ((life, attempt, _),) = lives.observe(arrived(), [], 1.0)
     for commands in (
-        placed(TransferPurpose.HAND_OVER, MEMBER, InstanceId("c"), InstanceId("d")),
-        placed(TransferPurpose.PART, InstanceId("e")),
-        placed(TransferPurpose.LOST_PART, InstanceId("f")),
+        placed(Then.DECODE, MEMBER, InstanceId("c"), InstanceId("d")),
+        placed(Then.HOLD, InstanceId("e")),
+        placed(Then.HOLD, InstanceId("f"), computes=True),
     ):
         lives.observe(Tick(), commands, 2.0)
         assert (life.decode_id, attempt.num_receivers) == (MEMBER, 1)
-    lives.observe(Tick(), placed(TransferPurpose.HAND_OVER, InstanceId("c"), InstanceId("d")), 3.0)
+    lives.observe(Tick(), placed(Then.DECODE, InstanceId("c"), InstanceId("d")), 3.0)
     assert (life.decode_id, attempt.num_receivers) == (InstanceId("c"), 2)

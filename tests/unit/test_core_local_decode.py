@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
+from pdmesh.core.commands import AdmitPrefill, ExpectCopy, RunStep
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import InstanceJoined, InstanceLost, InstanceSuspected, MoveSent, RequestArrived
+from pdmesh.core.events import InstanceJoined, InstanceLost, InstanceSuspected, RequestArrived, TransferSent
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.model import InstanceId, Role
 from pdmesh.policy.config import PolicyConfig
@@ -40,7 +40,7 @@ def compute(bench: CoreBench, request_id: str, *, output: int = 100) -> list[str
     commands = bench.arrive(request_id, 20, output)
     for run in of(RunStep, commands):
         commands += bench.done(run.instance_id, run.plan)
-    return [place.instance_id for place in of(PlaceDecode, commands)]
+    return [place.instance_id for place in of(ExpectCopy, commands)]
 
 
 def test_without_a_decode_instance_it_decodes_where_it_is_computed() -> None:
@@ -67,9 +67,11 @@ def test_its_decodes_move_to_a_decode_instance_that_comes() -> None:
     for name in ("r", "s"):
         compute(bench, name)
     commands = bench.feed(InstanceJoined(DECODE, ()))
-    assert [(place.instance_id, place.request_id) for place in of(PlaceDecode, commands)] == [("d", "r"), ("d", "s")]
+    assert [(place.instance_id, place.request_id) for place in of(ExpectCopy, commands)] == [("d", "r"), ("d", "s")]
     for name in ("r", "s"):
-        bench.feed(MoveSent(*bench._transfer(P, name), num_bytes=1, duration_s=0.1, frozen_s=0.0))
+        bench.feed(
+            TransferSent(*bench._transfer(P, name), num_bytes=1, duration_s=0.1, exposed_s=0.0, was_decoding=True)
+        )
         bench.released(P, name)
     assert decoding_on(bench) == {"p": 0, "d": 2}
     assert compute(bench, "t") == ["d"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, Command, PlaceDecode, RunStep
+from pdmesh.core.commands import AdmitPrefill, Command, ExpectCopy, RunStep
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.operator_events import BatchingChangeRequested, BundleChangeRequested
 from pdmesh.model import InstanceId, Role
@@ -45,7 +45,7 @@ def test_a_prompt_is_computed_where_it_decodes_while_all_that_prefill_are_busy()
     commands = bench.arrive("local", 300)
     (admitted,) = of(AdmitPrefill, commands)
     assert (admitted.instance_id, admitted.decode_instance_id) == ("d", None)  # it stays
-    assert not of(PlaceDecode, commands)
+    assert not of(ExpectCopy, commands)
     steps = of(RunStep, commands)
     assert [(run.instance_id, run.plan.chunks[0].num_tokens) for run in steps] == [("d", 96), ("d", 96)]
     assert all(run.plan.with_decodes for run in steps)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import Command, ForgetRequest, FreeKv, GrantTransfer, Outcome, PlaceDecode, Restart, Stop
+from pdmesh.core.commands import Command, ExpectCopy, ForgetRequest, FreeKv, Outcome, Restart, SendCopy, Stop
 from pdmesh.core.copies.decode_moves import MAX_AT_ONCE
 from pdmesh.core.events import (
     DrainRequested,
@@ -14,12 +14,11 @@ from pdmesh.core.events import (
     InstanceJoined,
     InstanceLost,
     InstanceSuspected,
-    MoveFailed,
-    MoveSent,
     RequestCancelled,
     RequestDropped,
     Tick,
     TransferFailed,
+    TransferSent,
 )
 from pdmesh.core.operator_events import OperationCancelled, OperationRequested
 from pdmesh.core.operators.operation_records import OperationRecord
@@ -32,7 +31,6 @@ from pdmesh.model import (
     RequestId,
     Resident,
     Role,
-    TransferPurpose,
 )
 from pdmesh_testing.core import GATEWAY, CoreBench, bench_of, named_profile, of, resumed, stopped
 from pdmesh_testing.modelled import modelled_profile
@@ -84,10 +82,10 @@ class Move:
         return self.bench.landed(self.target, "a")
 
     def sent(self) -> list[Command]:
-        return self.bench.feed(MoveSent(*self.bench._transfer(self.source, "a"), 1, 0.1, 0.001))
+        return self.bench.feed(TransferSent(*self.bench._transfer(self.source, "a"), 1, 0.1, 0.001, was_decoding=True))
 
     def failed(self, *, committed: bool) -> list[Command]:
-        return self.bench.feed(MoveFailed(*self.bench._transfer(self.source, "a"), committed, "why"))
+        return self.bench.feed(TransferFailed(*self.bench._transfer(self.source, "a"), "why", committed))
 
     def finished(self, instance_id: str) -> None:
         """Ends on the instance; nothing is left anywhere."""
@@ -106,10 +104,10 @@ class Move:
 
 def test_a_move_is_reserved_granted_landed_and_done() -> None:
     move = Move()
-    (place,), (grant,) = of(PlaceDecode, move.commands), of(GrantTransfer, move.commands)
+    (place,), (grant,) = of(ExpectCopy, move.commands), of(SendCopy, move.commands)
     assert (place.instance_id, grant.instance_id) == (move.target, move.source)
     assert place.transfer == grant.transfer
-    assert place.transfer.purpose is TransferPurpose.MOVE
+    assert place.transfer.is_move
     assert move.is_(OperationState.RUNNING)
     move.landed()
     assert move.is_(OperationState.DONE)
@@ -140,10 +138,10 @@ def test_a_source_that_missed_the_acknowledgement_is_freed() -> None:
 
 def test_word_of_a_move_before_says_nothing_of_this_one() -> None:
     move = Move()
-    late = MoveFailed(*move.bench._transfer(move.source, "a"), True, "why")
+    late = TransferFailed(*move.bench._transfer(move.source, "a"), "why", True)
     move.failed(committed=False)
     move.bench.released(move.target, "a")
-    assert of(GrantTransfer, move.move("again"))
+    assert of(SendCopy, move.move("again"))
     assert not of(FreeKv, move.bench.feed(late))
     move.landed()
     move.sent()
@@ -154,12 +152,12 @@ def test_word_of_a_move_before_says_nothing_of_this_one() -> None:
 def test_a_request_moves_back_once_its_source_is_free() -> None:
     move = Move()
     move.landed()
-    assert not of(PlaceDecode, move.move("too soon", target=move.source))
+    assert not of(ExpectCopy, move.move("too soon", target=move.source))
     assert move.is_(OperationState.REFUSED)
     move.sent()
     move.bench.released(move.source, "a")
     move.source, move.target = move.target, move.source
-    assert of(GrantTransfer, move.move("back"))
+    assert of(SendCopy, move.move("back"))
     move.landed()
     move.sent()
     move.bench.released(move.source, "a")
@@ -398,7 +396,7 @@ def test_what_cannot_move_is_refused_in_one_sentence(request_id: str, target: st
     move.bench = bench
     assert bench.decoding("a") == "d0"
     bench.arrive("w")
-    assert not of(PlaceDecode, move.move("x", request_id, target))
+    assert not of(ExpectCopy, move.move("x", request_id, target))
     assert move.is_(OperationState.REFUSED)
     assert reason in move.operation.detail
 
@@ -415,8 +413,8 @@ def test_a_drain_moves_what_decodes_and_a_stopping_process_does_the_same() -> No
     ):
         bench = bench_of("p0", "d0", "d1")
         assert bench.decoding("a") == "d0"
-        (place,) = of(PlaceDecode, bench.feed(event))
-        assert (place.instance_id, place.transfer.purpose) == ("d1", TransferPurpose.MOVE)
+        (place,) = of(ExpectCopy, bench.feed(event))
+        assert (place.instance_id, place.transfer.is_move) == ("d1", True)
         bench.landed("d1", "a")
         bench.released("d0", "a")
         if bench.core.operations:
@@ -430,7 +428,7 @@ def test_who_was_about_to_stop_and_is_lost_is_forgotten() -> None:
     bench.feed(InstanceJoined(named_profile("d1"), (), stopping=True))
     bench.feed(InstanceLost(InstanceId("d1")))
     bench.feed(InstanceJoined(named_profile("d1"), ()))
-    assert [place.instance_id for place in of(PlaceDecode, bench.feed(DrainRequested(InstanceId("d0"))))] == ["d1"]
+    assert [place.instance_id for place in of(ExpectCopy, bench.feed(DrainRequested(InstanceId("d0"))))] == ["d1"]
 
 
 def test_only_a_few_leave_at_a_time_and_fewer_are_sent() -> None:
@@ -439,11 +437,11 @@ def test_only_a_few_leave_at_a_time_and_fewer_are_sent() -> None:
         bench.decoding(f"r{number}")
     bench.feed(InstanceJoined(named_profile("d1", num_transfer_backends=4), ()))
     commands = bench.feed(DrainRequested(InstanceId("d0")))
-    assert len(of(PlaceDecode, commands)) == 4
-    assert len(of(GrantTransfer, commands)) == 2
+    assert len(of(ExpectCopy, commands)) == 4
+    assert len(of(SendCopy, commands)) == 2
     commands = bench.landed("d1", "r0")
-    assert len(of(PlaceDecode, commands)) == 1
-    assert len(of(GrantTransfer, commands)) == 1
+    assert len(of(ExpectCopy, commands)) == 1
+    assert len(of(SendCopy, commands)) == 1
 
 
 def test_no_more_leave_at_a_time_where_they_go_to_several() -> None:
@@ -452,7 +450,7 @@ def test_no_more_leave_at_a_time_where_they_go_to_several() -> None:
         bench.decoding(f"r{number}")
     for name in ("d1", "d2"):
         bench.feed(InstanceJoined(named_profile(name), ()))
-    places = of(PlaceDecode, bench.feed(DrainRequested(InstanceId("d0"))))
+    places = of(ExpectCopy, bench.feed(DrainRequested(InstanceId("d0"))))
     assert len(places) == MAX_AT_ONCE
     assert {place.instance_id for place in places} == {"d1", "d2"}
 
@@ -468,5 +466,5 @@ def test_no_more_come_at_a_time_where_several_are_left() -> None:
     bench.feed(InstanceJoined(named_profile("d2"), ()))
     for name in left:
         bench.feed(InstanceSuspected(name, suspected=False))
-    moves = [place for place in of(PlaceDecode, bench.commands) if place.transfer.purpose is TransferPurpose.MOVE]
+    moves = [place for place in of(ExpectCopy, bench.commands) if place.transfer.is_move]
     assert [place.instance_id for place in moves] == ["d2"] * MAX_AT_ONCE

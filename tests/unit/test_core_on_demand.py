@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, FreeKv, PlaceDecode, Reject, Restart, RunStep
+from pdmesh.core.commands import AdmitPrefill, ExpectCopy, FreeKv, Reject, Restart, RunStep
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import GatewayJoined, InstanceJoined, KvLow, RequestArrived, Tick
 from pdmesh.core.instances.kv_growth import Growth
@@ -62,7 +62,7 @@ def test_a_hand_over_reserves_two_blocks_more_than_the_prompt() -> None:
     )
     commands = bench.arrive("a", prompt=9, output=100)
     assert [admit.num_blocks for admit in of(AdmitPrefill, commands)] == [3]
-    assert [place.num_blocks for place in of(PlaceDecode, commands)] == [5]
+    assert [place.num_blocks for place in of(ExpectCopy, commands)] == [5]
 
 
 def test_a_small_max_tokens_is_a_bound() -> None:

@@ -9,8 +9,8 @@ import pytest
 from pdmesh.core.commands import (
     AdmitPrefill,
     Command,
+    ExpectCopy,
     FreeKv,
-    PlaceDecode,
     Restart,
     RunStep,
     SetRole,
@@ -47,7 +47,7 @@ def test_a_drain_is_done_when_the_last_request_has_left() -> None:
     target = bench.decoding("a")
     assert not restarted(bench.feed(asked_for("drain", target, name="x")))
     assert (bench.operation("x").state, bench.operation("x").num_left) == (OperationState.RUNNING, 1)
-    (place,) = of(PlaceDecode, bench.arrive("b"))
+    (place,) = of(ExpectCopy, bench.arrive("b"))
     assert place.instance_id != target
     bench.finish(target, "a")
     bench.released(target, "a")
@@ -70,7 +70,7 @@ def test_what_is_left_at_the_time_limit_starts_again_elsewhere() -> None:
     for name in ("d0", "d1"):
         bench.released(name, "a")
     assert bench.operation("x").state is OperationState.DONE
-    (place,) = of(PlaceDecode, bench.arrive("a", epoch=1))
+    (place,) = of(ExpectCopy, bench.arrive("a", epoch=1))
     assert place.instance_id != target
 
 
@@ -157,7 +157,7 @@ def test_an_instance_takes_on_its_new_role_at_once_and_the_operation_is_done_whe
     placed = [bench.arrive(name) for name in ("b", "c", "d")]
     prefills = {admitted.instance_id for commands in placed for admitted in of(AdmitPrefill, commands)}
     assert target in prefills, "it prefills while its decode leaves"
-    assert target not in {place.instance_id for commands in placed for place in of(PlaceDecode, commands)}
+    assert target not in {place.instance_id for commands in placed for place in of(ExpectCopy, commands)}
     bench.finish(target, "a")
     bench.released(target, "a")
     assert bench.operation("x").state is OperationState.DONE
@@ -168,7 +168,7 @@ def test_what_comes_to_an_instance_in_its_new_role_need_not_leave_it() -> None:
     (step,) = of(RunStep, bench.arrive("a"))
     bench.feed(asked_for("role", step.instance_id, role="decode", name="x", timeout_s=10.0))
     assert bench.operation("x").num_left == 1
-    places = [place.instance_id for name in "bcd" for place in of(PlaceDecode, bench.arrive(name))]
+    places = [place.instance_id for name in "bcd" for place in of(ExpectCopy, bench.arrive(name))]
     assert step.instance_id in places, "it decodes while its prompt is computed to its end"
     assert bench.operation("x").num_left == 1
     bench.feed(Tick(), at_s=bench.now_s + 10.0)
@@ -303,7 +303,7 @@ def test_a_process_that_only_reconnects_is_told_again_to_stop() -> None:
     bench = bench_of("p0", "d0", "d1")
     assert of(StopInstance, bench.feed(asked_for("restart", "d0", name="x")))
     assert of(StopInstance, bench.feed(again("d0", pid=0)))
-    (place,) = of(PlaceDecode, bench.arrive("a"))
+    (place,) = of(ExpectCopy, bench.arrive("a"))
     assert place.instance_id == "d1"
 
 

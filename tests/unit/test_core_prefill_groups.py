@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, Command, FreeKv, GrantTransfer, PlaceDecode, Restart, RunStep, Stop
+from pdmesh.core.commands import AdmitPrefill, Command, ExpectCopy, FreeKv, Restart, RunStep, SendCopy, Stop
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
     DrainRequested,
     Event,
     GroupPrefix,
-    HelperJoined,
     InstanceJoined,
     InstanceLost,
     InstanceSuspected,
     InstanceUnreachable,
+    KvExpected,
     KvReleased,
     RequestArrived,
     RequestCancelled,
@@ -85,7 +85,7 @@ def asked(commands: list[Command]) -> list[str]:
 
 
 def join(bench: CoreBench, instance_id: str = HELPER) -> list[Command]:
-    return bench.feed(HelperJoined(InstanceId(instance_id), *KEY))
+    return bench.feed(KvExpected(InstanceId(instance_id), *KEY))
 
 
 class Running:
@@ -348,14 +348,14 @@ def test_what_a_silent_helper_has_in_flight_keeps_no_backend_from_others() -> No
     running = computing(num_transfer_backends=1)
     bench = running.bench
     bench.offered(LEADER, "long")
-    assert [grant.request_id for grant in of(GrantTransfer, bench.commands)] == ["long"]
+    assert [grant.request_id for grant in of(SendCopy, bench.commands)] == ["long"]
     bench.feed(InstanceSuspected(HELPER))
     while running.plans()[LEADER]:
         running.end_without(LEADER)
     assert running.plans()[HELPER]
     bench.arrive("other", 16)
     assert [pause.request_id for pause in stopped(Stop.PAUSE, bench.offered(LEADER, "other"))] == ["long"]
-    assert [grant.request_id for grant in of(GrantTransfer, bench.paused(LEADER, "long"))] == ["other"]
+    assert [grant.request_id for grant in of(SendCopy, bench.paused(LEADER, "long"))] == ["other"]
     late = running.end(HELPER)
     assert not of(Restart, late)
     assert not stopped(Stop.PAUSE, late)
@@ -535,7 +535,7 @@ def test_a_prompt_is_computed_whatever_a_helper_has_yet_to_say_of_its_own_chunk(
         InstanceJoined(modelled_profile("e", Role.DECODE, num_blocks=1024, max_model_len=4096, num_layers=8), ())
     )
     bench.arrive("long", 1024)
-    receiver_id = next(place.instance_id for place in of(PlaceDecode, bench.commands))
+    receiver_id = next(place.instance_id for place in of(ExpectCopy, bench.commands))
     join(bench)
     bench.offered(LEADER, "long")
     running = Running(bench)
@@ -546,7 +546,7 @@ def test_a_prompt_is_computed_whatever_a_helper_has_yet_to_say_of_its_own_chunk(
     assert running.plans()[HELPER], "it has told nothing of its last chunk"
     assert bench.core._mesh.requests[KEY[0]].is_computed
     commands = bench.feed(silence(receiver_id))
-    assert not of(PlaceDecode, commands)
+    assert not of(ExpectCopy, commands)
     assert not of(Restart, commands)
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import Command, FreeKv, PlaceDecode, Restart, RunStep
+from pdmesh.core.commands import Command, ExpectCopy, FreeKv, Restart, RunStep
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.copies.decode_moves import MAX_FAILED
 from pdmesh.core.copies.rebalancing import COOL_DOWN_S, LOOK_S
-from pdmesh.core.events import InstanceJoined, InstanceSuspected, KvLow, MoveFailed, MoveSent, Tick
+from pdmesh.core.events import InstanceJoined, InstanceSuspected, KvLow, Tick, TransferFailed, TransferSent
 from pdmesh.core.operator_events import BundleChangeRequested
-from pdmesh.model import Epoch, InstanceId, RequestId, Role, TransferPurpose
+from pdmesh.model import Epoch, InstanceId, RequestId, Role
 from pdmesh.plans import ResidentContext
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
@@ -28,11 +28,7 @@ CONFIG = CoreConfig(kv_reservation=KvReservation.ON_DEMAND, policy=POLICY, max_q
 
 def moves_in(commands: list[Command]) -> list[tuple[str, str]]:
     """Who begins to move, and where to."""
-    return [
-        (place.request_id, place.instance_id)
-        for place in of(PlaceDecode, commands)
-        if place.transfer.purpose is TransferPurpose.MOVE
-    ]
+    return [(place.request_id, place.instance_id) for place in of(ExpectCopy, commands) if place.transfer.is_move]
 
 
 class Bench(CoreBench):
@@ -62,7 +58,7 @@ class Bench(CoreBench):
 
     def move_landed(self, request_id: str, source: str, target: str) -> list[Command]:
         commands = self.landed(target, request_id)
-        commands += self.feed(MoveSent(*self._transfer(source, request_id), 1, 0.1, 0.001))
+        commands += self.feed(TransferSent(*self._transfer(source, request_id), 1, 0.1, 0.001, was_decoding=True))
         return commands + self.released(source, request_id)
 
 
@@ -107,7 +103,7 @@ def test_who_stands_still_waits_for_what_moves_and_retracts_nobody() -> None:
 def test_where_the_move_fails_it_is_retracted_as_without_moves() -> None:
     bench = short_of_memory(b=64)
     ((who, _),) = moves_in(bench.low("a", ("r0", 17)))
-    bench.feed(MoveFailed(*bench._transfer("a", who), committed=False, reason="why"))
+    bench.feed(TransferFailed(*bench._transfer("a", who), committed=False, reason="why"))
     bench.released("b", who)
     bench.low("a", ("r0", 18))
     for _ in range(3):
@@ -126,7 +122,7 @@ def test_whose_moves_failed_so_often_stays_where_it_is() -> None:
         while moves := moves_in(commands):
             ((who, _),) = moves
             num_failed[who] += 1
-            commands = bench.feed(MoveFailed(*bench._transfer("a", who), committed=False, reason="why"))
+            commands = bench.feed(TransferFailed(*bench._transfer("a", who), committed=False, reason="why"))
             commands += bench.released("b", who)
         bench.now_s += COOL_DOWN_S
     assert num_failed == {"r1": MAX_FAILED, "r2": MAX_FAILED}
@@ -226,7 +222,7 @@ def test_what_is_about_to_leave_counts_once() -> None:
     bench = slow(number=9)
     (first,) = look(bench)
     assert not look(bench), "one at a time"
-    bench.feed(MoveFailed(*bench._transfer("a", first[0]), committed=False, reason="why"))
+    bench.feed(TransferFailed(*bench._transfer("a", first[0]), committed=False, reason="why"))
     assert [free.instance_id for free in of(FreeKv, bench.commands)] == ["b"]
     bench.released("b", first[0])
     ((second, _),) = look(bench)

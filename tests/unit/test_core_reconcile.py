@@ -8,10 +8,10 @@ import pytest
 
 from pdmesh.core.commands import (
     AdmitPrefill,
+    ExpectCopy,
     ForgetRequest,
     FreeKv,
     Outcome,
-    PlaceDecode,
     Reject,
     Restart,
     RunStep,
@@ -139,7 +139,7 @@ def test_a_resident_that_does_not_decode_is_freed_at_once() -> None:
 def test_a_resident_that_was_freed_twice_gives_back_nothing_that_was_promised_since() -> None:
     """Seed 110 of the simulation: it gave up by itself while FreeKv was on its way, and answered that too."""
     bench = CoreBench(modelled_profile("p", Role.PREFILL), DECODE)
-    (place,) = of(PlaceDecode, bench.arrive("a"))
+    (place,) = of(ExpectCopy, bench.arrive("a"))
     bench.feed(InstanceLost(D))
     brought = place.transfer.transfer_id
     (free,) = of(
@@ -147,7 +147,7 @@ def test_a_resident_that_was_freed_twice_gives_back_nothing_that_was_promised_si
     )
     assert free.transfer_id == brought
     released = KvReleased(D, RequestId("a"), Epoch(0), brought)
-    (again,) = of(PlaceDecode, bench.feed(released))
+    (again,) = of(ExpectCopy, bench.feed(released))
     assert bench.feed(KvReleased(D, RequestId("a"), Epoch(0), free.transfer_id)) == []
     assert bench.core.ignored["KvReleased"] == 1
     bench.feed(RequestCancelled(GATEWAY, RequestId("a"), Epoch(0)))

@@ -14,7 +14,7 @@ from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.group_state import GroupState
 from pdmesh.core.requests.phases import FACTS, TRANSITIONS, IllegalTransition, Phase
 from pdmesh.core.requests.request import RequestState
-from pdmesh.model import InstanceId, TransferPurpose
+from pdmesh.model import InstanceId
 from pdmesh.policy.views import Rank
 from pdmesh_testing.core import a_request
 from pdmesh_testing.worker import a_shard, a_transfer
@@ -45,7 +45,7 @@ def to(state: RequestState) -> Copy:
 
 
 def a_move(state: RequestState) -> Copy:
-    return Copy(state.key, replace(a_transfer(DECODE, OTHER), purpose=TransferPurpose.MOVE))
+    return Copy(state.key, replace(a_transfer(DECODE, OTHER), decoding=True))
 
 
 def test_a_request_that_is_handed_over_goes_through_its_phases() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import PlaceDecode, RunStep, StopInstance
+from pdmesh.core.commands import ExpectCopy, RunStep, StopInstance
 from pdmesh.core.events import Event, InstanceJoined, InstanceLost, Tick
 from pdmesh.core.operator_events import (
     ActuatorLost,
@@ -155,7 +155,7 @@ def test_what_would_start_again_as_it_is_is_replaced_by_its_actuator_and_not_tol
     machine.outdated = ["prefill-0"]
     machine.report()
     commands = machine.bench.arrive("a")
-    (place,), (step,) = of(PlaceDecode, commands), of(RunStep, commands)
+    (place,), (step,) = of(ExpectCopy, commands), of(RunStep, commands)
     assert step.instance_id == "prefill-0"
     machine.bench.feed(ROLLING)
     machine.bench.done("prefill-0", step.plan)

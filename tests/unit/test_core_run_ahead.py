@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode, Restart, RunStep
+from pdmesh.core.commands import AdmitPrefill, ExpectCopy, Restart, RunStep, SendCopy
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import InstanceLost, RequestArrived, TransferOffered
 from pdmesh.core.operator_events import BundleChangeRequested
@@ -49,14 +49,14 @@ def test_it_is_computed_while_nobody_has_room_and_goes_where_there_is_some_first
     commands = bench.arrive("ahead", 8, 400)
     (admit,), (step,) = of(AdmitPrefill, commands), of(RunStep, commands)
     assert (admit.awaits_receiver, admit.transfer, admit.num_blocks) == (True, None, 2)
-    assert not of(PlaceDecode, commands)
+    assert not of(ExpectCopy, commands)
     assert bench.feed(TransferOffered(admit.instance_id, RequestId("ahead"), Epoch(0), NO_TRANSFER)) == []
     bench.done("p", step.plan)
     bench.finish("d", "first")
     bench.arrive("late", 8, 400)
     commands = bench.released("d", "first")
-    assert [place.request_id for place in of(PlaceDecode, commands)] == ["ahead"]
-    assert [grant.request_id for grant in of(GrantTransfer, commands)] == ["ahead"]
+    assert [place.request_id for place in of(ExpectCopy, commands)] == ["ahead"]
+    assert [grant.request_id for grant in of(SendCopy, commands)] == ["ahead"]
     bench.landed("d", "ahead")
     bench.sent("p", "ahead")
     bench.released("p", "ahead")
@@ -147,6 +147,6 @@ def test_a_long_prompt_leaves_room_to_others_that_wait_until_it_needs_it() -> No
     placed: list[str] = []
     while plans:  # short ones have their room first; it has its own before its last chunk is planned
         commands = bench.done("p", plans.pop(0))
-        placed += [place.request_id for place in of(PlaceDecode, commands)]
+        placed += [place.request_id for place in of(ExpectCopy, commands)]
         plans += [step.plan for step in of(RunStep, commands)]
     assert placed == ["short-0", "short-1", "long"]

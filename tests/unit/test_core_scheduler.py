@@ -9,14 +9,14 @@ import pytest
 from pdmesh.core.commands import (
     AdmitPrefill,
     Command,
+    ExpectCopy,
     ForgetRequest,
     FreeKv,
-    GrantTransfer,
     Outcome,
-    PlaceDecode,
     Reject,
     Restart,
     RunStep,
+    SendCopy,
     SetRole,
     Stop,
     StopCopy,
@@ -86,7 +86,7 @@ def limited(**limits: float) -> CoreConfig:
 def test_prefill_and_decode_are_placed_before_the_first_step() -> None:
     bench = CoreBench(prefill(), decode())
     place, admit, step, *_ = bench.arrive("r", prompt=8, output=6)
-    assert isinstance(place, PlaceDecode)
+    assert isinstance(place, ExpectCopy)
     assert isinstance(admit, AdmitPrefill)
     assert isinstance(step, RunStep)
     assert (place.instance_id, place.transfer.source_ids, place.num_blocks) == (D, (P,), 4)  # 8 + 6 - 1 tokens
@@ -99,7 +99,7 @@ def test_prefill_and_decode_are_placed_before_the_first_step() -> None:
 def test_a_mixed_instance_decodes_what_it_prefilled_without_a_transfer() -> None:
     bench = CoreBench(mixed(), decode())
     commands = bench.arrive("r", prompt=8, output=6)
-    assert not of(PlaceDecode, commands)
+    assert not of(ExpectCopy, commands)
     (admit,) = of(AdmitPrefill, commands)
     assert (admit.instance_id, admit.decode_instance_id, admit.num_blocks) == (M, None, 4)
     assert of(RunStep, commands)[0].plan.with_decodes
@@ -108,7 +108,7 @@ def test_a_mixed_instance_decodes_what_it_prefilled_without_a_transfer() -> None
 def test_a_mixed_instance_without_a_seat_moves_what_it_prefilled() -> None:
     bench = CoreBench(mixed(max_num_seqs=1), decode())
     bench.arrive("stays")
-    (place,) = of(PlaceDecode, bench.arrive("moves"))
+    (place,) = of(ExpectCopy, bench.arrive("moves"))
     assert (place.instance_id, place.transfer.source_ids) == (D, (M,))
 
 
@@ -120,7 +120,7 @@ def test_prompts_go_where_fewest_tokens_are_queued_and_ties_to_the_smaller_id() 
 
 def test_decodes_go_to_the_freest_instance_counting_what_is_promised() -> None:
     bench = CoreBench(prefill(), decode("d0"), decode("d1"))
-    places = [of(PlaceDecode, bench.arrive(name, prompt=2))[0] for name in ("a", "b")]
+    places = [of(ExpectCopy, bench.arrive(name, prompt=2))[0] for name in ("a", "b")]
     assert [place.instance_id for place in places] == ["d0", "d1"]
 
 
@@ -242,11 +242,11 @@ def test_transfers_are_granted_in_order_of_first_offer_as_backends_get_free() ->
     bench = CoreBench(prefill(), decode(num_transfer_backends=1), config=limited(plans_in_flight=3))
     for name in ("a", "b", "c"):
         bench.arrive(name, prompt=4)
-    assert [grant.request_id for grant in of(GrantTransfer, bench.offered(P, "b"))] == ["b"]
+    assert [grant.request_id for grant in of(SendCopy, bench.offered(P, "b"))] == ["b"]
     for name in ("c", "a", "c", "b"):
-        assert not of(GrantTransfer, bench.offered(P, name))
-    (grant,) = of(GrantTransfer, bench.landed(D, "b"))
-    (place,) = (place for place in of(PlaceDecode, bench.commands) if place.request_id == "c")
+        assert not of(SendCopy, bench.offered(P, name))
+    (grant,) = of(SendCopy, bench.landed(D, "b"))
+    (place,) = (place for place in of(ExpectCopy, bench.commands) if place.request_id == "c")
     assert (grant.request_id, grant.instance_id, grant.transfer) == ("c", P, place.transfer)
 
 
@@ -255,8 +255,8 @@ def test_a_cancelled_transfer_keeps_its_backend_until_the_receiver_has_freed() -
     for name in ("a", "b"):
         bench.arrive(name, prompt=4)
         bench.offered(P, name)
-    assert not of(GrantTransfer, bench.feed(RequestCancelled(GATEWAY, RequestId("a"), Epoch(0))))
-    assert [grant.request_id for grant in of(GrantTransfer, bench.released("d", "a"))] == ["b"]
+    assert not of(SendCopy, bench.feed(RequestCancelled(GATEWAY, RequestId("a"), Epoch(0))))
+    assert [grant.request_id for grant in of(SendCopy, bench.released("d", "a"))] == ["b"]
 
 
 def test_a_cancelled_offer_leaves_the_line() -> None:
@@ -265,7 +265,7 @@ def test_a_cancelled_offer_leaves_the_line() -> None:
         bench.arrive(name, prompt=4)
         bench.offered(P, name)
     bench.feed(RequestCancelled(GATEWAY, RequestId("b"), Epoch(0)))
-    assert [grant.request_id for grant in of(GrantTransfer, bench.landed(D, "a"))] == ["c"]
+    assert [grant.request_id for grant in of(SendCopy, bench.landed(D, "a"))] == ["c"]
 
 
 @pytest.mark.parametrize("side", [P, D])
@@ -465,7 +465,7 @@ def test_a_preempted_request_gives_its_backend_to_one_that_waits() -> None:
         return bench.offered(P, request_id)
 
     first, second = (step.plan for step in of(RunStep, bench.arrive("long", prompt=12)))
-    assert [grant.request_id for grant in of(GrantTransfer, offered("long"))] == ["long"]
+    assert [grant.request_id for grant in of(SendCopy, offered("long"))] == ["long"]
     bench.arrive("a", prompt=4)
     bench.arrive("b", prompt=4)
     (third,) = of(RunStep, bench.done("p", first))
@@ -480,14 +480,14 @@ def test_a_preempted_request_gives_its_backend_to_one_that_waits() -> None:
     assert bench.paused(D, "long") == []  # from the wrong side
     assert bench.paused(P, "a") == []  # nobody asked it
     commands = bench.paused(P, "long")
-    assert [grant.request_id for grant in of(GrantTransfer, commands)] == ["a"]
+    assert [grant.request_id for grant in of(SendCopy, commands)] == ["a"]
     assert offered("b") == []
-    assert of(GrantTransfer, bench.paused(P, "long")) == []  # said already
+    assert of(SendCopy, bench.paused(P, "long")) == []  # said already
 
     (last,) = of(RunStep, bench.done("p", third.plan))
     assert [chunk.request_id for chunk in last.plan.chunks] == ["long"]
     commands = bench.landed(D, "a")
-    assert [grant.request_id for grant in of(GrantTransfer, commands)] == ["long"]  # its first offer was before b's
+    assert [grant.request_id for grant in of(SendCopy, commands)] == ["long"]  # its first offer was before b's
 
 
 @pytest.mark.parametrize("answered", [True, False])
@@ -503,9 +503,9 @@ def test_a_request_that_ends_while_its_backend_comes_back_frees_it_once(answered
     assert len(stopped(Stop.PAUSE, bench.offered(P, "a"))) == 1
     bench.feed(RequestCancelled(GATEWAY, RequestId("long"), Epoch(0)))
     if answered:
-        assert of(GrantTransfer, bench.paused(P, "long")) == []
+        assert of(SendCopy, bench.paused(P, "long")) == []
     commands = bench.released("d", "long")
-    assert [grant.request_id for grant in of(GrantTransfer, commands)] == ["a"]
+    assert [grant.request_id for grant in of(SendCopy, commands)] == ["a"]
 
 
 def test_a_short_outage_heals_and_a_long_one_is_told_as_such() -> None:
@@ -562,7 +562,7 @@ def test_a_lost_decode_restarts_all_of_its_requests() -> None:
     commands = bench.feed(InstanceLost(InstanceId("d0")))
     assert [restart.request_id for restart in of(Restart, commands)] == ["a"]
     assert [free.instance_id for free in of(FreeKv, commands)] == [P]
-    (place,) = of(PlaceDecode, bench.arrive("a", epoch=1))
+    (place,) = of(ExpectCopy, bench.arrive("a", epoch=1))
     assert place.instance_id == "d1"
 
 

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from pdmesh.core.commands import FreeKv, GrantTransfer, Restart, RunStep
+from pdmesh.core.commands import FreeKv, Restart, RunStep, SendCopy
 from pdmesh.core.events import RequestDropped
 from pdmesh.core.requests.broker import TransferBroker
 from pdmesh.core.requests.copy import Copy
-from pdmesh.model import Epoch, IndexRange, InstanceId, KvPart, RequestId, RequestKey, Role, TransferPurpose
+from pdmesh.model import Epoch, IndexRange, InstanceId, KvPart, RequestId, RequestKey, Role
 from pdmesh.plans import KvShard
 from pdmesh_testing.core import CoreBench, of
 from pdmesh_testing.modelled import modelled_profile
@@ -35,7 +35,6 @@ class Bench:
     def open(self, name: str, sources: tuple[InstanceId, ...], destinations: tuple[InstanceId, ...]) -> Copy:
         return self.broker.open(
             key(name),
-            TransferPurpose.HAND_OVER,
             tuple(shard(source, 4 * index, 4) for index, source in enumerate(sources)),
             tuple(shard(destination, 0, 4 * len(sources)) for destination in destinations),
         )
@@ -129,7 +128,7 @@ def core() -> CoreBench:
 
 def test_a_source_frees_after_its_acknowledgement_before_the_landing_is_heard_of(core: CoreBench) -> None:
     (step,) = of(RunStep, core.arrive("r"))
-    assert len(of(GrantTransfer, core.offered("p", "r"))) == 1
+    assert len(of(SendCopy, core.offered("p", "r"))) == 1
     core.done("p", step.plan)
     core.sent("p", "r")
     assert core.released("p", "r") == []

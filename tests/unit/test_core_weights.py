@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, FetchKept, ForgetRequest, PlaceDecode, Reject, Restart, RunStep
+from pdmesh.core.commands import AdmitPrefill, ExpectCopy, ForgetRequest, Reject, Restart, RunStep
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import DrainRequested, InstanceJoined, InstanceLost, RequestArrived, Tick
 from pdmesh.core.instances.revisions import several_revisions
@@ -130,16 +130,16 @@ def test_kv_without_a_receiver_waits_for_one_of_its_weights() -> None:
     bench = bench_with(p0=OLD, d0=OLD, d1=NEW)
     bench.arrive("a")
     bench.offered("p0", "a")
-    assert not of(PlaceDecode, bench.feed(InstanceLost(InstanceId("d0"))))
-    (place,) = of(PlaceDecode, bench.feed(joined(d2=OLD)))
+    assert not of(ExpectCopy, bench.feed(InstanceLost(InstanceId("d0"))))
+    (place,) = of(ExpectCopy, bench.feed(joined(d2=OLD)))
     assert place.instance_id == "d2"
 
 
 def test_a_decode_moves_to_its_weights_alone() -> None:
     bench = bench_with(p0=OLD, d0=OLD, d1=NEW)
     bench.decoding("a")
-    assert not of(PlaceDecode, bench.feed(DrainRequested(InstanceId("d0"))))
-    (place,) = of(PlaceDecode, bench.feed(joined(d2=OLD)))
+    assert not of(ExpectCopy, bench.feed(DrainRequested(InstanceId("d0"))))
+    (place,) = of(ExpectCopy, bench.feed(joined(d2=OLD)))
     assert place.instance_id == "d2"
 
 
@@ -260,4 +260,4 @@ def test_hashes_for_other_weights_are_neither_used_nor_kept() -> None:
     bench.released(admit.instance_id, "b")
     (again,) = of(AdmitPrefill, bench.feed(a_prompt("c", NEW, 1, 2, 3)))
     assert (again.instance_id, again.num_reused_granules) == (admit.instance_id, 3)
-    assert not of(FetchKept, bench.commands)
+    assert not of(ExpectCopy, bench.commands)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pdmesh.core.commands import Hold, SetRole, WakeAt
-from pdmesh.core.events import InstanceJoined, InstanceLost, KvReleased, OffloadedLost, RequestArrived, Tick
+from pdmesh.core.events import InstanceJoined, InstanceLost, KvReleased, RequestArrived, Tick
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.decisions import PAGE_DECISIONS, RECENT_S, Decision, MeshMembers, RecentDecisions, decode_decision
 from pdmesh.errors import ProtocolError
@@ -59,11 +59,9 @@ def test_no_hashes_of_commands_and_reports_are_kept() -> None:
     )
     joined = InstanceJoined(P0, (replace(resident, granules=HASHES),), kept=HASHES, offloaded=HASHES)
     recent.record(0.0, replace(released, granules=HASHES), [full, grown])
-    recent.record(0.0, OffloadedLost(P0.instance_id, HASHES), [])
     recent.record(0.0, joined, [])
     assert all_of(recent) == [
         Decision(0.0, released, [grown, grown]),
-        Decision(0.0, OffloadedLost(P0.instance_id, ()), []),
         Decision(0.0, InstanceJoined(P0, (resident,)), []),
     ]
 

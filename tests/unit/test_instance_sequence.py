@@ -11,7 +11,7 @@ import pdmesh.instance.sequence as sequences
 import pdmesh_lab.sim.instance as simulated
 import pdmesh_testing.modelled as modelled
 from pdmesh.instance.cache import CachedPrefix
-from pdmesh.instance.copy_state import Copy, Then
+from pdmesh.instance.copy_state import Copy
 from pdmesh.instance.residents import Length
 from pdmesh.instance.sequence import PromptWork, Sequence
 from pdmesh.instance.sequence_phases import (
@@ -22,7 +22,7 @@ from pdmesh.instance.sequence_phases import (
     IllegalStep,
     SeqPhase,
 )
-from pdmesh.model import Epoch, RequestId
+from pdmesh.model import Epoch, RequestId, Then
 from pdmesh_testing.worker import a_shard, a_transfer
 
 INSTANCE = Path(sequences.__file__).parent

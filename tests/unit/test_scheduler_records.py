@@ -13,7 +13,7 @@ from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Outcome, 
 from pdmesh.core.events import (
     Event,
     GroupPrefix,
-    HelperJoined,
+    KvExpected,
     RequestArrived,
     RequestCancelled,
     RequestFinished,
@@ -328,7 +328,7 @@ def test_members_of_a_group_with_their_chunks_and_waits(prefix: int, num_again: 
         return StepDone(step.instance_id, step.plan.plan_id, 0.1, (result,), 0, waited_s=waited_s)
 
     steps = [plan(I, 0, 0, 4), plan(other, 0, 4, 2), plan(other, 1, 6, 2), plan(I, 1, prefix, 8 - prefix)]
-    told.tell(HelperJoined(other, *key), [steps[0], steps[1], steps[2]], 0.1)
+    told.tell(KvExpected(other, *key), [steps[0], steps[1], steps[2]], 0.1)
     told.tell(done(steps[0]), [], 0.2)
     told.tell(done(steps[1], waited_s=0.025), [], 0.3)
     lost = SetPlaces(

@@ -11,7 +11,7 @@ import pytest
 
 from pdmesh.config import TransferConfig
 from pdmesh.core.commands import Hold
-from pdmesh.core.events import KvLow, KvReleased, MoveSent, RequestFinished, StepDone
+from pdmesh.core.events import KvLow, KvReleased, RequestFinished, StepDone, TransferSent
 from pdmesh.model import RequestId, Role, SamplingParams, num_blocks_for
 from pdmesh.worker.drafts import PromptLookup, most_drafted
 from pdmesh.worker.sequences import LocalRequest
@@ -184,7 +184,7 @@ async def test_a_drafted_stream_is_handed_over_and_moves(seed: int) -> None:
         await hand_over(make_generation("r", prompt, params), prefill, source, [7])
         await source.until(lambda: len(source.tokens_of("r")) >= rng.randint(1, 60))
         source.move("r", target, num_blocks_for(len(prompt) + params.max_tokens - 1, source.block_size))
-        await source.reported(MoveSent, "r")
+        await source.reported(TransferSent, "r")
         await target.reported(RequestFinished, "r")
         assert said("r", prefill, source, target) == expected
         for one in (prefill, source, target):

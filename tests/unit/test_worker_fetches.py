@@ -11,7 +11,7 @@ from pdmesh.config import TransferConfig
 from pdmesh.core.commands import FreeKv
 from pdmesh.core.events import (
     CacheReported,
-    DecodeReserved,
+    KvExpected,
     KvReleased,
     RequestDropped,
     TransferFailed,
@@ -83,7 +83,7 @@ async def test_what_was_computed_is_kept_elsewhere_and_used_there(config: Transf
         if num_there:
             await run(destination, a_generation("before", prompt[: 128 * num_there + 5]))
         tell_of_fetch(source, destination, chain, num_there=num_there)
-        await destination.reported(DecodeReserved, FETCH)
+        await destination.reported(KvExpected, FETCH)
         landed = await destination.reported(TransferLanded, FETCH)
         sent = await source.reported(TransferSent, FETCH)
         layout = source.engine.kv.layout

@@ -15,7 +15,7 @@ from pdmesh.config import TransferConfig
 from pdmesh.core.commands import RunStep
 from pdmesh.core.events import (
     GroupPrefix,
-    HelperJoined,
+    KvExpected,
     KvReleased,
     RequestDropped,
     RequestFinished,
@@ -112,7 +112,7 @@ async def test_the_output_is_that_of_one_instance(maker: TransportMaker, number:
         group_policy(running, chunks, owners_of(chunks, number))
         await check_output(running[0], "r", prompt, GREEDY)
         for helper in running[1:]:
-            assert len(helper.reports_of(HelperJoined, "r")) == 1
+            assert len(helper.reports_of(KvExpected, "r")) == 1
             assert helper.tokens == []
             assert helper.reports_of(TransferOffered, "r") == []
         for member in running[1:]:

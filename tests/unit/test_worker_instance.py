@@ -15,7 +15,7 @@ import pytest
 from anyio import to_thread
 
 from pdmesh.config import TransferConfig
-from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode, RunStep, SetRole
+from pdmesh.core.commands import AdmitPrefill, ExpectCopy, RunStep, SendCopy, SetRole
 from pdmesh.core.events import KvReleased, RequestDropped, RequestFinished, StepDone
 from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult, StepFlight
 from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
@@ -478,7 +478,7 @@ def sent_from_nowhere(generation: Generation, running: RunningInstance) -> None:
 def granted_to_nobody(generation: Generation, running: RunningInstance) -> None:
     running.admit(generation, kv_moves=True)
     instance_id = running.instance.instance_id
-    grant = GrantTransfer(
+    grant = SendCopy(
         instance_id=instance_id,
         request_id=generation.request_id,
         epoch=generation.epoch,
@@ -487,9 +487,9 @@ def granted_to_nobody(generation: Generation, running: RunningInstance) -> None:
     running.instance.handle(grant)
 
 
-def placement(generation: Generation, running: RunningInstance, source_id: str) -> PlaceDecode:
+def placement(generation: Generation, running: RunningInstance, source_id: str) -> ExpectCopy:
     instance_id = running.instance.instance_id
-    return PlaceDecode(
+    return ExpectCopy(
         instance_id=instance_id,
         request_id=generation.request_id,
         epoch=generation.epoch,

@@ -18,14 +18,13 @@ import pytest
 from pdmesh.config import TransferConfig
 from pdmesh.core.commands import Hold, Stop, StopCopy
 from pdmesh.core.events import (
-    DecodeReserved,
+    KvExpected,
     KvReleased,
-    MoveFailed,
-    MoveSent,
     RequestDropped,
     RequestFinished,
     TransferFailed,
     TransferLanded,
+    TransferSent,
 )
 from pdmesh.kv.copy_out import KvSource
 from pdmesh.kv.outgoing import PieceWriter
@@ -142,7 +141,7 @@ async def test_a_moved_stream_is_the_stream(num_prompt_tokens: int, params: Samp
         source.move("r", target, num_blocks)
         await target.reported(RequestFinished, "r")
         await source.reported(KvReleased, "r")
-        assert len(source.reports_of(MoveSent, "r")) == len(target.reports_of(TransferLanded, "r")) == 1
+        assert len(source.reports_of(TransferSent, "r")) == len(target.reports_of(TransferLanded, "r")) == 1
         assert stream("r", "mixed", source, target) == reference_output(prompt, params)
         assert_one_speaker("r", source, target)
         if params.logprobs is not None:
@@ -238,7 +237,7 @@ async def test_before_the_commit_it_goes_on_by_itself(is_stopped: bool) -> None:
         await drawn(source, "r", 3)
         fabric.faults = MemoryFaults(gate=anyio.Event()) if is_stopped else MemoryFaults(refuse=True)
         source.move("r", target, num_blocks)
-        assert not (await source.reported(MoveFailed, "r")).committed
+        assert not (await source.reported(TransferFailed, "r")).committed
         fabric.faults = MemoryFaults()
         await ends_where_it_was(source, target, params)
 
@@ -261,7 +260,7 @@ async def test_damaged_kv_is_asked_for_again_and_the_stream_moves() -> None:
         source.move("r", target, num_blocks)
         await target.reported(RequestFinished, "r")
         await source.reported(KvReleased, "r")
-        assert len(source.reports_of(MoveSent, "r")) == 1
+        assert len(source.reports_of(TransferSent, "r")) == 1
         assert target.mover.counters().num_asked_again == len(seen) > 1
         assert stream("r", "mixed", source, target) == reference_output(PROMPT, LONG)
         assert_one_speaker("r", source, target)
@@ -278,7 +277,7 @@ async def test_what_is_always_damaged_on_the_way_is_found_before_the_target_begi
         await drawn(source, "r", 3)
         fabric.faults = MemoryFaults(corrupt=lambda header: is_kind(header, kind))
         source.move("r", target, num_blocks)
-        failed = await source.reported(MoveFailed, "r")
+        failed = await source.reported(TransferFailed, "r")
         await target.reported(TransferFailed, "r")
         fabric.faults = MemoryFaults()
         if failed.committed:
@@ -297,13 +296,13 @@ async def test_after_the_commit_it_waits_for_the_word_that_the_target_never_bega
         await drawn(source, "r", 3)
         fabric.faults = MemoryFaults(drop=lambda header: is_kind(header, kind))
         source.move("r", target, num_blocks)
-        assert (await source.reported(MoveFailed, "r")).committed
+        assert (await source.reported(TransferFailed, "r")).committed
         count = len(source.tokens_of("r"))
         target.free("r")
         await target.reported(KvReleased, "r")
         cancel(source)
-        await source.reported(MoveFailed, "r", count=2)
-        assert (source.reports_of(MoveFailed, "r")[1]).committed
+        await source.reported(TransferFailed, "r", count=2)
+        assert (source.reports_of(TransferFailed, "r")[1]).committed
         assert len(source.tokens_of("r")) == count < LONG.max_tokens
         resume(source)
         await ends_where_it_was(source, target)
@@ -334,7 +333,7 @@ async def test_an_acknowledgement_that_is_lost_leaves_the_source_still(monkeypat
         await drawn(source, "r", 3)
         fabric.faults = MemoryFaults(drop=lambda header: is_kind(header, PieceKind.LANDED))
         source.move("r", target, num_blocks)
-        assert (await source.reported(MoveFailed, "r")).committed
+        assert (await source.reported(TransferFailed, "r")).committed
         await target.reported(RequestFinished, "r")
         assert stream("r", "mixed", source, target) == reference_output(PROMPT, LONG)
         assert_one_speaker("r", source, target)
@@ -375,7 +374,7 @@ async def test_what_finds_no_buffer_for_its_commit_goes_on_where_it_is(
         num_blocks = start(source, "r", PROMPT, LONG)
         await drawn(source, "r", 3)
         source.move("r", target, num_blocks)
-        failed = await source.reported(MoveFailed, "r")
+        failed = await source.reported(TransferFailed, "r")
         assert (failed.committed, "stood still" in failed.reason) == (False, True)
         await ends_where_it_was(source, target)
         assert [t.next_instance_id for t in source.tokens if isinstance(t, TurnOver)] == ["mixed"]
@@ -405,7 +404,7 @@ async def test_nothing_that_is_left_waits_for_an_answer(
         gate.set()
         await target.reported(RequestFinished, "r")
         assert stream("r", "mixed", source, target) == reference_output(PROMPT, LONG)
-        await source.reported(MoveSent, "r")
+        await source.reported(TransferSent, "r")
 
 
 @pytest.mark.parametrize("late", [PieceKind.KV, PieceKind.TRANSCRIPT])
@@ -439,7 +438,7 @@ async def test_a_commit_may_overtake_what_went_before_it(
             gate.set()
             await target.reported(RequestFinished, "r")
             assert stream("r", "mixed", source, target) == reference_output(PROMPT, LONG)
-            await source.reported(MoveSent, "r")
+            await source.reported(TransferSent, "r")
 
 
 async def test_what_outgrows_its_room_on_the_way_stays() -> None:
@@ -448,7 +447,7 @@ async def test_what_outgrows_its_room_on_the_way_stays() -> None:
         await drawn(source, "r", 3)
         fabric.faults = MemoryFaults(gate=anyio.Event())
         source.move("r", target, num_blocks_for(len(PROMPT) + 8, BLOCK))
-        assert "more than" in (await source.reported(MoveFailed, "r")).reason
+        assert "more than" in (await source.reported(TransferFailed, "r")).reason
         fabric.faults = MemoryFaults()
         await ends_where_it_was(source, target)
 
@@ -468,10 +467,10 @@ async def test_what_caught_up_with_a_full_target_is_not_committed_to_it() -> Non
         await drawn(source, "r", 1)
         await anyio.wait_all_tasks_blocked()  # the next step has begun
         source.move("r", target, 2)
-        await target.reported(DecodeReserved, "r")
+        await target.reported(KvExpected, "r")
         await anyio.wait_all_tasks_blocked()
         gate.open()
-        failed = await source.reported(MoveFailed, "r")
+        failed = await source.reported(TransferFailed, "r")
         assert not failed.committed
         await source.reported(RequestFinished, "r")
         assert [token.token_id for token in source.tokens_of("r")] == reference_output(prompt, LONG)
@@ -488,7 +487,7 @@ async def test_a_target_without_room_or_that_stops_refuses() -> None:
         target.instance.stop_admitting()
         source.move("r", target, 90, number=3)
         await target.reported(RequestDropped, "r", count=2)
-        assert not target.reports_of(DecodeReserved, "r")
+        assert not target.reports_of(KvExpected, "r")
         resume(source, number=3)
         await ends_where_it_was(source, target)
 
@@ -513,7 +512,7 @@ async def test_a_move_that_was_not_begun_is_taken_back() -> None:
         start(source, "r", PROMPT, LONG)
         await drawn(source, "r", 3)
         cancel(source)
-        assert not (await source.reported(MoveFailed, "r")).committed
+        assert not (await source.reported(TransferFailed, "r")).committed
         resume(source)
         await ends_where_it_was(source, target)
 

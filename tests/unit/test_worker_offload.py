@@ -18,7 +18,6 @@ from pdmesh.config import TransferConfig
 from pdmesh.core.events import (
     CacheReported,
     KvReleased,
-    OffloadedLost,
     RequestDropped,
     StepDone,
     TransferLanded,
@@ -167,7 +166,7 @@ async def test_what_comes_back_is_what_went(kind: Kind) -> None:
         first = next(part for batch in instance.engine.batches for part in batch if part[0] == "a2")
         assert first[1:] == (256, 84)
         await run(instance, "a3", turn, num_reused=2)  # it is kept in the cache again
-        assert not [report for report in instance.reports if isinstance(report, OffloadedLost | CacheReported)]
+        assert not [report for report in instance.reports if isinstance(report, CacheReported)]
         counters = tier_of(instance).counters()
         assert (counters.num_host_granules + counters.num_disk_granules, counters.num_lost_granules) == (6, 0)
 
@@ -201,7 +200,7 @@ async def test_what_the_tier_lacks_is_refused_and_told(kind: Kind) -> None:
         instance.admit(generation, kv_moves=False, num_reused=2, num_loaded=2)
         dropped = await instance.reported(RequestDropped, "a")
         assert "lacks 2 of the 2" in dropped.reason
-        assert [type(report) for report in instance.reports] == [OffloadedLost, RequestDropped, KvReleased]
+        assert [type(report) for report in instance.reports] == [CacheReported, RequestDropped, KvReleased]
         await run(instance, "b", prompt)
         instance.assert_all_free(num_kept=2)
 
@@ -213,9 +212,7 @@ async def test_a_full_tier_loses_what_was_used_longest_ago_and_says_so(kind: Kin
         await run(instance, "a", prompts[0])
         await run(instance, "b", prompts[1], offload=hashes(prompts[0])[::-1])
         await run(instance, "c", a_prompt(300, 5), offload=hashes(prompts[1])[::-1])
-        lost = [
-            granule for report in instance.reports if isinstance(report, OffloadedLost) for granule in report.granules
-        ]
+        lost = [granule for report in instance.reports if isinstance(report, CacheReported) for granule in report.lost]
         assert lost == list(hashes(prompts[0])[::-1])
         assert set(tier_of(instance).hashes) == set(hashes(prompts[1]))
         await run(instance, "d", a_prompt(300, 6), evict=hashes(prompts[1]))
@@ -242,8 +239,8 @@ async def test_a_damaged_granule_is_computed_again(tmp_path: Path, monkeypatch: 
         instance.run([next(iter(chunk_plans(generation, [44], 2 * GRANULE_TOKENS)))])
         dropped = await instance.reported(RequestDropped, "a2")
         assert "damaged" in dropped.reason
-        (lost,) = [report for report in instance.reports if isinstance(report, OffloadedLost)]
-        assert lost.granules == hashes(prompt)[:1]
+        (lost,) = [report for report in instance.reports if isinstance(report, CacheReported)]
+        assert lost.lost == hashes(prompt)[:1]
         assert not instance.tokens_of("a2")
         await instance.reported(KvReleased, "a2")
         await run(instance, "a3", prompt)
@@ -262,9 +259,7 @@ async def test_a_full_disk_is_harmless(tmp_path: Path, monkeypatch: pytest.Monke
         await run(instance, "b", a_prompt(300, 1), offload=hashes(prompt)[::-1])
         await instance.until(lambda: tier_of(instance).counters().num_lost_granules == 2)
         assert len(tier_of(instance)) == 0
-        lost = [
-            granule for report in instance.reports if isinstance(report, OffloadedLost) for granule in report.granules
-        ]
+        lost = [granule for report in instance.reports if isinstance(report, CacheReported) for granule in report.lost]
         assert set(lost) == set(hashes(prompt))
         await run(instance, "c", prompt)
 
@@ -292,8 +287,8 @@ async def test_a_disk_that_does_not_answer_holds_nobody_for_long(
         dropped = await instance.reported(RequestDropped, "a2")
         assert dropped.reason == "no KV came from the offload tier for 0.05 s"
         await instance.reported(KvReleased, "a2")
-        await instance.until(lambda: any(isinstance(report, OffloadedLost) for report in instance.reports))
-        lost = {each for report in instance.reports if isinstance(report, OffloadedLost) for each in report.granules}
+        await instance.until(lambda: any(isinstance(report, CacheReported) for report in instance.reports))
+        lost = {each for report in instance.reports if isinstance(report, CacheReported) for each in report.lost}
         assert lost == {*hashes(prompts[0]), *hashes(prompts[1])}
         await run(instance, "c", prompts[2])  # in the blocks of the load
         await run(instance, "d", prompts[1], offload=hashes(prompts[2])[::-1])
@@ -305,7 +300,7 @@ async def test_a_disk_that_does_not_answer_holds_nobody_for_long(
         instance.reports.clear()
         await run(instance, "a3", prompts[0], offload=hashes(prompts[2])[::-1])
         await run(instance, "c3", prompts[2], num_reused=2, num_loaded=2, offload=hashes(prompts[0])[::-1])
-        assert not [report for report in instance.reports if isinstance(report, OffloadedLost | CacheReported)]
+        assert not [report for report in instance.reports if isinstance(report, CacheReported)]
 
 
 async def test_a_request_that_is_freed_while_its_kv_is_loaded_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -417,5 +412,5 @@ async def test_anything_may_go_and_come(kind: Kind, seed: int) -> None:
             )
             offloaded |= dict.fromkeys(offload)
             kept = dict.fromkeys(chain)
-        assert not [report for report in instance.reports if isinstance(report, OffloadedLost | RequestDropped)]
+        assert not [report for report in instance.reports if isinstance(report, CacheReported | RequestDropped)]
         assert set(tier_of(instance).hashes) == set(offloaded)

@@ -16,7 +16,6 @@ from pdmesh.core.commands import Hold
 from pdmesh.core.events import (
     CacheReported,
     KvReleased,
-    MoveSent,
     RequestDropped,
     RequestFinished,
     StepDone,
@@ -207,7 +206,7 @@ async def test_a_move_brings_what_is_not_there() -> None:
         await source.until(lambda: len(output(source, "r")) >= 10)
         source.move("r", target, 125, chain=generation.prefix[:2], num_reused=2)
         gate.open()
-        sent = await source.reported(MoveSent, "r")
+        sent = await source.reported(TransferSent, "r")
         await target.reported(KvReleased, "r")
         assert output(source, "r") + output(target, "r") == reference_output(prompt, params)
         num_drawn = len(output(source, "r"))

@@ -12,13 +12,12 @@ import anyio.lowlevel
 import pytest
 
 from pdmesh.config import TransferConfig
-from pdmesh.core.commands import GrantTransfer, Hold, PlaceDecode, SetPlaces, Stop, StopCopy
+from pdmesh.core.commands import ExpectCopy, Hold, SendCopy, SetPlaces, Stop, StopCopy
 from pdmesh.core.events import (
-    DecodeReserved,
+    KvExpected,
     KvLow,
     KvReleased,
     MembersSet,
-    MoveSent,
     PartLost,
     RequestDropped,
     RequestFinished,
@@ -34,8 +33,8 @@ from pdmesh.model import (
     PartMember,
     RequestId,
     SamplingParams,
+    Then,
     TransferId,
-    TransferPurpose,
     num_blocks_for,
 )
 from pdmesh.plans import KvShard, TransferPlan
@@ -93,13 +92,21 @@ def start(home: RunningInstance, prompt: Sequence[int], max_tokens: int, *, num_
 
 
 def plan(
-    source: RunningInstance, target: RunningInstance, blocks: IndexRange, purpose: TransferPurpose, number: int
+    source: RunningInstance,
+    target: RunningInstance,
+    blocks: IndexRange,
+    then: Then,
+    number: int,
+    *,
+    computes: bool = False,
 ) -> TransferPlan:
     layout = source.engine.kv.layout
     part = KvPart(blocks, IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads))
     return TransferPlan(
         transfer_id=TransferId(number),
-        purpose=purpose,
+        then=then,
+        decoding=then is Then.DECODE,
+        computes=computes,
         sources=(KvShard(instance_id=name_of(source), part=part),),
         destinations=(KvShard(instance_id=name_of(target), part=part),),
         capability=CAPABILITY + number,
@@ -122,10 +129,10 @@ class Scheduler:
         self.num_transfers += 1
         size = RANGE // BLOCK
         blocks = IndexRange(number * size, (number + 1) * size)
-        transfer = plan(source, target, blocks, TransferPurpose.PART, self.num_transfers)
+        transfer = plan(source, target, blocks, Then.HOLD, self.num_transfers)
         introduce(source, target, self.home)
         target.instance.handle(
-            PlaceDecode(
+            ExpectCopy(
                 instance_id=name_of(target),
                 request_id=KEY[0],
                 epoch=KEY[1],
@@ -138,7 +145,7 @@ class Scheduler:
 
     @staticmethod
     def grant(source: RunningInstance, target: RunningInstance, transfer: TransferPlan) -> None:
-        grant = GrantTransfer(instance_id=name_of(source), request_id=KEY[0], epoch=KEY[1], transfer=transfer)
+        grant = SendCopy(instance_id=name_of(source), request_id=KEY[0], epoch=KEY[1], transfer=transfer)
         introduce(source, target)
         source.instance.handle(grant)
 
@@ -148,14 +155,14 @@ class Scheduler:
         count = len(self.home.reports_of(MembersSet, KEY[0])) + 1
         size, before = RANGE // BLOCK, self.members[:number]
         blocks = IndexRange(number * size, (number + 1) * size)
-        transfer = plan(self.home, target, blocks, TransferPurpose.LOST_PART, self.num_transfers)
+        transfer = plan(self.home, target, blocks, Then.HOLD, self.num_transfers, computes=True)
         for member, _ in before:
             home = SetPlaces(instance_id=name_of(member), request_id=KEY[0], epoch=KEY[1], places=name_of(target))
             introduce(member, target)
             member.instance.handle(home)
         introduce(self.home, target)
         target.instance.handle(
-            PlaceDecode(
+            ExpectCopy(
                 instance_id=name_of(target),
                 request_id=KEY[0],
                 epoch=KEY[1],
@@ -193,14 +200,14 @@ class Scheduler:
         self.num_transfers += 1
         source, first = self.home, len(self.members) * RANGE // BLOCK
         blocks = IndexRange(first, first + num_blocks)
-        transfer = plan(source, target, blocks, TransferPurpose.MOVE, self.num_transfers)
+        transfer = plan(source, target, blocks, Then.DECODE, self.num_transfers)
         for member, _ in self.members:
             home = SetPlaces(instance_id=name_of(member), request_id=KEY[0], epoch=KEY[1], places=name_of(target))
             introduce(member, target)
             member.instance.handle(home)
         introduce(source, target)
         target.instance.handle(
-            PlaceDecode(
+            ExpectCopy(
                 instance_id=name_of(target),
                 request_id=KEY[0],
                 epoch=KEY[1],
@@ -208,9 +215,9 @@ class Scheduler:
                 members=self.part_members,
             )
         )
-        await target.reported(DecodeReserved, KEY[0])
+        await target.reported(KvExpected, KEY[0])
         self.grant(source, target, transfer)
-        await source.reported(MoveSent, KEY[0])
+        await source.reported(TransferSent, KEY[0])
         self.home = target
 
 
@@ -344,7 +351,7 @@ async def test_a_range_whose_members_before_it_do_not_answer_is_not_computed(ins
     await two.reported(KvReleased, KEY[0])
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(scheduler.compute_again, four, 1)
-        await four.reported(DecodeReserved, KEY[0])
+        await four.reported(KvExpected, KEY[0])
         four.mover.parts.forget(two.address)
         assert (await four.reported(TransferFailed, KEY[0])).transfer_id == scheduler.num_transfers
         await four.until(partial(is_empty, four))
@@ -417,12 +424,12 @@ async def test_a_spread_context_goes_on_where_it_is_if_its_move_is_cancelled(ins
     scheduler = Scheduler(one)
     await scheduler.hand_on(one, two, 0)
     first, end = RANGE // BLOCK, num_blocks_for(len(prompt) + max_tokens, BLOCK)
-    move = plan(one, three, IndexRange(first, end), TransferPurpose.MOVE, 77)
+    move = plan(one, three, IndexRange(first, end), Then.DECODE, 77)
     introduce(one, two, three)
     members = scheduler.part_members
-    expected = PlaceDecode(instance_id=name_of(three), request_id=KEY[0], epoch=KEY[1], transfer=move, members=members)
+    expected = ExpectCopy(instance_id=name_of(three), request_id=KEY[0], epoch=KEY[1], transfer=move, members=members)
     three.instance.handle(expected)
-    await three.reported(DecodeReserved, KEY[0])
+    await three.reported(KvExpected, KEY[0])
     scheduler.grant(one, three, move)
     cancel = StopCopy(
         instance_id=name_of(one), request_id=KEY[0], epoch=KEY[1], transfer_id=move.transfer_id, how=Stop.CANCEL

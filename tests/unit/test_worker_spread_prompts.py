@@ -13,9 +13,9 @@ import anyio.to_thread
 import pytest
 
 from pdmesh.config import TransferConfig
-from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode, RunStep, SetPlaces
+from pdmesh.core.commands import AdmitPrefill, ExpectCopy, RunStep, SendCopy, SetPlaces
 from pdmesh.core.events import (
-    DecodeReserved,
+    KvExpected,
     KvReleased,
     MembersSet,
     RequestDropped,
@@ -27,7 +27,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.kv.elsewhere import PartQuestion
-from pdmesh.model import IndexRange, PartMember, RequestId, SamplingParams, TransferId, TransferPurpose, num_blocks_for
+from pdmesh.model import IndexRange, PartMember, RequestId, SamplingParams, TransferId, num_blocks_for
 from pdmesh.plans import KvShard, StepPlan, TransferPlan
 from pdmesh.wire.messages import Generation
 from pdmesh_testing.checkpoints import TINY, write_checkpoint
@@ -83,7 +83,6 @@ class HandOver:
         ends = [(self.home, home), *zip(self.members, parts, strict=True)]
         self.plan = TransferPlan(
             transfer_id=TransferId(1),
-            purpose=TransferPurpose.HAND_OVER,
             sources=(_shard(self.prefill, IndexRange(0, num_blocks_for(len(prompt), BLOCK))),),
             destinations=tuple([_shard(*end) for end in ends]),
             capability=CAPABILITY,
@@ -105,7 +104,7 @@ class HandOver:
         self.prefill.instance.handle(command, prompt_of(self.generation))
 
     def _expect(self, instance: RunningInstance) -> None:
-        command = PlaceDecode(
+        command = ExpectCopy(
             instance_id=instance.instance.instance_id,
             request_id=ID,
             epoch=self.generation.epoch,
@@ -116,8 +115,8 @@ class HandOver:
     async def grant(self) -> None:
         await self.prefill.reported(TransferOffered, ID)
         for instance in (self.home, *self.members):
-            await instance.reported(DecodeReserved, ID)
-        command = GrantTransfer(
+            await instance.reported(KvExpected, ID)
+        command = SendCopy(
             instance_id=self.prefill.instance.instance_id,
             request_id=ID,
             epoch=self.generation.epoch,

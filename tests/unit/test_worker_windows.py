@@ -321,6 +321,7 @@ async def test_what_others_needed_the_frames_of_is_not_gone_on_from(
         await instance.reported(RequestDropped, "again")
         await instance.reported(KvReleased, "again")
         (said,) = [report for report in instance.reports if isinstance(report, CacheReported)][-1:]
+        assert said.kept is not None
         granules = granules_of(first)
         num_kept = next((n for n, granule in enumerate(granules) if granule not in said.kept), len(granules))
         assert num_kept < 4

@@ -3,7 +3,7 @@
 `move_faults.py` starts a mesh with this folder on its path and MOVE_FAULTS_FOLDER set. A worker whose file
 ``INSTANCE.armed`` there names a point sends itself the signal that stands behind it when it comes to that point, and
 renames the file to ``INSTANCE.hit``. Each token that a worker sends to a gateway is a line of ``INSTANCE.PID.tokens``,
-with the purpose of the transfer that brought its KV. Nothing of the product knows of this: methods are wrapped as their
+with the kind of the transfer that brought its KV. Nothing of the product knows of this: methods are wrapped as their
 modules are imported.
 """
 
@@ -179,7 +179,7 @@ def _worker_replies(module: ModuleType) -> None:
     def sending(self: Any, request: Any, message: Any) -> None:
         if getattr(message, "token_id", None) is not None:
             incoming = request.state.incoming
-            came_by = "NOTHING" if incoming is None else incoming.purpose.name
+            came_by = "NOTHING" if incoming is None else "MOVE" if incoming.is_move else "HAND_OVER"
             drawn = (message.request_id, message.epoch, message.index, message.token_id, came_by)
             os.write(log(own_file(f"{os.getpid()}.tokens")), f"{' '.join(map(str, drawn))}\n".encode())
             key = (message.request_id, request.state.received_by)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdmesh.instance.copy_state import Then
 from pdmesh.instance.effects import CopySent
 from pdmesh.instance.sequence import Sequence
-from pdmesh.model import GRANULE_TOKENS, RequestKey
+from pdmesh.model import GRANULE_TOKENS, RequestKey, Then
 from pdmesh.plans import TransferPlan
 from pdmesh_lab.sim.flows import SimulatedFlows
 from pdmesh_lab.sim.result import RequestRun

@@ -24,7 +24,6 @@ from typing import assert_never
 from pdmesh.core.commands import InstanceCommand
 from pdmesh.core.events import GroupPrefix
 from pdmesh.core.instances.own_steps import HOLD_LIMIT_S
-from pdmesh.instance.copy_state import Then, then_of
 from pdmesh.instance.counted import CountedMachine
 from pdmesh.instance.effects import (
     Admitted,
@@ -51,7 +50,7 @@ from pdmesh.instance.effects import (
 )
 from pdmesh.instance.residents import Length
 from pdmesh.instance.sequence_phases import SeqPhase
-from pdmesh.model import InstanceId, InstanceProfile, RequestKey
+from pdmesh.model import InstanceId, InstanceProfile, RequestKey, Then
 from pdmesh.plans import ChunkPlan
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh_lab.sim.agenda import Appointment
@@ -491,7 +490,7 @@ class SimInstance:
         if transfer is None or sequence.phase is SeqPhase.HOLDING:
             return  # it landed before
         num_tokens = num_bytes = 0
-        if then_of(transfer) is Then.KEEP:
+        if transfer.then is Then.KEEP:
             num_bytes = self.copies.fetches.num_bytes(sequence, transfer)
         elif transfer.is_of_lost_range:
             size = self.profile.max_kv_tokens

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdmesh.instance.copy_state import Then
 from pdmesh.instance.effects import CopyCaughtUp, CopyCommitted, CopyFailed, CopySent
 from pdmesh.instance.residents import Residents
 from pdmesh.instance.sequence import Sequence
-from pdmesh.model import RequestKey
+from pdmesh.model import RequestKey, Then
 from pdmesh.plans import TransferPlan
 from pdmesh_lab.sim.flows import SimulatedFlows
 from pdmesh_lab.sim.result import RequestRun

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pdmesh.instance.copy_state import Then, then_of
 from pdmesh.instance.residents import Residents
 from pdmesh.instance.sequence import Sequence
-from pdmesh.model import RequestKey
+from pdmesh.model import RequestKey, Then
 from pdmesh.plans import TransferPlan
 from pdmesh_lab.sim.departures import SimulatedDepartures
 from pdmesh_lab.sim.flows import SimulatedFlows
@@ -24,7 +23,7 @@ class SimulatedCopies:
         self._parts = part_moves(flows)
 
     def send(self, sequence: Sequence, transfer: TransferPlan) -> None:
-        match then_of(transfer):
+        match transfer.then:
             case Then.HOLD:
                 self._parts.send(sequence, transfer)
             case Then.KEEP:
@@ -40,7 +39,7 @@ class SimulatedCopies:
 
     def stop(self, key: RequestKey, transfer: TransferPlan) -> None:
         """Send no more of a transfer, for now or for good."""
-        match then_of(transfer):
+        match transfer.then:
             case Then.HOLD:
                 self._parts.stop(key)
             case Then.KEEP:

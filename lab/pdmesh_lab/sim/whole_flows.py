@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdmesh.instance.copy_state import Then
 from pdmesh.instance.effects import CopySent
 from pdmesh.instance.sequence import Sequence
-from pdmesh.model import GRANULE_TOKENS, RequestKey, TransferPurpose
+from pdmesh.model import GRANULE_TOKENS, RequestKey, Then
 from pdmesh.plans import TransferPlan
 from pdmesh_lab.sim.flows import SimulatedFlows
 
@@ -74,6 +73,6 @@ def part_moves(flows: SimulatedFlows) -> WholeFlows:
 
     def num_bytes(_: Sequence, plan: TransferPlan) -> int:
         num_tokens = plan.destinations[0].num_blocks * flows.layout.block_size
-        return num_tokens * (4 if plan.purpose is TransferPurpose.LOST_PART else flows.layout.token_bytes)
+        return num_tokens * (4 if plan.computes else flows.layout.token_bytes)
 
     return WholeFlows(flows, Then.HOLD, num_bytes)

@@ -25,7 +25,6 @@ from pdmesh.model import (
     RequestId,
     Role,
     TransferId,
-    TransferPurpose,
 )
 from pdmesh.plans import NO_EVICTIONS, Evictions, KvShard, PrefillGroup, StepPlan, TransferPlan
 
@@ -136,27 +135,23 @@ class RunStep(ToInstance, frozen=True, kw_only=True):
     plan: StepPlan
 
 
-_PLACED = {
-    TransferPurpose.MOVE: "moves here",
-    TransferPurpose.PART: "hands a range on",
-    TransferPurpose.LOST_PART: "computes a lost range",
-}
-
-
-class PlaceDecode(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
-    """Reserve blocks on a destination of ``transfer``, and expect the request's KV there, except for reused granules.
+class ExpectCopy(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
+    """Reserve blocks on a destination of ``transfer``, and expect KV there, except for reused granules.
 
     * A hand-over brings the KV of a prompt.
     * A move brings the request with its KV. ``chain`` is the request's own (`pdmesh.model.Request.chain`), and
       ``members`` hold the first ranges of a context that is spread.
     * A range belongs to a context that decodes on ``home_id``, by default on the first destination. Of a lost range
       only tokens come: the instance computes the KV from them and from the ``members``, which hold earlier ranges.
+    * Cached granules (`Then.KEEP`) are of no request. ``chain`` ends with them, and the request ``wanted_by`` will
+      reuse them. The instance holds blocks for the whole chain until they have landed.
     """
 
     transfer: TransferPlan
     chain: PrefixHashes = ()
     home_id: InstanceId | None = None
     members: tuple[PartMember, ...] = ()
+    wanted_by: tuple[RequestId, Epoch] | None = None
     room: Evictions = NO_EVICTIONS
 
     @property
@@ -165,8 +160,7 @@ class PlaceDecode(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=
 
         Other destinations of a hand-over hold ranges of a context that is spread.
         """
-        is_handed_over = self.transfer.purpose is TransferPurpose.HAND_OVER
-        return is_handed_over and self.transfer.destinations[0].instance_id == self.instance_id
+        return self.transfer.is_hand_over and self.transfer.destinations[0].instance_id == self.instance_id
 
     @property
     def num_blocks(self) -> int:
@@ -176,53 +170,30 @@ class PlaceDecode(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=
 
     @property
     def record_line(self) -> RecordLine | None:
-        what = _PLACED.get(self.transfer.purpose, "placed for decode" if self.receives_prompt else "holds a range")
+        if self.transfer.is_move:
+            what = "moves here"
+        elif self.transfer.is_of_part:
+            what = "computes a lost range" if self.transfer.computes else "hands a range on"
+        else:
+            what = "placed for decode" if self.receives_prompt else "holds a range"
         reused = _reused(self.transfer.num_reused_granules)
         return RecordLine(what, f"{self.num_blocks} blocks{reused}", self.instance_id)
 
 
-class GrantTransfer(ToInstanceOfRequest, frozen=True, kw_only=True):
+class SendCopy(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
     """Let a source of ``transfer`` send: a transfer backend of every destination is taken.
 
     It may be another transfer than the source knew of: then all that is computed goes to its destinations.
-    The source of a move decodes on while it sends, until little is left.
+    The source of a move decodes on while it sends, until little is left. Cached granules are sent from ``chain``, whose
+    granules are all cached here, except for those that the destination has.
     """
 
     transfer: TransferPlan
+    chain: PrefixHashes = ()
 
     @property
     def record_line(self) -> RecordLine | None:
         return RecordLine("granted", f"to {', '.join(self.transfer.destination_ids)}", self.instance_id)
-
-
-class FetchKept(ToInstanceOfRequest, frozen=True, kw_only=True):
-    """Copy cached granules from another instance into the cache, for the request ``wanted_by``.
-
-    ``chain`` ends with these granules. The instance has the first ``transfer.num_reused_granules`` of ``chain``, and
-    holds blocks for all of it until the others have landed.
-    """
-
-    transfer: TransferPlan
-    chain: PrefixHashes
-    wanted_by: tuple[RequestId, Epoch]
-    room: Evictions = NO_EVICTIONS
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks to hold on this instance."""
-        return self.transfer.destinations[0].num_blocks
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens whose KV comes."""
-        return (len(self.chain) - self.transfer.num_reused_granules) * GRANULE_TOKENS
-
-
-class SendKept(ToInstanceOfRequest, frozen=True, kw_only=True):
-    """Send granules of ``chain`` to the destination of ``transfer``, but for those that it has; all are kept here."""
-
-    transfer: TransferPlan
-    chain: PrefixHashes
 
 
 class Stop(StrEnum):
@@ -230,7 +201,7 @@ class Stop(StrEnum):
 
     * ``PAUSE``: wait for the next grant, because the request was preempted. Answered by TransferPaused.
     * ``WITHDRAW``: keep the KV for a receiver that a later grant names, because this one is lost or refused.
-    * ``CANCEL``: continue to decode here, unless the receiver of the move may have begun. Answered by MoveFailed.
+    * ``CANCEL``: continue to decode here, unless the receiver of the move may have begun. Answered by TransferFailed.
     """
 
     PAUSE = "pause"
@@ -409,9 +380,7 @@ class WakeAt(Struct, frozen=True, kw_only=True):
 GatewayCommand = Reject | Restart | ForgetRequest
 
 #: For an instance, about one of its requests.
-InstanceRequestCommand = (
-    AdmitPrefill | PlaceDecode | GrantTransfer | FetchKept | SendKept | StopCopy | Hold | SetPlaces | FreeKv
-)
+InstanceRequestCommand = AdmitPrefill | ExpectCopy | SendCopy | StopCopy | Hold | SetPlaces | FreeKv
 InstanceCommand = InstanceRequestCommand | RunStep | SetRole | StopInstance
 
 Command = InstanceCommand | GatewayCommand | WakeAt

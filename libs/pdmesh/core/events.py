@@ -173,12 +173,18 @@ class RequestReport:
 
 
 @dataclass(frozen=True, slots=True)
-class HelperJoined(RequestReport):
-    """A helper took its `AdmitPrefill`: it can compute chunks of the request, and pieces of its KV may arrive."""
+class KvExpected(RequestReport):
+    """An instance took the command that announces a request's KV: pieces may arrive.
+
+    Without this report, a fast prefill could be granted its transfer and send before the destination has heard of it.
+    A helper, which took an `AdmitPrefill`, names no ``transfer_id``. It can compute chunks of the prompt, too.
+    """
+
+    transfer_id: TransferId = NO_TRANSFER
 
     @property
     def record_line(self) -> RecordLine | None:
-        return RecordLine("helps", "", self.instance_id)
+        return RecordLine("helps", "", self.instance_id) if self.transfer_id == NO_TRANSFER else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,16 +197,6 @@ class GroupPrefix(RequestReport):
     @property
     def record_line(self) -> RecordLine | None:
         return RecordLine("has", f"the first {self.num_tokens} tokens", self.instance_id)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeReserved(RequestReport):
-    """A destination took a `PlaceDecode`: it knows the request, and pieces of its KV may arrive.
-
-    Without this, a fast prefill could be granted its transfer and send before the receiver has heard of it.
-    """
-
-    transfer_id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +243,8 @@ class TransferLanded(RequestReport):
 class TransferSent(RequestReport):
     """All that a source sent was acknowledged; it frees its KV now.
 
-    ``exposed_s`` was waited for after the prompt was computed.
+    The request waited ``exposed_s`` for the transfer: after its prompt was computed, or, if it ``was_decoding``, after
+    it had paused where it decoded.
     """
 
     transfer_id: TransferId
@@ -257,66 +254,35 @@ class TransferSent(RequestReport):
     sent_s: Annotated[float, SECONDS] = 0.0  # while pieces of it were under way; 0: they were read where they lay
     destination_id: InstanceId | None = None  # if it went to one alone
     carrier: str = ""  # see `SentTransfer.carrier`
+    was_decoding: bool = False
 
     @property
     def record_line(self) -> RecordLine | None:
-        figures = {"num_bytes": float(self.num_bytes), "duration_s": self.duration_s, "exposed_s": self.exposed_s}
+        waited = "frozen_s" if self.was_decoding else "exposed_s"
+        figures = {"num_bytes": float(self.num_bytes), "duration_s": self.duration_s, waited: self.exposed_s}
         exposed = f"{ms(self.exposed_s)} after the prompt was computed"
+        if self.was_decoding:
+            exposed = f"stood still for {ms(self.exposed_s)}"
         detail = f"{self.num_bytes} bytes in {ms(self.duration_s)}, {exposed}{over(self.carrier)}"
-        return RecordLine("sent", detail, self.instance_id, figures)
+        return RecordLine("moved away" if self.was_decoding else "sent", detail, self.instance_id, figures)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed(RequestReport):
     """A transfer that either side ended: a deadline, no progress, a checksum. A source keeps its KV.
 
-    A destination does not.
+    A destination does not. The source of a move also tells whether it ``committed``. If so, the destination may have
+    begun to decode, and the source waits for a `Hold`. Otherwise the source decodes on by itself.
     """
 
     transfer_id: TransferId
     reason: str
+    committed: bool | None = None  # only the source of a move sets it
 
     @property
     def record_line(self) -> RecordLine | None:
-        return RecordLine("transfer failed", self.reason, self.instance_id)
-
-
-@dataclass(frozen=True, slots=True)
-class MoveSent(RequestReport):
-    """A running decode went on elsewhere, as its new instance acknowledged; the old one frees its KV now.
-
-    ``frozen_s`` is how long the old one had stood still with it.
-    """
-
-    transfer_id: TransferId
-    num_bytes: Annotated[int, ANY_COUNT]
-    duration_s: Annotated[float, SECONDS]
-    frozen_s: Annotated[float, FINITE]
-    sent_s: Annotated[float, SECONDS] = 0.0  # while pieces of it were under way; 0: they were read where they lay
-    destination_id: InstanceId | None = None  # if it went to one alone
-    carrier: str = ""  # see `SentTransfer.carrier`
-
-    @property
-    def record_line(self) -> RecordLine | None:
-        figures = {"num_bytes": float(self.num_bytes), "duration_s": self.duration_s, "frozen_s": self.frozen_s}
-        stood = f"stood still for {ms(self.frozen_s)}"
-        detail = f"{self.num_bytes} bytes in {ms(self.duration_s)}, {stood}{over(self.carrier)}"
-        return RecordLine("moved away", detail, self.instance_id, figures)
-
-
-@dataclass(frozen=True, slots=True)
-class MoveFailed(RequestReport):
-    """An instance has stopped moving a running decode away.
-
-    It decodes on by itself, unless the new instance may have begun: then (``committed``) it waits for a `Hold`.
-    """
-
-    transfer_id: TransferId
-    committed: bool
-    reason: str
-
-    @property
-    def record_line(self) -> RecordLine | None:
+        if self.committed is None:
+            return RecordLine("transfer failed", self.reason, self.instance_id)
         where = "its target may have begun" if self.committed else "it goes on here"
         return RecordLine("move failed", f"{self.reason}; {where}", self.instance_id)
 
@@ -409,24 +375,18 @@ class KvLow:
 
 @dataclass(frozen=True, slots=True)
 class CacheReported:
-    """All granules that an instance keeps, those used longest ago first: what the core thought of it is replaced.
+    """An instance's cache, or its offload tier, has other granules than the core thinks.
 
-    It comes when the instance had to give up, or lacked, something unasked. In health it never does.
+    ``kept`` are all cached granules, the least recently used first, and replace what the core knows. It comes when the
+    instance evicted or lacked a granule unasked; in health it never does.
+
+    ``lost`` are granules that the tier has no more, or never took: its disk is full, or failed, or they were damaged.
+    A request that waits for one is dropped by a report of its own.
     """
 
     instance_id: InstanceId
-    kept: PrefixHashes
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadedLost:
-    """Granules that an instance's tier has no more, or never took: its disk is full, or failed, or they were damaged.
-
-    What waits for one is given up by a report of its own.
-    """
-
-    instance_id: InstanceId
-    granules: PrefixHashes
+    kept: PrefixHashes | None = None
+    lost: PrefixHashes = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,16 +431,13 @@ InstanceEvent = (
     DrainRequested
     | StepDone
     | DecodeStepsDone
-    | HelperJoined
     | GroupPrefix
-    | DecodeReserved
+    | KvExpected
     | TransferOffered
     | TransferPaused
     | TransferLanded
     | TransferSent
     | TransferFailed
-    | MoveSent
-    | MoveFailed
     | MembersSet
     | PartLost
     | RequestDropped
@@ -488,7 +445,6 @@ InstanceEvent = (
     | KvReleased
     | KvLow
     | CacheReported
-    | OffloadedLost
     | TokenLinkReported
     | LoadReported
 )

@@ -32,7 +32,7 @@ from pdmesh.model import (
     Request,
     RequestId,
     RequestKey,
-    TransferPurpose,
+    Then,
 )
 from pdmesh.plans import KvShard
 from pdmesh.policy.seams import DecodePlacement
@@ -186,11 +186,10 @@ class MeshState(Outbox):
         num_reused = decode.num_kept_granules(request) if chain else 0
         copy = self.broker.open(
             state.key,
-            TransferPurpose.HAND_OVER,
             state.prefill_shards,
             (shard, *parts),
-            state.rank_of_offer,
-            num_reused,
+            rank=state.rank_of_offer,
+            num_reused_granules=num_reused,
         )
         state.receive(copy)
         decode.take(
@@ -281,15 +280,24 @@ class MeshState(Outbox):
     def begin_copy(
         self,
         state: RequestState,
-        purpose: TransferPurpose,
         source: KvShard,
         target: KvShard,
+        *,
+        then: Then,
+        computes: bool = False,
         num_reused_granules: int = 0,
         chain: PrefixHashes = (),
     ) -> Copy:
-        """Begin to take a request that decodes, or a range of its context, to another instance."""
+        """Begin to take a request that decodes, or a range of its context (`Then.HOLD`), to another instance."""
         copy = self.broker.open(
-            state.key, purpose, (source,), (target,), num_reused_granules=num_reused_granules, chain=chain
+            state.key,
+            (source,),
+            (target,),
+            then=then,
+            decoding=then is Then.DECODE,
+            computes=computes,
+            num_reused_granules=num_reused_granules,
+            chain=chain,
         )
         state.begin_copy(copy)
         self.copying[state.key] = state

@@ -6,14 +6,13 @@ from collections.abc import Iterable
 
 from pdmesh.core.commands import (
     Command,
+    ExpectCopy,
     FreeKv,
-    GrantTransfer,
     Hold,
-    PlaceDecode,
     Places,
     Reject,
     Restart,
-    SendKept,
+    SendCopy,
     SetPlaces,
     Stop,
     StopCopy,
@@ -29,6 +28,7 @@ from pdmesh.model import (
     RejectReason,
     Request,
     RequestKey,
+    Then,
     TransferId,
 )
 from pdmesh.plans import NO_EVICTIONS, Evictions
@@ -50,10 +50,11 @@ class Outbox(Roster):
         *,
         home_id: InstanceId | None = None,
         members: tuple[PartMember, ...] = (),
+        wanted_by: RequestKey | None = None,
     ) -> None:
         """Announce a copy to a receiver, whose blocks are taken, and name the granules that it evicts first."""
         self.commands.append(
-            PlaceDecode(
+            ExpectCopy(
                 instance_id=receiver.instance_id,
                 request_id=copy.key[0],
                 epoch=copy.key[1],
@@ -61,6 +62,7 @@ class Outbox(Roster):
                 chain=copy.chain,
                 home_id=home_id,
                 members=members,
+                wanted_by=wanted_by,
                 room=receiver.make_room(),
             )
         )
@@ -71,11 +73,13 @@ class Outbox(Roster):
             request_id, epoch = copy.key
             for source_id in copy.source_ids:
                 self.commands.append(
-                    SendKept(
-                        instance_id=source_id, request_id=request_id, epoch=epoch, transfer=copy.plan, chain=copy.chain
+                    SendCopy(
+                        instance_id=source_id,
+                        request_id=request_id,
+                        epoch=epoch,
+                        transfer=copy.plan,
+                        chain=copy.chain if copy.plan.then is Then.KEEP else (),
                     )
-                    if copy.is_fetch
-                    else GrantTransfer(instance_id=source_id, request_id=request_id, epoch=epoch, transfer=copy.plan)
                 )
 
     def stop(self, copy: Copy, how: Stop, *, told_by: InstanceId | None = None) -> None:

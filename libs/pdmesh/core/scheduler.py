@@ -33,25 +33,21 @@ from pdmesh.core.copies.rebalancing import Rebalancer
 from pdmesh.core.copies.reports import TransferReports
 from pdmesh.core.events import (
     CacheReported,
-    DecodeReserved,
     DecodeStepsDone,
     DrainRequested,
     Event,
     GatewayJoined,
     GatewayLost,
     GroupPrefix,
-    HelperJoined,
     InstanceJoined,
     InstanceLost,
     InstanceSuspected,
     InstanceUnreachable,
+    KvExpected,
     KvLow,
     KvReleased,
     LoadReported,
     MembersSet,
-    MoveFailed,
-    MoveSent,
-    OffloadedLost,
     PartLost,
     RequestArrived,
     RequestCancelled,
@@ -88,7 +84,7 @@ from pdmesh.core.requests.request import RequestView
 from pdmesh.core.steps.packer import Packer
 from pdmesh.core.steps.step_reports import StepReports
 from pdmesh.core.waiting.fairness import TenantView
-from pdmesh.model import InstanceId, RequestId, RequestKey
+from pdmesh.model import NO_TRANSFER, InstanceId, RequestId, RequestKey
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
@@ -105,10 +101,10 @@ class SchedulerCore:
         self._choice = BundleChoice(self._mesh, config, bundle)
         self._fetches = Fetches(self._mesh)
         self._parts = Parts(self._mesh)
-        self._transfers = TransferReports(self._mesh, self._fetches, self._parts)
         self._reconciler = Reconciler(self._mesh, config.orphan_grace_s)
         self._moves = Moves(self._mesh)
         self._rebalancer = Rebalancer(self._mesh, self._moves)
+        self._transfers = TransferReports(self._mesh, self._fetches, self._parts, self._moves, self._rebalancer)
         self._on_demand = OnDemandKv(self._mesh, self._rebalancer)
         self._operations = AllOperations(self._mesh, self._moves)
         self._modes = Modes(self._mesh)
@@ -360,21 +356,17 @@ class SchedulerCore:
         handlers.on_timed(InstanceLost, members.lost)
         handlers.on(DrainRequested, members.stops)
         handlers.on(CacheReported, self._cache_reported)
-        handlers.on(OffloadedLost, self._offloaded_lost)
         handlers.on_timed(TokenLinkReported, self._token_link_reported)
         handlers.on(LoadReported, self._load_reported)
         handlers.on_timed(StepDone, self._step_done)
         handlers.on(DecodeStepsDone, self._learnt_before)
-        handlers.on_timed(HelperJoined, self._helper_joined)
+        handlers.on_timed(KvExpected, self._kv_expected)
         handlers.on(GroupPrefix, self._packer.prefill_groups.recovery.on_prefix_report)
-        handlers.on(DecodeReserved, transfers.reserved)
         handlers.on(TransferOffered, transfers.offered)
         handlers.on(TransferPaused, transfers.paused)
         handlers.on(TransferLanded, transfers.landed)
-        handlers.on_timed(TransferSent, self._transfer_sent)
+        handlers.on_timed(TransferSent, transfers.sent)
         handlers.on_timed(TransferFailed, transfers.failed)
-        handlers.on_timed(MoveSent, self._move_sent)
-        handlers.on_timed(MoveFailed, self._moves.failed)
         handlers.on(MembersSet, self._members_set)
         handlers.on(PartLost, self._parts.lost_range)
         handlers.on(KvReleased, ends.released)
@@ -404,20 +396,11 @@ class SchedulerCore:
     def _learnt_before(self, _: DecodeStepsDone) -> None:
         """`handle` has learnt from it before anything else."""
 
-    def _helper_joined(self, event: HelperJoined, now_s: float) -> None:
-        self._packer.prefill_groups.joined(event, now_s, self._choice.bundle)
-
-    def _transfer_sent(self, event: TransferSent, now_s: float) -> None:
-        self._transfers.sent(event)
-        self._note_link(event, now_s)
-
-    def _note_link(self, event: TransferSent | MoveSent, now_s: float) -> None:
-        self._mesh.links.note(event.instance_id, event.destination_id, event.num_bytes, event.sent_s, now_s)
-
-    def _move_sent(self, event: MoveSent, now_s: float) -> None:
-        self._moves.sent(event)
-        self._note_link(event, now_s)
-        self._rebalancer.timed(event)
+    def _kv_expected(self, event: KvExpected, now_s: float) -> None:
+        if event.transfer_id == NO_TRANSFER:
+            self._packer.prefill_groups.joined(event, now_s, self._choice.bundle)
+        else:
+            self._transfers.reserved(event)
 
     def _kv_low(self, event: KvLow) -> None:
         if instance := self._mesh.instance_of(event):
@@ -430,11 +413,9 @@ class SchedulerCore:
 
     def _cache_reported(self, event: CacheReported) -> None:
         if instance := self._mesh.instance_of(event):
-            instance.replace_kept(event.kept)
-
-    def _offloaded_lost(self, event: OffloadedLost) -> None:
-        if instance := self._mesh.instance_of(event):
-            instance.kept.lose_offloaded(event.granules)
+            if event.kept is not None:
+                instance.replace_kept(event.kept)
+            instance.kept.lose_offloaded(event.lost)
 
     def _token_link_reported(self, event: TokenLinkReported, now_s: float) -> None:
         on_token_link(self._mesh, self._moves, event, now_s)

@@ -1,27 +1,10 @@
-"""KV that leaves an instance: what happens to it where it arrives, and how far the copy has come."""
+"""KV that leaves an instance, and how far the copy has come."""
 
 from __future__ import annotations
 
-from enum import StrEnum, auto
-
 from pdmesh.instance.sequence_phases import COPY_TRANSITIONS, CopyState, IllegalStep
-from pdmesh.model import NO_TRANSFER, InstanceId, TransferId, TransferPurpose
+from pdmesh.model import NO_TRANSFER, InstanceId, TransferId
 from pdmesh.plans import TransferPlan
-
-
-class Then(StrEnum):
-    """What a destination does with the KV."""
-
-    DECODE = auto()  # the sequence continues there
-    HOLD = auto()  # a range answers attention queries of the instance that decodes
-    KEEP = auto()  # cached blocks
-
-
-def then_of(transfer: TransferPlan) -> Then:
-    """Return what the first destination of a transfer does with the KV."""
-    if transfer.is_of_part:
-        return Then.HOLD
-    return Then.KEEP if transfer.purpose is TransferPurpose.FETCH else Then.DECODE
 
 
 def range_at(transfer: TransferPlan, instance_id: InstanceId) -> int | None:

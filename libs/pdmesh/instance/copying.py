@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from pdmesh.core.commands import GrantTransfer, Hold, Stop, StopCopy
-from pdmesh.core.events import MoveFailed, MoveSent, TransferFailed, TransferLanded, TransferPaused, TransferSent
-from pdmesh.instance.copy_state import Then, range_at, then_of
+from pdmesh.core.commands import Hold, SendCopy, Stop, StopCopy
+from pdmesh.core.events import TransferFailed, TransferLanded, TransferPaused, TransferSent
+from pdmesh.instance.copy_state import range_at
 from pdmesh.instance.effects import (
     CopyCaughtUp,
     CopyCommitted,
@@ -27,11 +27,11 @@ from pdmesh.instance.effects import (
 from pdmesh.instance.floor import Floor
 from pdmesh.instance.sequence import Sequence
 from pdmesh.instance.sequence_phases import DECODES, SeqPhase
-from pdmesh.model import PartMember, TransferId
+from pdmesh.model import PartMember, Then, TransferId
 from pdmesh.plans import TransferPlan
 
 #: `Hold` lets a sequence decode here.
-CopyCommand = GrantTransfer | StopCopy | Hold
+CopyCommand = SendCopy | StopCopy | Hold
 
 _UNWANTED = "it is not wanted any more"
 
@@ -49,7 +49,7 @@ class CopyRules:
     def obey(self, sequence: Sequence, command: CopyCommand) -> None:
         """Obey a command that concerns a copy of a sequence."""
         match command:
-            case GrantTransfer():
+            case SendCopy():
                 self._grant(sequence, command)
             case StopCopy(how=Stop.PAUSE):
                 self._pause(sequence, command)
@@ -59,7 +59,7 @@ class CopyRules:
                 if sequence.moves_by(transfer_id):
                     self._fail_move(sequence, _UNWANTED)
                 else:  # the move never began here, or has ended
-                    self._effects.append(MoveFailed(self._instance_id, *sequence.key, transfer_id, False, _UNWANTED))
+                    self._fail(sequence, transfer_id, _UNWANTED, committed=False)
             case Hold(ends_move=True):
                 if sequence.moves_by(command.move_id):
                     self.stay(sequence)
@@ -68,7 +68,7 @@ class CopyRules:
             case _:
                 assert_never(command)
 
-    def _grant(self, sequence: Sequence, command: GrantTransfer) -> None:
+    def _grant(self, sequence: Sequence, command: SendCopy) -> None:
         transfer, onward = command.transfer, sequence.onward
         is_renewed = False
         reason = self._floor.why_not_sent(sequence, transfer)
@@ -81,7 +81,7 @@ class CopyRules:
             if reason or sequence.handing is not None or not is_here:
                 reason = reason or "the range is not here, or on its way already"
                 self._refuse(command, reason)
-                self._effects.append(TransferFailed(self._instance_id, *sequence.key, transfer.transfer_id, reason))
+                self._fail(sequence, transfer.transfer_id, reason)
                 return
             if lost_range is not None:
                 self._floor.lose_range(sequence, lost_range)
@@ -94,7 +94,7 @@ class CopyRules:
             if reason or not sequence.is_decoding or sequence.move is not None:
                 reason = reason or "it does not decode here, or its target may have begun"
                 self._refuse(command, reason)
-                self._effects.append(MoveFailed(self._instance_id, *sequence.key, transfer.transfer_id, False, reason))
+                self._fail(sequence, transfer.transfer_id, reason, committed=False)
                 return
             sequence.begin_move(transfer)
         else:
@@ -175,7 +175,7 @@ class CopyRules:
                 assert sequence.handing is not None, f"{sequence.key} hands no range on"
                 transfer_id = sequence.handing.transfer_id
                 self._stop_handing(sequence)
-                self._effects.append(TransferFailed(self._instance_id, *sequence.key, transfer_id, event.reason))
+                self._fail(sequence, transfer_id, event.reason)
             case CopyFailed(then=then) if then is not None and sequence.move is not None:
                 self._fail_move(sequence, event.reason)
             case CopyFailed():
@@ -199,7 +199,7 @@ class CopyRules:
             sequence.land_range(event.num_tokens)
             self._effects.append(landed)
             return
-        if then_of(transfer) is Then.KEEP:
+        if transfer.then is Then.KEEP:
             self._floor.computed(sequence, len(sequence.chain))
             self._effects.append(landed)
             self._floor.release(sequence)
@@ -215,15 +215,14 @@ class CopyRules:
         transfer = copy.transfer
         assert transfer is not None, f"{sequence.key} is acknowledged without a transfer"
         assert move is not None or sequence.is_computed, f"{sequence.key} landed before it was computed"
-        kind = TransferSent if move is None else MoveSent
-        self._effects.append(self._acknowledged(kind, sequence, transfer.transfer_id, event))
+        self._acknowledged(sequence, transfer.transfer_id, event, was_decoding=move is not None)
         self._floor.release(sequence)
 
     def _failed(self, sequence: Sequence, event: CopyFailed) -> None:
         """Give a transfer up: as a receiver with all that has come, as the source of a prompt without loss."""
         transfer = sequence.transfer
         assert transfer is not None, f"{sequence.key} has no transfer to fail"
-        self._effects.append(TransferFailed(self._instance_id, *sequence.key, transfer.transfer_id, event.reason))
+        self._fail(sequence, transfer.transfer_id, event.reason)
         if Then.DECODE in sequence.outgoing:
             self._lose_receiver(sequence)
         else:
@@ -245,7 +244,7 @@ class CopyRules:
             move.abandon()
         else:
             self.stay(sequence)
-        self._effects.append(MoveFailed(self._instance_id, *sequence.key, transfer_id, may_have_begun, reason))
+        self._fail(sequence, transfer_id, reason, committed=may_have_begun)
 
     def freeze(self, sequence: Sequence, num_tokens: int) -> None:
         """Let a resident that moves draw no more: it has ``num_tokens`` of prompt and output."""
@@ -272,7 +271,7 @@ class CopyRules:
         assert sequence.handing is not None, f"{sequence.key} hands no range on"
         transfer_id = sequence.handing.transfer_id
         sequence.end_hand_range()
-        self._effects.append(self._acknowledged(TransferSent, sequence, transfer_id, event))
+        self._acknowledged(sequence, transfer_id, event)
 
     def end_landed_range(self, sequence: Sequence, members: tuple[PartMember, ...]) -> None:
         """End the copy of a range that one of ``members`` has: the acknowledgement may still be on its way."""
@@ -283,13 +282,17 @@ class CopyRules:
         if transfer.capability in [each.capability for each in members]:
             self._stop_handing(sequence)
             event = CopySent(sequence.key, Then.HOLD, 0, 0.0, destination_id=transfer.destination_ids[0])
-            self._effects.append(self._acknowledged(TransferSent, sequence, transfer.transfer_id, event))
+            self._acknowledged(sequence, transfer.transfer_id, event)
 
     def _acknowledged(
-        self, kind: type[TransferSent | MoveSent], sequence: Sequence, transfer_id: TransferId, event: CopySent
-    ) -> TransferSent | MoveSent:
+        self, sequence: Sequence, transfer_id: TransferId, event: CopySent, *, was_decoding: bool = False
+    ) -> None:
         about = self._instance_id, *sequence.key, transfer_id, event.num_bytes, event.duration_s
-        return kind(*about, event.waited_s, event.sent_s, event.destination_id, event.carrier)
+        sent = TransferSent(*about, event.waited_s, event.sent_s, event.destination_id, event.carrier, was_decoding)
+        self._effects.append(sent)
+
+    def _fail(self, sequence: Sequence, transfer_id: TransferId, reason: str, *, committed: bool | None = None) -> None:
+        self._effects.append(TransferFailed(self._instance_id, *sequence.key, transfer_id, reason, committed))
 
     def _stop_handing(self, sequence: Sequence) -> None:
         assert sequence.handing is not None, f"{sequence.key} hands no range on"

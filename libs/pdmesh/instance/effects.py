@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pdmesh.core.commands import FetchKept, InstanceCommand, PlaceDecode
+from pdmesh.core.commands import ExpectCopy, InstanceCommand
 from pdmesh.core.events import InstanceEvent
-from pdmesh.instance.copy_state import Then
 from pdmesh.instance.sequence import Sequence
-from pdmesh.model import InstanceId, RequestKey, TransferId
+from pdmesh.model import InstanceId, RequestKey, Then, TransferId
 from pdmesh.plans import ChunkPlan, PrefillGroup, StepPlan, TransferPlan
 
 
@@ -53,7 +52,7 @@ class Expect(NamedTuple):
     """Open the receiving side of a copy, before the scheduler hears of the reserved blocks."""
 
     sequence: Sequence
-    command: PlaceDecode | FetchKept
+    command: ExpectCopy
 
 
 class Rehomed(NamedTuple):

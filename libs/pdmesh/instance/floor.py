@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pdmesh.core.commands import AdmitPrefill, FetchKept, Hold, PlaceDecode, SendKept
+from pdmesh.core.commands import AdmitPrefill, ExpectCopy, Hold, SendCopy
 from pdmesh.core.events import MembersSet
 from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.instance.effects import Effect
@@ -15,8 +15,8 @@ from pdmesh.instance.sequence import Sequence
 from pdmesh.model import InstanceId, PartMember, PrefixHashes, RequestKey
 from pdmesh.plans import StepPlan, TransferPlan
 
-TakesBlocks = AdmitPrefill | PlaceDecode | FetchKept | SendKept
-MakesRoom = AdmitPrefill | PlaceDecode | FetchKept | Hold
+TakesBlocks = AdmitPrefill | ExpectCopy | SendCopy
+MakesRoom = AdmitPrefill | ExpectCopy | Hold
 
 
 class Floor(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdmesh.core.commands import Hold, SendKept
-from pdmesh.core.events import KvReleased, LoadReported, MembersSet, OffloadedLost, RequestDropped
+from pdmesh.core.commands import Hold, SendCopy
+from pdmesh.core.events import CacheReported, KvReleased, LoadReported, MembersSet, RequestDropped
 from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.instance.cache import BlockCache
 from pdmesh.instance.effects import BeganToDecode, Effect, Refused, ResidentsChange, Stood
@@ -51,7 +51,7 @@ class Holding:
     def make_room(self, command: MakesRoom) -> None:
         """Evict the cached blocks that a command names."""
         if lost := self.cache.make_room(command.room):
-            self.effects.append(OffloadedLost(self.instance_id, lost))
+            self.effects.append(CacheReported(self.instance_id, lost=lost))
 
     def chain_of(self, key: RequestKey) -> PrefixHashes:
         """Return the cacheable blocks of a new request's prompt."""
@@ -59,13 +59,13 @@ class Holding:
 
     def take(self, sequence: Sequence, command: TakesBlocks, num_reused: int) -> bool:
         """Give a sequence its blocks, some of them shared. False if it is not taken; the effects say why."""
-        if not isinstance(command, SendKept):
+        if not isinstance(command, SendCopy):
             self.make_room(command)
         if not self.admits:
             self._drop_new(sequence, "the instance is stopping")
             return False
         if lost := self.cache.lost_of(sequence.prefix, num_reused):
-            self.effects.append(OffloadedLost(self.instance_id, lost))
+            self.effects.append(CacheReported(self.instance_id, lost=lost))
             self._drop_new(sequence, "the tier lacks what is to be loaded")
             return False
         if sequence.key in self.sequences:
@@ -253,4 +253,4 @@ class Holding:
     def lose_offloaded(self, granules: PrefixHashes) -> None:
         """Lose granules of the offload tier."""
         self.cache.lose(granules)
-        self.effects.append(OffloadedLost(self.instance_id, granules))
+        self.effects.append(CacheReported(self.instance_id, lost=granules))

@@ -11,23 +11,20 @@ from typing import assert_never
 
 from pdmesh.core.commands import (
     AdmitPrefill,
-    FetchKept,
+    ExpectCopy,
     FreeKv,
-    GrantTransfer,
     Hold,
     InstanceCommand,
-    PlaceDecode,
     RunStep,
-    SendKept,
+    SendCopy,
     SetPlaces,
     SetRole,
     StopCopy,
     StopInstance,
 )
-from pdmesh.core.events import HelperJoined
+from pdmesh.core.events import KvExpected
 from pdmesh.instance.cache import CachedPrefix
 from pdmesh.instance.chunks import Chunks
-from pdmesh.instance.copy_state import Then
 from pdmesh.instance.copying import CopyRules
 from pdmesh.instance.effects import (
     Admitted,
@@ -47,7 +44,7 @@ from pdmesh.instance.new_copies import NewCopies
 from pdmesh.instance.sequence import PromptWork, Sequence
 from pdmesh.instance.sequence_phases import DECODES, SeqPhase
 from pdmesh.instance.spreading import Spreading
-from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PartMember, RequestKey, Role
+from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PartMember, RequestKey, Role, Then
 from pdmesh.plans import ChunkPlan, PrefillGroup, StepPlan
 
 
@@ -83,11 +80,9 @@ class InstanceMachine:
                 self._effects.append(Planned(plan) if self._plans.queue(plan) else Refused(command, "two urgent plans"))
             case AdmitPrefill():
                 self._admit(command)
-            case PlaceDecode():
+            case ExpectCopy():
                 self._new_copies.expect(command)
-            case FetchKept():
-                self._new_copies.fetch(command)
-            case SendKept():
+            case SendCopy() if command.transfer.then is Then.KEEP:
                 self._new_copies.send_cached(command)
             case FreeKv():
                 self.endings.free(command)
@@ -103,14 +98,14 @@ class InstanceMachine:
                     self._obey_for(sequence, command)
         return self.done()
 
-    def _obey_for(self, sequence: Sequence, command: SetPlaces | GrantTransfer | StopCopy | Hold) -> None:
+    def _obey_for(self, sequence: Sequence, command: SetPlaces | SendCopy | StopCopy | Hold) -> None:
         """Obey a command for a sequence that is here."""
         match command:
             case SetPlaces(places=places):
                 self._set_places(sequence, places)
             case Hold(decodes=False):
                 self._floor.grow(sequence, command)
-            case GrantTransfer() | StopCopy() | Hold():
+            case SendCopy() | StopCopy() | Hold():
                 self._copying.obey(sequence, command)
             case _:
                 assert_never(command)
@@ -156,7 +151,7 @@ class InstanceMachine:
         if command.leads:
             self._effects.append(Admitted(sequence))
         else:
-            self._effects.append(HelperJoined(self.instance_id, *key))
+            self._effects.append(KvExpected(self.instance_id, *key))
 
     def _regroup(self, sequence: Sequence, group: PrefillGroup) -> None:
         """Take the members of a group. If a member was lost, the chunks planned until now do not wait."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pdmesh.core.commands import FetchKept, PlaceDecode, SendKept
-from pdmesh.core.events import DecodeReserved
+from pdmesh.core.commands import ExpectCopy, SendCopy
+from pdmesh.core.events import KvExpected
 from pdmesh.instance.cache import CachedPrefix
-from pdmesh.instance.copy_state import Then, range_at
+from pdmesh.instance.copy_state import range_at
 from pdmesh.instance.effects import Expect, SendKv
 from pdmesh.instance.floor import Floor
 from pdmesh.instance.sequence import Sequence
 from pdmesh.instance.sequence_phases import CopyState, SeqPhase
-from pdmesh.model import PartMember
+from pdmesh.model import PartMember, Then
 from pdmesh.plans import TransferPlan
 
 
@@ -22,7 +22,7 @@ class NewCopies:
         self._effects = floor.effects
         self._instance_id = floor.instance_id
 
-    def expect(self, command: PlaceDecode) -> None:
+    def expect(self, command: ExpectCopy) -> None:
         """Reserve blocks for KV that comes from another instance."""
         key, transfer = (command.request_id, command.epoch), command.transfer
         part, members = range_at(transfer, self._instance_id), command.members or _members_of(transfer)
@@ -32,27 +32,16 @@ class NewCopies:
             SeqPhase.EXPECTED,
             command.num_blocks,
             prefix=CachedPrefix(chain),
-            leads=part is None,
+            leads=part is None and transfer.then is Then.DECODE,
             incoming=transfer,
             part=part,
             members=members if part is None else (),
         )
-        self._reserve(sequence, command)
-
-    def fetch(self, command: FetchKept) -> None:
-        """Reserve blocks for KV that another instance has cached."""
-        key, num_blocks = (command.request_id, command.epoch), command.transfer.destinations[0].num_blocks
-        prefix = CachedPrefix(command.chain)
-        sequence = Sequence(key, SeqPhase.EXPECTED, num_blocks, prefix=prefix, leads=False, incoming=command.transfer)
-        self._reserve(sequence, command)
-
-    def _reserve(self, sequence: Sequence, command: PlaceDecode | FetchKept) -> None:
-        transfer = command.transfer
         if self._floor.take(sequence, command, transfer.num_reused_granules):
             self._effects.append(Expect(sequence, command))
-            self._effects.append(DecodeReserved(self._instance_id, *sequence.key, transfer.transfer_id))
+            self._effects.append(KvExpected(self._instance_id, *sequence.key, transfer.transfer_id))
 
-    def send_cached(self, command: SendKept) -> None:
+    def send_cached(self, command: SendCopy) -> None:
         """Send cached blocks."""
         key, transfer = (command.request_id, command.epoch), command.transfer
         prefix = CachedPrefix(command.chain)

@@ -6,7 +6,7 @@ Each transition of `pdmesh.instance.sequence_phases` is a method. No other modul
 from __future__ import annotations
 
 from pdmesh.instance.cache import CachedPrefix
-from pdmesh.instance.copy_state import Copy, Then
+from pdmesh.instance.copy_state import Copy
 from pdmesh.instance.residents import Length
 from pdmesh.instance.sequence_phases import (
     DECODES,
@@ -17,7 +17,7 @@ from pdmesh.instance.sequence_phases import (
     SeqPhase,
     SequenceFacts,
 )
-from pdmesh.model import NO_TRANSFER, PartMember, PrefixHashes, RequestKey, TransferId, TransferPurpose
+from pdmesh.model import NO_TRANSFER, PartMember, PrefixHashes, RequestKey, Then, TransferId
 from pdmesh.plans import PrefillGroup, TransferPlan
 
 
@@ -198,7 +198,7 @@ class Sequence:
     @property
     def is_handed_over(self) -> bool:
         """Whether its KV came here, if it came, before it had decoded elsewhere."""
-        return self.incoming is None or self.incoming.purpose is TransferPurpose.HAND_OVER
+        return self.incoming is None or self.incoming.is_hand_over
 
     def moves_by(self, transfer_id: TransferId) -> bool:
         move = self.move

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import structlog
 
-from pdmesh.core.commands import FetchKept, PlaceDecode
+from pdmesh.core.commands import ExpectCopy
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import ProtocolError
-from pdmesh.instance.copy_state import Then, then_of
 from pdmesh.instance.effects import CopyFailed, CopyLanded
 from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.kv.copy_in import Expected
 from pdmesh.kv.frames import OutOfFrames
 from pdmesh.kv.outcome import LandedTransfer
 from pdmesh.kv.transcript import unpack_transcript
-from pdmesh.model import GRANULE_TOKENS, IndexRange, PartMember
+from pdmesh.model import GRANULE_TOKENS, IndexRange, PartMember, Then
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.growth import RoomGrowth
 from pdmesh.worker.intake import Intake, check_request
@@ -36,14 +35,14 @@ class Arrivals:
         self._growth = growth
         self._lost_ranges = lost_ranges
 
-    def expect(self, request: LocalRequest, command: PlaceDecode | FetchKept) -> None:
+    def expect(self, request: LocalRequest, command: ExpectCopy) -> None:
         """Open the receiving side of a copy. Of a lost range only tokens come."""
         transfer, state, mover = command.transfer, request.state, self._context.mover
         place = transfer.destination_ids.index(command.instance_id)
         blocks = transfer.destinations[place].part.blocks
         num_context_tokens: int | None = len(request.sequence.token_ids)
         members = state.members
-        if isinstance(command, FetchKept):
+        if transfer.then is Then.KEEP:
             num_context_tokens = len(command.chain) * GRANULE_TOKENS
         elif state.is_range:
             members = command.members
@@ -65,13 +64,13 @@ class Arrivals:
             "blocks": blocks if blocks.start or state.is_range else None,
             "source_addresses": self._context.addresses.of(transfer.source_ids),
             "destination": place,
-            "draws": not state.is_range and not isinstance(command, FetchKept),
+            "draws": not state.is_range and transfer.then is not Then.KEEP,
         }
         if transfer.is_move:
             expected["hold"] = lambda blocks: self._hold(request, blocks)
         mover.arrivals.expect(request.request_id, request.epoch, **expected)
 
-    def _hold_range(self, request: LocalRequest, command: PlaceDecode, blocks: IndexRange) -> None:
+    def _hold_range(self, request: LocalRequest, command: ExpectCopy, blocks: IndexRange) -> None:
         """Begin to answer for a range, once its KV is here."""
         transfer = command.transfer
         (home_address,) = self._context.addresses.of([command.home_id or transfer.destination_ids[0]])
@@ -106,7 +105,7 @@ class Arrivals:
         if transfer is None or request.phase is not SeqPhase.EXPECTED:
             return
         metrics, num_tokens = self._context.metrics, 0
-        is_cached = then_of(transfer) is Then.KEEP
+        is_cached = transfer.then is Then.KEEP
         if is_cached:
             metrics.fetched_bytes.inc(outcome.num_bytes)
             metrics.fetched_tokens.inc(len(request.chain) * GRANULE_TOKENS - request.num_reused_tokens)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from pdmesh.core.events import CacheReported, InstanceEvent, OffloadedLost
+from pdmesh.core.events import CacheReported, InstanceEvent
 from pdmesh.errors import PdmeshError
 from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.kv.blocks import BlockPool
@@ -66,7 +66,7 @@ class BlockTables:
         lost = [granule for granule in room.offload if not self._offload(granule)]
         kept.drop((*room.drop, *room.offload))
         if lost:
-            self._report(OffloadedLost(self._instance_id, tuple(lost)))
+            self._report(CacheReported(self._instance_id, lost=tuple(lost)))
 
     def _offload(self, granule: PrefixHash) -> bool:
         block_ids = self.kept.blocks_of(granule)
@@ -76,7 +76,7 @@ class BlockTables:
         """Raise StaleOffload unless the tier has all of these; the scheduler is told which it lacks."""
         missing = [granule for granule in granules if self.tier is None or granule not in self.tier]
         if missing:
-            self._report(OffloadedLost(self._instance_id, tuple(missing)))
+            self._report(CacheReported(self._instance_id, lost=tuple(missing)))
             raise StaleOffload(
                 f"the offload tier lacks {len(missing)} of the {len(granules)} granules that are to be loaded"
             )

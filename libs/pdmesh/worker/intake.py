@@ -8,7 +8,7 @@ from functools import partial
 import msgspec
 import structlog
 
-from pdmesh.core.commands import AdmitPrefill, FetchKept, PlaceDecode, SendKept
+from pdmesh.core.commands import AdmitPrefill, ExpectCopy, SendCopy
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
 from pdmesh.instance.copy_state import range_at
@@ -22,6 +22,7 @@ from pdmesh.model import (
     PrefixHashes,
     RequestKey,
     SamplingParams,
+    Then,
     num_blocks_for,
     short_weights,
 )
@@ -63,13 +64,13 @@ class Intake:
         if context.sequences.get(*state.key) is not None:
             raise ProtocolError("the request is held here already")
         num_coming_tokens, max_kv_tokens, num_elsewhere_blocks = 0, state.num_blocks * context.block_size, 0
-        has_prompt = isinstance(command, AdmitPrefill) or (isinstance(command, PlaceDecode) and command.receives_prompt)
+        has_prompt = isinstance(command, AdmitPrefill) or (isinstance(command, ExpectCopy) and command.receives_prompt)
         if isinstance(command, AdmitPrefill):
             generation, token_ids = self._to_compute(command)
             max_kv_tokens = len(token_ids)
             if command.leads and not command.moves_on:
                 max_kv_tokens += generation.max_tokens_left - 1
-        elif isinstance(command, PlaceDecode) and command.receives_prompt:
+        elif isinstance(command, ExpectCopy) and command.receives_prompt:
             generation, token_ids = self._to_receive(command)
             num_coming_tokens = len(token_ids)
             num_elsewhere_blocks = command.transfer.destinations[0].part.blocks.start
@@ -77,7 +78,7 @@ class Intake:
         else:
             self._check_copy(command)
             generation, token_ids = _unknown(state.key), array.array("i")
-            if isinstance(command, FetchKept):
+            if isinstance(command, ExpectCopy) and command.transfer.then is Then.KEEP:
                 num_coming_tokens = len(command.chain) * GRANULE_TOKENS
         if has_prompt:
             num_blocks = state.num_blocks + num_elsewhere_blocks
@@ -124,7 +125,7 @@ class Intake:
         self._groups.check(command)
         return generation, _transcript(generation)
 
-    def _to_receive(self, command: PlaceDecode) -> tuple[Generation, array.array[int]]:
+    def _to_receive(self, command: ExpectCopy) -> tuple[Generation, array.array[int]]:
         """Return a prompt that other instances compute. Raises ProtocolError if it cannot be received."""
         self._context.addresses.of(command.transfer.source_ids)
         self._context.addresses.of(command.transfer.destination_ids[1:])
@@ -138,11 +139,11 @@ class Intake:
             raise ProtocolError(f"{num_context_tokens} tokens of KV for a transcript of {len(token_ids)}")
         return self._checked(prompt.generation), token_ids
 
-    def _check_copy(self, command: PlaceDecode | FetchKept | SendKept) -> None:
+    def _check_copy(self, command: ExpectCopy | SendCopy) -> None:
         """Raise ProtocolError if a copy of KV without a prompt cannot begin."""
         transfer, addresses = command.transfer, self._context.addresses
         num_shared_granules = transfer.num_reused_granules
-        if isinstance(command, SendKept):
+        if isinstance(command, SendCopy):
             if len(transfer.destinations) != 1:
                 raise ProtocolError(f"{len(transfer.destinations)} destinations of granules")
             addresses.of(transfer.destination_ids)
@@ -157,7 +158,7 @@ class Intake:
         num_tokens = command.num_blocks * self._context.block_size
         if num_tokens <= num_shared_granules * GRANULE_TOKENS:
             raise ProtocolError(f"room for {num_tokens} tokens, and {num_shared_granules} granules that are there")
-        if isinstance(command, FetchKept):
+        if transfer.then is Then.KEEP:
             if not num_shared_granules < len(command.chain) <= num_tokens // GRANULE_TOKENS:
                 raise ProtocolError(f"{len(command.chain)} granules, and room for {num_tokens} tokens")
             return
@@ -167,7 +168,7 @@ class Intake:
         if transfer.is_hand_over:
             self.check_prompt(command)
 
-    def check_prompt(self, command: AdmitPrefill | PlaceDecode) -> Prompt:
+    def check_prompt(self, command: AdmitPrefill | ExpectCopy) -> Prompt:
         """Return the prompt that came with a command. Raises ProtocolError if none came, or another request's."""
         if self.last_prompt is None:
             raise ProtocolError("the command came without the request's prompt")

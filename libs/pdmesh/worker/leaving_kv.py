@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import structlog
 
-from pdmesh.instance.copy_state import Then, then_of
 from pdmesh.instance.effects import (
     CopyFailed,
     CopyPaused,
@@ -18,7 +17,7 @@ from pdmesh.kv.outcome import FailedTransfer, SentTransfer
 from pdmesh.kv.pages import NO_BLOCK
 from pdmesh.kv.piece import KvDestination
 from pdmesh.kv.spread import PartHolder
-from pdmesh.model import GRANULE_TOKENS, IndexRange, KvPart, blocks_of_granule
+from pdmesh.model import GRANULE_TOKENS, IndexRange, KvPart, Then, blocks_of_granule
 from pdmesh.plans import TransferPlan
 from pdmesh.wire.messages import pack_token_ids
 from pdmesh.worker.context import InstanceContext
@@ -84,7 +83,7 @@ class LeavingCopies:
             "a copy failed",
             request_id=request.request_id,
             epoch=request.epoch,
-            purpose=transfer.purpose,
+            then=transfer.then,
             reason=outcome.reason,
         )
         self._context.hear(request, CopyFailed(request.state.key, then, outcome.reason))
@@ -93,7 +92,7 @@ class LeavingCopies:
 
     def send(self, request: LocalRequest, transfer: TransferPlan, *, is_renewed: bool) -> None:
         """Send KV of a request to the destinations of a transfer. ``is_renewed``: the receiver is new to the source."""
-        match then_of(transfer):
+        match transfer.then:
             case Then.KEEP:
                 self._send_blocks(request, transfer, request.sequence.block_table, len(request.chain) * GRANULE_TOKENS)
             case Then.DECODE if request.state.move is not None:
@@ -170,7 +169,7 @@ class LeavingCopies:
     def stop(self, request: LocalRequest, transfer: TransferPlan) -> None:
         """Send no more of a request by a transfer, for now or for good."""
         key = request.state.key
-        match then_of(transfer):
+        match transfer.then:
             case Then.DECODE if request.move is not None:
                 request.move = None
                 self._context.mover.departures.cancel(*key)

@@ -7,7 +7,7 @@ from functools import partial
 
 import structlog
 
-from pdmesh.core.commands import Hold, SendKept
+from pdmesh.core.commands import Hold, SendCopy
 from pdmesh.core.events import KvReleased, MembersSet, RequestDropped
 from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.errors import PdmeshError, ProtocolError
@@ -86,7 +86,7 @@ class RequestFloor:
         return self._intake.chain_of(key)
 
     def take(self, sequence: Sequence, command: TakesBlocks, num_reused: int) -> bool:
-        if not isinstance(command, SendKept):
+        if not isinstance(command, SendCopy):
             self.make_room(command)
         try:
             request = self._intake.take(sequence, command, num_reused)

@@ -17,7 +17,7 @@ import anyio
 import structlog
 
 from pdmesh.config import InstanceDegrees, MeshConfig, TransferConfig, WorkerConfig
-from pdmesh.core.events import DrainRequested, InstanceEvent, OffloadedLost
+from pdmesh.core.events import CacheReported, DrainRequested, InstanceEvent
 from pdmesh.engine.base import Engine
 from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.garbage import rare_collections
@@ -195,7 +195,7 @@ async def serve_instance(
         )
 
     def on_lost(granules: PrefixHashes) -> None:
-        report(OffloadedLost(instance_id, granules))
+        report(CacheReported(instance_id, lost=granules))
 
     tier = offload_tier(config.worker, engine, pool, thread.wakeup, on_lost)
     load_bytes_per_s = UNMEASURED_BYTES_PER_S

@@ -82,7 +82,7 @@ class ActivityFeed:
                 self._own_steps(event.instance_id, event.own_steps, now_s)
             case TransferSent():
                 self._moved(event, now_s)
-            case TransferFailed():
+            case TransferFailed(committed=None):
                 self._mark(event.instance_id, now_s, "transfer failed", event.request_id)
             case InstanceLost():
                 self._mark(event.instance_id, now_s, "lost", "")

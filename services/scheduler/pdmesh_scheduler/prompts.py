@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import msgspec
 
-from pdmesh.core.commands import AdmitPrefill, ForgetRequest, InstanceCommand, PlaceDecode
+from pdmesh.core.commands import AdmitPrefill, ExpectCopy, ForgetRequest, InstanceCommand
 from pdmesh.core.events import Event, InstanceLost, RequestArrived, StepDone, TransferLanded
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.engine.base import needs_prompt_tokens
-from pdmesh.model import GRANULE_TOKENS, InstanceId, InstanceProfile, RequestKey, TransferPurpose
+from pdmesh.model import GRANULE_TOKENS, InstanceId, InstanceProfile, RequestKey
 from pdmesh.wire.messages import Generation, Prompt
 
 
@@ -56,7 +56,7 @@ class Prompts:
         match command:
             case AdmitPrefill():
                 return self._admitted(command)
-            case PlaceDecode() if command.transfer.purpose is TransferPurpose.HAND_OVER:
+            case ExpectCopy() if command.transfer.is_hand_over:
                 key = (command.request_id, command.epoch)
                 return self._moving[key] if key in self._moving else self._to_move(self._whole[key])
             case _:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdmesh.core.commands import AdmitPrefill, ForgetRequest, Hold, PlaceDecode, Reject, Restart
+from pdmesh.core.commands import AdmitPrefill, ExpectCopy, ForgetRequest, Hold, Reject, Restart
 from pdmesh.core.events import (
     DecodeStepsDone,
     InstanceJoined,
@@ -22,7 +22,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.requests.lives import Attempt, Chunk, CrossedClass
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import InstanceId, OwnDecodeSteps, TransferPurpose
+from pdmesh.model import InstanceId, OwnDecodeSteps
 from pdmesh.policy.batching import Mode
 from pdmesh.telemetry.exposition import Aliases
 from pdmesh.telemetry.histograms import LoopHistogram
@@ -135,7 +135,7 @@ class SchedulerMetrics:
             ["how"],
             registry=registry,
         )
-        for how in (TransferPurpose.HAND_OVER, TransferPurpose.MOVE, "restart"):
+        for how in ("hand_over", "move", "restart"):
             self._cross_class.labels(how)
         awaiting_decode = Gauge(
             "pdmesh:kv_waiting_tokens",
@@ -191,7 +191,7 @@ class SchedulerMetrics:
             case TransferLanded():
                 self._landed_bytes.inc(max(0, event.num_bytes))
                 self._landed.observe(event.duration_s)
-            case TransferFailed():
+            case TransferFailed(committed=None):
                 self._failed.inc()
             case InstanceSuspected(suspected=True):
                 self._suspicions.inc()
@@ -213,7 +213,7 @@ class SchedulerMetrics:
                     request = attempt.request
                     self._queue_time.labels(self._models[what.instance_id]).observe(handled.now_s - request.arrival_s)
                     self._prompt_tokens.inc(request.num_prompt_tokens)
-                case PlaceDecode() if what.receives_prompt and attempt.num_receivers > 1:
+                case ExpectCopy() if what.receives_prompt and attempt.num_receivers > 1:
                     self._received_again.labels("receiver").inc()
                 case CrossedClass():
                     self._cross_class.labels(what.how).inc()

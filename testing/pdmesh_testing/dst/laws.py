@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable, Iterator
 
-from pdmesh.core.commands import Command, ForgetRequest, PlaceDecode, Reject, Restart, RunStep
+from pdmesh.core.commands import Command, ExpectCopy, ForgetRequest, Reject, Restart, RunStep
 from pdmesh.core.events import CacheReported, Event, GatewayJoined, InstanceJoined, LoadReported, RequestArrived
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import Epoch, RequestId
@@ -62,11 +62,11 @@ class Laws:
                 timeline.broke(BLOCKS, f"the core's state after {event}: {error}")
             for waiting in waiting_in_vain(core):
                 timeline.broke(LOCAL, f"after {event}: {waiting}")
-        if isinstance(event, CacheReported) and self._is_healthy:
+        if isinstance(event, CacheReported) and event.kept is not None and self._is_healthy:
             timeline.broke(KEPT, f"an instance keeps other KV than the core thought: {event}")
         for command in commands:
             match command:
-                case PlaceDecode():
+                case ExpectCopy():
                     capability = (command.transfer.capability, command.instance_id)  # a transfer may have several ends
                     if capability in self._capabilities:
                         timeline.broke(CAPABILITY, str(command))

@@ -28,7 +28,7 @@ from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.phases import Phase
 from pdmesh.core.requests.request import RequestState
-from pdmesh.model import InstanceId, RequestKey, TransferId, TransferPurpose
+from pdmesh.model import InstanceId, RequestKey, Then, TransferId
 from pdmesh.plans import ResidentContext
 from pdmesh.policy.seams import DecodePlacement
 
@@ -171,9 +171,10 @@ class Parts:
         is_lost = number == state.lost_part
         copy = mesh.begin_copy(
             state,
-            TransferPurpose.LOST_PART if is_lost else TransferPurpose.PART,
             source.shard(size, number * size),
             target.shard(size, number * size),
+            then=Then.HOLD,
+            computes=is_lost,
         )
         target.take(state.key, Allocation(AllocationKind.PART, size, transfer_id=copy.plan.transfer_id))
         before = state.members[:number] if is_lost else ()
@@ -216,7 +217,7 @@ class Parts:
             self._mesh.ignore("MembersSet")
             return None
         home = self._mesh.instances[event.instance_id]
-        if copy.source_id == event.instance_id and not copy.computes:
+        if copy.source_id == event.instance_id and not copy.plan.computes:
             home.hand_on(state.key, home.num_home_blocks(state.request, len(event.member_ids)))
         self._end(state, copy, home)
         return state
@@ -275,7 +276,7 @@ class Parts:
     # --- instances come and go ---
 
     def _of_instance(self, instance_id: InstanceId) -> list[tuple[RequestState, Copy]]:
-        return [(state, copy) for state, copy in self._mesh.copies_of(instance_id) if copy.is_of_part]
+        return [(state, copy) for state, copy in self._mesh.copies_of(instance_id) if copy.plan.is_of_part]
 
     def lost(self, instance_id: InstanceId) -> None:
         """An instance is gone, or has begun anew: what was on its way there, or from there, is not."""

@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pdmesh.core.commands import Stop
-from pdmesh.core.events import MoveFailed, MoveSent
+from pdmesh.core.events import TransferFailed, TransferSent
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.phases import Phase
 from pdmesh.core.requests.request import RequestState
-from pdmesh.model import InstanceId, RequestKey, TransferPurpose, short_weights
+from pdmesh.model import InstanceId, RequestKey, Then, short_weights
 from pdmesh.policy.on_demand import granted_blocks
 from pdmesh.policy.seams import DecodePlacement
 
@@ -82,11 +82,11 @@ class Moves:
         first_block = allocation.num_elsewhere_tokens // source.block_size
         move = mesh.begin_copy(
             state,
-            TransferPurpose.MOVE,
             source.shard(allocation.num_blocks, first_block),
             target.shard(num_blocks, first_block),
-            num_reused,
-            chain,
+            then=Then.DECODE,
+            num_reused_granules=num_reused,
+            chain=chain,
         )
         target.take(
             state.key,
@@ -128,13 +128,13 @@ class Moves:
 
     # --- what instances say of it ---
 
-    def sent(self, event: MoveSent) -> None:
+    def sent(self, event: TransferSent) -> None:
         """Its target has acknowledged all of it, and goes on."""
         state = self._of(event)
         if state is not None and state.move is not None:  # otherwise the target reported the landing first
             self._mesh.land_move(state)
 
-    def failed(self, event: MoveFailed, now_s: float) -> None:
+    def failed(self, event: TransferFailed, now_s: float) -> None:
         """Its source sends no more. What becomes of it is told by the target, if that is there to tell."""
         state = self._of(event)
         if state is None:
@@ -159,7 +159,7 @@ class Moves:
         if state is not None and state.move is not None and state.move.target_id == instance_id:
             self._resume(state, state.move)
 
-    def _of(self, event: MoveSent | MoveFailed) -> RequestState | None:
+    def _of(self, event: TransferSent | TransferFailed) -> RequestState | None:
         """The request, if it needs the source that reports: it has not landed elsewhere."""
         state = self._mesh.find((event.request_id, event.epoch))
         return state if state is not None and state.needs(event.instance_id) else None
@@ -171,7 +171,7 @@ class Moves:
     # --- instances come and go ---
 
     def _of_instance(self, instance_id: InstanceId) -> list[tuple[RequestState, Copy]]:
-        return [(state, copy) for state, copy in self._mesh.copies_of(instance_id) if copy.is_move]
+        return [(state, copy) for state, copy in self._mesh.copies_of(instance_id) if copy.plan.is_move]
 
     def lost(self, instance_id: InstanceId) -> None:
         """An instance is gone: the sources of what was on its way there say how far they were."""

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from math import inf
 from typing import NamedTuple
 
-from pdmesh.core.commands import FetchKept
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.request import RequestState
-from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PrefixHash, RequestId, RequestKey, TransferPurpose
+from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PrefixHash, RequestId, RequestKey, Then
 
 #: From one instance, or to one, at once: two are sent, and the next are ready.
 MAX_AT_ONCE = 4
@@ -88,9 +87,9 @@ class Fetches:
         num_there = destination.num_kept_granules(request)
         copy = mesh.broker.open(
             key,
-            TransferPurpose.FETCH,
             (source.shard(num_blocks),),
             (destination.shard(num_blocks),),
+            then=Then.KEEP,
             num_reused_granules=num_there,
             chain=chain,
         )
@@ -109,17 +108,7 @@ class Fetches:
                 chain,
                 num_reused,
             )
-        mesh.commands.append(
-            FetchKept(
-                instance_id=destination.instance_id,
-                request_id=key[0],
-                epoch=key[1],
-                transfer=copy.plan,
-                chain=chain,
-                wanted_by=state.key,
-                room=destination.make_room(),
-            )
-        )
+        mesh.expect_kv(destination, copy, wanted_by=state.key)
         mesh.grant(mesh.broker.offer(copy))
 
     # --- one ends ---

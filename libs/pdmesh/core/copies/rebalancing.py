@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from math import inf
 
 from pdmesh.core.copies.decode_moves import MAX_FAILED, Moves
-from pdmesh.core.events import MoveSent
+from pdmesh.core.events import TransferSent
 from pdmesh.core.instances.allocations import Allocation
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
@@ -44,7 +44,7 @@ class Rebalancer:
         self._last_s: dict[tuple[InstanceId, InstanceId], float] = {}  # when something went from the one to the other
         self._look_s = -inf
 
-    def timed(self, event: MoveSent) -> None:
+    def timed(self, event: TransferSent) -> None:
         """A move tells how fast its link is."""
         if event.num_bytes >= MIN_TIMED_BYTES and event.duration_s > 0:
             rate = event.num_bytes / event.duration_s

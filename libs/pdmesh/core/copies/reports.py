@@ -1,13 +1,15 @@
-"""What instances report of KV transfers; the ends of moves are in `pdmesh.core.copies.decode_moves`."""
+"""What instances report of KV transfers."""
 
 from __future__ import annotations
 
 from pdmesh.core.commands import SHARED_BLAME
 from pdmesh.core.copies.context_ranges import Parts
+from pdmesh.core.copies.decode_moves import Moves
 from pdmesh.core.copies.prefix_fetches import Fetches
+from pdmesh.core.copies.rebalancing import Rebalancer
 from pdmesh.core.copies.receivers import has_all_kv, lose_receiver
 from pdmesh.core.events import (
-    DecodeReserved,
+    KvExpected,
     TransferFailed,
     TransferLanded,
     TransferOffered,
@@ -17,18 +19,20 @@ from pdmesh.core.events import (
 from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests.copy import Copy
-from pdmesh.model import MAX_REQUEST_TOKENS, NO_TRANSFER
+from pdmesh.model import MAX_REQUEST_TOKENS, NO_TRANSFER, Then
 
 
 class TransferReports:
     """Takes note of them; what does not fit the mesh state is counted, and changes nothing."""
 
-    def __init__(self, mesh: MeshState, fetches: Fetches, parts: Parts) -> None:
+    def __init__(self, mesh: MeshState, fetches: Fetches, parts: Parts, moves: Moves, rebalancer: Rebalancer) -> None:
         self._mesh = mesh
         self._fetches = fetches
         self._parts = parts
+        self._moves = moves
+        self._rebalancer = rebalancer
 
-    def reserved(self, event: DecodeReserved) -> None:
+    def reserved(self, event: KvExpected) -> None:
         if copy := self._to(event):
             self._mesh.grant(self._mesh.broker.reserve(copy, event.instance_id))
 
@@ -65,26 +69,33 @@ class TransferReports:
         for source_id in copy.source_ids:
             mesh.cut.forgive(source_id, event.instance_id)
         mesh.grant(mesh.broker.land(copy, event.instance_id))
-        if copy.is_fetch:
+        if copy.plan.then is Then.KEEP:
             self._fetches.landed(key)
             return
         state = mesh.requests[event.request_id]
-        if copy.is_move:
+        if copy.plan.is_move:
             if state.move is copy:  # otherwise its source reported first
                 mesh.land_move(state)
-        elif copy.is_of_part:
+        elif copy.plan.is_of_part:
             self._parts.landed(state)
         elif copy.has_landed:
             mesh.land(state)
         else:
             self._parts.landed_of_prompt(state, copy)
 
-    def sent(self, event: TransferSent) -> None:
+    def sent(self, event: TransferSent, now_s: float) -> None:
         """All that a source sent was acknowledged."""
-        if copy := self._from(event):
+        if event.was_decoding:
+            self._moves.sent(event)
+            self._rebalancer.timed(event)
+        elif copy := self._from(event):
             copy.sent(event.instance_id)
+        self._mesh.links.note(event.instance_id, event.destination_id, event.num_bytes, event.sent_s, now_s)
 
     def failed(self, event: TransferFailed, now_s: float) -> None:
+        if event.committed is not None:
+            self._moves.failed(event, now_s)
+            return
         key = (event.request_id, event.epoch)
         if copy := self._mesh.broker.find(event.transfer_id, key):
             is_receiver = event.instance_id in copy.destination_ids
@@ -103,7 +114,7 @@ class TransferReports:
         else:
             self._mesh.restart(state, f"KV transfer failed on {event.instance_id}: {event.reason}", blame=SHARED_BLAME)
 
-    def _to(self, event: DecodeReserved | TransferLanded) -> Copy | None:
+    def _to(self, event: KvExpected | TransferLanded) -> Copy | None:
         """The copy that a destination of it reports of, if it is not over."""
         copy = self._mesh.broker.find(event.transfer_id, (event.request_id, event.epoch))
         if copy is not None and event.instance_id in copy.destination_ids:

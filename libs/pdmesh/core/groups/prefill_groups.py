@@ -30,7 +30,7 @@ from math import inf
 from pdmesh.core.batching.modes import Modes
 from pdmesh.core.batching.step_slots import StepSlots
 from pdmesh.core.commands import AdmitPrefill, RunStep
-from pdmesh.core.events import HelperJoined
+from pdmesh.core.events import KvExpected
 from pdmesh.core.groups.formation import Formation
 from pdmesh.core.groups.parallel_prefill import ParallelPrefill, in_flight_s
 from pdmesh.core.groups.recovery import GroupRecovery, tell_group
@@ -111,12 +111,12 @@ class GroupPlanner:
             for helper_id in state.prefill_ids[1:]:
                 self._helping.setdefault(helper_id, {}).setdefault(state.key, now_s)
 
-    def joined(self, event: HelperJoined, now_s: float, bundle: Bundle) -> None:
+    def joined(self, event: KvExpected, now_s: float, bundle: Bundle) -> None:
         """A helper has room for the prompt, and can be sent KV."""
         instance = self._mesh.instances.get(event.instance_id)
         state = self._mesh.find((event.request_id, event.epoch))
         if instance is None or state is None or event.instance_id not in self._awaited(state):
-            self._mesh.ignore("HelperJoined")
+            self._mesh.ignore("KvExpected")
             return
         if not self._is_helped_on(state) or state.key not in self._open:
             self._mesh.free(event.instance_id, state.key)  # too late

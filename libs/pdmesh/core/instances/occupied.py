@@ -1,6 +1,6 @@
 """What requests have of an instance's blocks and seats, and what fits beside them.
 
-It follows the core's own commands: blocks are taken at AdmitPrefill or PlaceDecode and given back only at
+It follows the core's own commands: blocks are taken at AdmitPrefill or ExpectCopy and given back only at
 KvReleased, so they never promise blocks that a worker has not yet freed.
 """
 

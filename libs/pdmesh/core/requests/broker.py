@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from pdmesh.core.requests.copy import Copy, CopyState
-from pdmesh.model import InstanceId, PrefixHashes, RequestKey, TransferId, TransferPurpose
+from pdmesh.model import InstanceId, PrefixHashes, RequestKey, Then, TransferId
 from pdmesh.plans import KvShard, TransferPlan
 
 _RANK = attrgetter("rank")
@@ -107,9 +107,12 @@ class TransferBroker:
     def open(
         self,
         key: RequestKey,
-        purpose: TransferPurpose,
         sources: tuple[KvShard, ...],
         destinations: tuple[KvShard, ...],
+        *,
+        then: Then = Then.DECODE,
+        decoding: bool = False,
+        computes: bool = False,
         rank: int | None = None,
         num_reused_granules: int = 0,
         chain: PrefixHashes = (),
@@ -118,11 +121,13 @@ class TransferBroker:
         self._num_opened += 1
         plan = TransferPlan(
             transfer_id=TransferId(self._num_opened),
-            purpose=purpose,
             sources=sources,
             destinations=destinations,
             capability=self.new_capability(),
             num_reused_granules=num_reused_granules,
+            then=then,
+            decoding=decoding,
+            computes=computes,
         )
         copy = self._copies[plan.transfer_id] = Copy(key, plan, rank, chain)
         return copy

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from pdmesh.model import InstanceId, PartMember, PrefixHashes, RequestKey, TransferPurpose
+from pdmesh.model import InstanceId, PartMember, PrefixHashes, RequestKey
 from pdmesh.plans import TransferPlan
 
 
@@ -41,6 +41,7 @@ class Copy:
         self.destination_ids = plan.destination_ids
         self.source_id: InstanceId = plan.sources[0].instance_id
         self.target_id: InstanceId = plan.destinations[0].instance_id
+        self.is_hand_over = plan.is_hand_over  # a request waits for it to decode; others it finds where they were
         self.rank = rank  # by first offer, among all requests
         self.in_line = rank is not None  # offered, and not granted since
         self.withdrawn = False
@@ -87,30 +88,6 @@ class Copy:
         return self.withdrawn or not self._unlanded
 
     @property
-    def is_hand_over(self) -> bool:
-        """Whether a request waits for it to decode; others it finds where they were."""
-        return self.plan.purpose is TransferPurpose.HAND_OVER
-
-    @property
-    def is_move(self) -> bool:
-        """Whether it takes a running decode to another instance."""
-        return self.plan.purpose is TransferPurpose.MOVE
-
-    @property
-    def is_of_part(self) -> bool:
-        """Whether it takes a range of a context on that decodes, or the range's tokens, to another member."""
-        return self.plan.is_of_part
-
-    @property
-    def computes(self) -> bool:
-        """Whether the target computes a range that was lost; the source, where it decodes, has only its tokens."""
-        return self.plan.purpose is TransferPurpose.LOST_PART
-
-    @property
-    def is_fetch(self) -> bool:
-        return self.plan.purpose is TransferPurpose.FETCH
-
-    @property
     def range_number(self) -> int:
         """The range's place in its context, from the first on, of a copy of one."""
         blocks = self.plan.destinations[0].part.blocks
@@ -119,7 +96,7 @@ class Copy:
     @property
     def members(self) -> tuple[PartMember, ...]:
         """The holders of the ranges that it brings, in their order."""
-        ids = self.destination_ids if self.is_of_part else self.destination_ids[1:]
+        ids = self.destination_ids if self.plan.is_of_part else self.destination_ids[1:]
         return tuple([PartMember(instance_id=each, capability=self.plan.capability) for each in ids])
 
     @property

@@ -14,15 +14,14 @@ from typing import NamedTuple
 from pdmesh.core.commands import (
     AdmitPrefill,
     Command,
-    FetchKept,
+    ExpectCopy,
     ForgetRequest,
-    GrantTransfer,
     Hold,
     Outcome,
-    PlaceDecode,
     Reject,
     Restart,
     RunStep,
+    SendCopy,
     ToGateway,
     ToInstanceOfRequest,
 )
@@ -46,8 +45,8 @@ from pdmesh.model import (
     Request,
     RequestId,
     RequestKey,
+    Then,
     TransferId,
-    TransferPurpose,
 )
 from pdmesh.plans import ChunkPlan
 
@@ -188,7 +187,7 @@ class Lives:
         self._active: dict[RequestId, Life] = {}
         self._ended: OrderedDict[RequestId, Life] = OrderedDict()
         self._superseded: dict[RequestKey, Attempt] = {}  # until the core says that they ended
-        self._fetches: OrderedDict[RequestKey, FetchKept] = OrderedDict()  # under way, or failed of late
+        self._fetches: OrderedDict[RequestKey, ExpectCopy] = OrderedDict()  # under way, or failed of late
         self._arithmetic: dict[InstanceId, str] = {}  # class of each instance that is there
 
     def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> Sequence[Milestone]:
@@ -218,7 +217,7 @@ class Lives:
                                 plan.holds_decodes,
                             )
                             known[1].planned(chunk)
-                case FetchKept():
+                case ExpectCopy() if command.transfer.then is Then.KEEP:
                     self._fetches[command.request_id, command.epoch] = command
                     if len(self._fetches) > MAX_FETCHES:
                         self._fetches.popitem(last=False)
@@ -297,7 +296,7 @@ class Lives:
                 life.decode_id, life.num_moved = event.instance_id, life.num_moved + 1
             case TransferLanded():
                 life.landed_s = now_s
-            case TransferSent():
+            case TransferSent(was_decoding=False):
                 life.exposed_s = event.exposed_s
             case RequestFinished():
                 life.num_output_tokens, life.last_token_s = event.num_output_tokens, now_s
@@ -308,11 +307,12 @@ class Lives:
     def _fetched(self, event: TransferLanded, found: list[Milestone]) -> None:
         """Note what a fetch has brought, if that is what landed."""
         command = self._fetches.pop((event.request_id, event.epoch), None)
-        known = None if command is None else self._find(*command.wanted_by)
+        known = None if command is None or command.wanted_by is None else self._find(*command.wanted_by)
         if command is not None and known is not None:
             life, attempt = known
             source_id, num_prompt_tokens = command.transfer.source_ids[0], attempt.request.num_prompt_tokens
-            fetched = Fetched(source_id, event.instance_id, command.num_tokens, num_prompt_tokens)
+            num_tokens = (len(command.chain) - command.transfer.num_reused_granules) * GRANULE_TOKENS
+            fetched = Fetched(source_id, event.instance_id, num_tokens, num_prompt_tokens)
             found.append(Milestone(life, attempt, fetched))
 
     def _commanded(
@@ -333,9 +333,9 @@ class Lives:
         match command:
             case AdmitPrefill() if command.leads and attempt.request.arithmetic:
                 self._note_class(life, "restart", attempt.request.arithmetic, command.instance_id, found)
-            case PlaceDecode(transfer=transfer):
+            case ExpectCopy(transfer=transfer):
                 before = self._arithmetic.get(transfer.source_ids[0], "")
-                self._note_class(life, transfer.purpose, before, command.instance_id, found)
+                self._note_class(life, "move" if transfer.is_move else "hand_over", before, command.instance_id, found)
             case _:
                 pass
         match command:
@@ -348,14 +348,14 @@ class Lives:
                 life.decode_id = command.decode_instance_id
                 if not command.moves_on:
                     life.decode_id = command.instance_id
-            case PlaceDecode() if command.transfer.purpose is TransferPurpose.MOVE:
+            case ExpectCopy() if command.transfer.is_move:
                 life.moves.add(command.transfer.transfer_id)
-            case PlaceDecode() if command.receives_prompt:
+            case ExpectCopy() if command.receives_prompt:
                 attempt.num_receivers += 1
                 life.decode_id = command.instance_id
             case Hold():
                 life.decode_id = command.instance_id
-            case GrantTransfer() if life.granted_s is None:  # it may be granted again after a pause
+            case SendCopy() if life.granted_s is None:  # it may be granted again after a pause
                 life.granted_s = now_s
             case ForgetRequest():
                 attempt.outcome = command.outcome

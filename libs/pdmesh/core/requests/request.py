@@ -327,7 +327,7 @@ class RequestState:
 
     def begin_copy(self, copy: Copy) -> None:
         """Begin to take the request, or a range of its context, to another instance; it decodes where it is."""
-        self._go("begin_copy", Phase.MOVING if copy.is_move else Phase.DECODING)
+        self._go("begin_copy", Phase.MOVING if copy.plan.is_move else Phase.DECODING)
         self.outgoing = copy
         self._give(copy.plan.destinations)
 
@@ -412,7 +412,7 @@ class RequestState:
         )
         for name, wanted, value in zip(Facts._fields, FACTS[self.phase], found, strict=True):
             assert wanted is None or wanted == value, f"{self.key} is {self.phase}, and {name} is {value}"
-        is_move = self.outgoing is not None and self.outgoing.is_move
+        is_move = self.outgoing is not None and self.outgoing.plan.is_move
         assert is_move == (self.phase is Phase.MOVING), f"{self.key} is {self.phase}, and moves: {is_move}"
         assert self.decode_ids[1:] == tuple([member.instance_id for member in self.members]), f"{self.key} has others"
         if self.phase is Phase.PREFILLING and self.incoming is None and self.decode_shards:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # imported late: commands that ask a scheduler need no event
     from pdmesh.core.events import GatewayEvent, InstanceEvent
 
 #: Bumped when a peer of the last version could misread us. Checked at registration.
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -57,7 +57,7 @@ class CommandMessage(Message, frozen=True, kw_only=True):
     """A command as the scheduling core made it, in the form of `EventMessage`.
 
     ``prompt`` comes with the commands that name a request to an instance for the first time: an `AdmitPrefill`, and the
-    `PlaceDecode` of a hand-over.
+    `ExpectCopy` of a hand-over.
     """
 
     name: str
