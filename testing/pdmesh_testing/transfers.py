@@ -17,7 +17,7 @@ from pdmesh.kv.context import KvContext
 from pdmesh.kv.copy_out import KvSource
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
-from pdmesh.kv.piece import KvDestination
+from pdmesh.kv.piece import FirstToken, KvDestination
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, KvLayout, RequestId
 from pdmesh.threads import CallThreads
@@ -120,6 +120,13 @@ class Pair:
         for chunk, (first_block, num_blocks) in enumerate(chunks):
             for layer in range(self.a.store.layout.num_layers):
                 sender.blocks_ready(chunk=chunk, layer=layer, first_block=first_block, num_blocks=num_blocks)
+
+    def send(self) -> None:
+        """Offer all KV, which is computed and committed already, and let it go."""
+        sender = self.offer()
+        self.compute(sender)
+        sender.commit(FirstToken(1, 0))
+        self.grant()
 
     async def lands(self) -> None:
         """Wait until both sides report that all KV has arrived."""

@@ -460,10 +460,7 @@ async def test_a_small_note_says_less_of_a_context(maker: TransportMaker, monkey
     async with open_pair(maker, make_store=HookedStore) as pair:
         monkeypatch.setattr(pair.a.transport, "payload_limit", lambda address: note_bytes(2))
         pair.expect()
-        sender = pair.offer()
-        pair.compute(sender)
-        sender.commit(FirstToken(7, 0))
-        pair.grant()
+        pair.send()
         await finish(pair)
         assert pair.a.mover.counters().num_pieces_sent == 3 * (2 + 3)
         assert pair.b.mover.counters().num_bytes_peer_read == pair.total_bytes

@@ -538,10 +538,7 @@ async def test_a_lost_piece_is_noticed_at_the_commit(memory: TransportMaker) -> 
     memory.fabric.faults = MemoryFaults(drop=lambda header: unpack_header(header, KEY).part.layers.start == 1)
     async with open_pair(memory) as pair:
         pair.expect()
-        sender = pair.offer()
-        pair.compute(sender)
-        sender.commit(FirstToken(1, 0))
-        pair.grant()
+        pair.send()
         failed = await pair.b.outcome()
         assert isinstance(failed, FailedTransfer)
         assert "missing" in failed.reason
@@ -554,10 +551,7 @@ async def test_a_lost_end_is_noticed_by_the_deadline(memory: TransportMaker, los
     memory.fabric.faults = MemoryFaults(drop=lambda header: unpack_header(header, KEY).kind is lost)
     async with open_pair(memory, config=replace(SMALL_TRANSFER, deadline_s=0.05)) as pair:
         pair.expect()
-        sender = pair.offer()
-        pair.compute(sender)
-        sender.commit(FirstToken(1, 0))
-        pair.grant()
+        pair.send()
         failed = await pair.a.outcome()
         assert isinstance(failed, FailedTransfer)
         assert failed.sending
@@ -670,10 +664,7 @@ async def test_a_forged_piece_is_dropped_and_the_transfer_goes_on(maker: Transpo
     async with open_pair(maker) as pair:
         pair.expect()
         await send_raw(pair, forgery.header, bytes(forgery.payload_bytes))
-        sender = pair.offer()
-        pair.compute(sender)
-        sender.commit(FirstToken(1, 0))
-        pair.grant()
+        pair.send()
         await pair.lands()
         assert pair.b.mover.counters().dropped == {forgery.reason: 1}
         pair.check_moved()
@@ -718,10 +709,7 @@ async def test_pieces_that_were_recorded_and_are_sent_again_change_nothing(
 
         monkeypatch.setattr(pair.a.transport, "send", record)
         pair.expect()
-        sender = pair.offer()
-        pair.compute(sender)
-        sender.commit(FirstToken(1, 0))
-        pair.grant()
+        pair.send()
         await pair.lands()
         monkeypatch.setattr(pair.a.transport, "send", send)
         assert await replay() == len(recorded) > 0
@@ -753,10 +741,7 @@ async def test_who_does_not_know_the_mesh_token_forges_nothing(maker: TransportM
     async with open_pair(maker) as pair:
         pair.expect()
         await send_raw(pair, header, bytes(good.payload_bytes), MeshKey("another mesh's"))
-        sender = pair.offer()
-        pair.compute(sender)
-        sender.commit(FirstToken(1, 0))
-        pair.grant()
+        pair.send()
         await pair.lands()
         assert pair.b.mover.counters().dropped == {"malformed": 1}
         pair.check_moved()
@@ -777,10 +762,7 @@ async def test_pieces_of_other_weights_are_dropped_and_counted(maker: TransportM
     async with open_pair(maker) as pair:
         pair.expect()
         await send_raw(pair, header, bytes(good.payload_bytes))
-        sender = pair.offer()
-        pair.compute(sender)
-        sender.commit(FirstToken(1, 0))
-        pair.grant()
+        pair.send()
         await pair.lands()
         assert pair.b.mover.counters().dropped == {"weights": 1}
         pair.check_moved()
@@ -800,10 +782,7 @@ async def send_raw(
 async def test_a_commit_for_another_length_fails(memory: TransportMaker) -> None:
     async with open_pair(memory) as pair:
         pair.expect(num_context_tokens=pair.num_context_tokens + 1)
-        sender = pair.offer()
-        pair.compute(sender)
-        sender.commit(FirstToken(1, 0))
-        pair.grant()
+        pair.send()
         failed = await pair.b.outcome()
         assert isinstance(failed, FailedTransfer)
         assert "34 were expected" in failed.reason
