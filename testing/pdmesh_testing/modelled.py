@@ -245,7 +245,7 @@ class ModelledInstance:
                 decoding=sequence.is_decoding or sequence.has_lost_range,
                 max_total_tokens=0 if sequence.length is None else sequence.length.max_total_tokens,
                 transfer_id=sequence.received_by,
-                granules=tuple(sequence.prefix.cached),
+                granules=self.machine.cache.reported(sequence.prefix),
                 members=sequence.members,
                 part=sequence.part,
             )

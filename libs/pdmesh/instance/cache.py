@@ -36,6 +36,8 @@ class BlockCache:
         """``num_offload_granules`` is what its offload tier holds."""
         self._granule_blocks = blocks_of_granule(block_size)
         self._owners: dict[PrefixHash, int] = {}  # requests that have it in their blocks; let go of longest ago first
+        self._before: dict[PrefixHash, PrefixHash | None] = {}  # granule before each cached one in its chain
+        self._unreported: set[PrefixHash] = set()  # owned ones that no scheduler knows of
         self._num_shared = 0  # with an owner
         self._num_offload_granules = num_offload_granules
         self._offloaded: dict[PrefixHash, None] = {}  # used longest ago first
@@ -53,8 +55,12 @@ class BlockCache:
 
     @property
     def granules(self) -> PrefixHashes:
-        """All that is kept, the longest unused first."""
-        return tuple(self._owners)
+        """All that a scheduler may know of, the longest unused first."""
+        return tuple([granule for granule in self._owners if granule not in self._unreported])
+
+    def reported(self, prefix: CachedPrefix) -> PrefixHashes:
+        """Return the cached granules of a sequence that a scheduler may know of."""
+        return tuple([granule for granule in prefix.cached if granule not in self._unreported])
 
     @property
     def offloaded(self) -> PrefixHashes:
@@ -87,13 +93,17 @@ class BlockCache:
 
     def computed(self, prefix: CachedPrefix, num_granules: int) -> int:
         """Cache the first granules of a sequence; return the number of blocks that were not cached before."""
-        before = len(prefix.cached)
-        for granule in prefix.chain[prefix.num_granules : num_granules] if self._granule_blocks else ():
+        num_before, first = len(prefix.cached), prefix.num_granules
+        before = prefix.chain[first - 1] if 0 < first <= len(prefix.chain) else None
+        for granule in prefix.chain[first:num_granules] if self._granule_blocks else ():
             if granule not in self._owners:
                 self._owners[granule] = 0
                 self._own(prefix, granule)
+            self._before[granule] = before
+            self._unreported.discard(granule)
+            before = granule
         prefix.num_granules = max(prefix.num_granules, num_granules)
-        return (len(prefix.cached) - before) * self._granule_blocks
+        return (len(prefix.cached) - num_before) * self._granule_blocks
 
     def drawn(self, granules: PrefixHashes) -> tuple[PrefixHashes, int]:
         """Return which of the granules that a request drew stay when it ends, and how many of them are kept already.
@@ -108,14 +118,22 @@ class BlockCache:
     def end(self, prefix: CachedPrefix, drawn: PrefixHashes) -> int:
         """Give back a sequence's blocks, ``drawn`` among them; return the number of blocks that stay cached."""
         num_cached = len(prefix.cached)
+        before = prefix.chain[-1] if prefix.chain else None
+        for granule in drawn if self._granule_blocks else ():
+            self._before[granule] = before
+            self._unreported.discard(granule)
+            before = granule
         for granule in reversed(drawn) if self._granule_blocks else ():
             self._owners[granule] = self._owners.pop(granule, 0)
         own = set(prefix.cached)
         for granule in reversed(prefix.chain):
             if granule in self._owners:  # what is behind it must not outlive it, whoever has it
                 number = self._owners.pop(granule) - (granule in own)
-                self._owners[granule] = number
                 self._num_shared -= not number and granule in own
+                if number or granule not in self._unreported:
+                    self._owners[granule] = number
+                else:
+                    self._forget(granule)
         prefix.cached.clear()
         return num_cached * self._granule_blocks
 
@@ -129,6 +147,7 @@ class BlockCache:
             assert has_it or granule in self._lost, "a granule is to be evicted that the tier does not have"
         for granule in (*room.drop, *room.offload):
             assert not self._owners.pop(granule), "a granule is to be dropped that requests have"
+            self._forget(granule)
             if granule in self._offloaded:
                 self._offloaded[granule] = self._offloaded.pop(granule)
         for granule in room.offload:
@@ -138,6 +157,27 @@ class BlockCache:
         lost = tuple(self._offloaded)[: max(0, len(self._offloaded) - self._num_offload_granules)]
         self.lose(lost)
         return lost
+
+    def drop_headless(self) -> None:
+        """Drop granules without the beginning of their chains: the next scheduler will not know of these.
+
+        Sequences that own such granules keep the blocks to their end.
+        """
+        while headless := [granule for granule in self.granules if not self._has_head(granule)]:
+            for granule in headless:
+                if self._owners[granule]:
+                    self._unreported.add(granule)
+                else:
+                    del self._owners[granule]
+                    self._forget(granule)
+
+    def _has_head(self, granule: PrefixHash) -> bool:
+        before = self._before[granule]
+        return before is None or (before in self._owners and before not in self._unreported)
+
+    def _forget(self, granule: PrefixHash) -> None:
+        del self._before[granule]
+        self._unreported.discard(granule)
 
     def lose(self, granules: Iterable[PrefixHash]) -> None:
         """Lose granules of the tier."""

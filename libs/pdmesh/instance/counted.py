@@ -108,7 +108,9 @@ class CountedMachine(InstanceMachine):
     def drop_all_but_decoding(self) -> list[Effect]:
         """End every copy, and forget all plans and all sequences that do not decode."""
         self.holding.end_copies()
-        return super().drop_all_but_decoding()
+        effects = super().drop_all_but_decoding()
+        self.cache.drop_headless()
+        return effects
 
 
 def _ids(members: tuple[PartMember, ...]) -> list[InstanceId]:

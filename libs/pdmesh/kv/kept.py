@@ -23,6 +23,7 @@ class KeptGranules:
         self._pool = pool
         self._num_blocks = blocks_of_granule(block_size)  # of each; 0 where nothing can be kept
         self._blocks: dict[PrefixHash, list[int]] = {}
+        self._before: dict[PrefixHash, PrefixHash | None] = {}  # granule before each in its chain
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -75,6 +76,7 @@ class KeptGranules:
                 block_ids = list(block_table[number * self._num_blocks : (number + 1) * self._num_blocks])
                 self._pool.keep(block_ids)
                 self._blocks[granule] = block_ids
+                self._before[granule] = prefix[number - 1] if number else None
         self._touch(prefix)
 
     def drop(self, granules: Iterable[PrefixHash]) -> None:
@@ -82,7 +84,15 @@ class KeptGranules:
         for granule in granules:
             block_ids = self._blocks.pop(granule, None)
             if block_ids is not None:
+                del self._before[granule]
                 self._pool.drop(block_ids)
+
+    def drop_headless(self) -> None:
+        """Drop granules without the beginning of their chains: a new scheduler would not know what to do with these."""
+        while headless := [
+            each for each, before in self._before.items() if before is not None and before not in self._blocks
+        ]:
+            self.drop(headless)
 
     def make_room(self, num_blocks: int) -> bool:
         """Give up the oldest that no request uses until so many blocks are free; whether any was."""

@@ -397,6 +397,7 @@ class Instance:
                 self.dropped.append(request.state.key)
         self._do(self._machine.drop_all_but_decoding())
         await self._sequences.settled()
+        self._tables.kept.drop_headless()
 
     def registered(self) -> None:
         """Forget the reports that a scheduler has with the registration, and the addresses that it will send again."""
