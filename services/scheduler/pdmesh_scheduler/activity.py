@@ -1,7 +1,7 @@
-"""What the mesh does now, in frames for gateways, which show it on their pages.
+"""The mesh's present activity, in frames for the gateways' web pages.
 
 A gateway asks for each frame and gets one a few times a second, so a gateway that stops reading costs nothing. While no
-gateway asks, nothing is kept. Frames leave out what does not fit: they are for looking at, not for counting.
+gateway asks, nothing is collected. A frame omits entries beyond its limits: it is for display, not for counting.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from pdmesh.wire.messages import Activity, ActivityMark, GatewayDown, KvMove, Me
 from pdmesh_scheduler.observing import Handled
 from pdmesh_scheduler.peer_streams import Peers
 
-#: Between two frames, seconds: smooth enough to look at.
+#: Seconds between two frames: smooth enough to look at.
 FRAME_S = 0.2
 
-#: Nobody has asked for so long: nobody watches any more.
+#: Seconds without a question after which collecting stops.
 IDLE_S = 3.0
 
-#: Of one frame. A mesh of 64 instances ends some 1,300 steps a second at most.
+#: Limits of one frame. A mesh of 64 instances ends some 1,300 steps a second at most.
 MAX_STEPS = 1024
 MAX_MOVES = 512
 MAX_MARKS = 256
@@ -41,7 +41,7 @@ MAX_REQUESTS = 60
 
 
 class ActivityFeed:
-    """Collects what happens while gateways ask for it, and answers them."""
+    """Collector of what happens while gateways ask for frames, and their sender."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ActivityFeed:
         self._asking.set()
 
     def observe(self, handled: Handled) -> None:
-        """Note what an event and its commands look like on a timeline."""
+        """Add an event's and its commands' steps, KV moves and marks to the next frame."""
         if not self._collects:
             return
         event, now_s = handled.event, handled.now_s
@@ -110,13 +110,13 @@ class ActivityFeed:
         self._urgent.discard((event.instance_id, event.plan_id))
         begin_s = now_s - event.duration_s - event.waited_s
         if (own_steps := event.own_steps) is not None:
-            pause_s = max(event.began_s - own_steps.ended_s, 0.0)  # both are on the instance's clock
+            pause_s = max(event.began_s - own_steps.ended_s, 0.0)  # times of the instance's clock
             self._own_steps(event.instance_id, own_steps, begin_s - pause_s)
         num_tokens = sum(chunk.num_tokens for chunk in event.chunks)
         self._step(StepBar(event.instance_id, begin_s, now_s, num_tokens, event.num_decodes, urgent))
 
     def _own_steps(self, instance_id: InstanceId, own_steps: OwnDecodeSteps | None, end_s: float) -> None:
-        """Add one bar for decode steps that an instance made one after the other."""
+        """Add one bar for the decode steps that an instance made by itself, one after the other."""
         if own_steps is not None:
             num_decodes = round(own_steps.num_tokens / max(own_steps.num_steps, 1))
             self._step(StepBar(instance_id, end_s - own_steps.wall_s, end_s, 0, num_decodes, False))
@@ -138,7 +138,7 @@ class ActivityFeed:
             self._marks.append(ActivityMark(instance_id, at_s, what, request_id))
 
     async def run(self, state: Callable[[], MeshStatus]) -> None:
-        """Answer until cancelled."""
+        """Answer gateways' questions, at most one frame each `FRAME_S`, until cancelled."""
         while True:
             with anyio.move_on_after(IDLE_S if self._collects else None):
                 await self._asking.wait()
@@ -154,7 +154,7 @@ class ActivityFeed:
             await anyio.sleep(FRAME_S)
 
     def frame(self, state: MeshStatus) -> Activity:
-        """Return what was noted since the last frame."""
+        """Return the frame of everything noted since the last frame, and begin a new one."""
         now_s = self._clock()
         requests = [
             RequestActivity(

@@ -1,4 +1,4 @@
-"""Streams of questions from actuators: what they report goes to the core, and its answer goes back."""
+"""Questions of actuators: their reports go to the core, and the core's desired processes go back."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pdmesh_scheduler.peer_streams import Leases
 
 log = structlog.get_logger()
 
-#: One that has said nothing for so long is not there.
+#: Seconds of silence after which an actuator is lost.
 ACTUATOR_LEASE_S = MAX_WAIT_S + 6.0
 
 
 class ActuatorLinks:
-    """Answers actuators: supervisors, and other programs that follow the scheduler in the same way."""
+    """Server of actuators: supervisors, and other programs that follow the scheduler in the same way."""
 
     def __init__(self, core: SchedulerCore, driver: Driver, changed: Callable[[], anyio.Event]) -> None:
         """``changed`` returns an event that is set at the next change of what operators want."""
@@ -32,7 +32,11 @@ class ActuatorLinks:
         self._answers: dict[str, PoolsDesired] = {}
 
     async def follow(self, question: FollowPools) -> PoolsDesired | AdminError:
-        """Take note of an actuator's report, and answer once something else is wanted than it knows."""
+        """Pass an actuator's report to the core, and answer once the desired processes differ from the revision it
+        knows.
+
+        Answer with the same revision after ``question.wait_s``. An actuator that may not connect gets an error.
+        """
         report = question.report
         actuator_id = report.actuator_id
         if (why_not := self._core.actuators.why_not(actuator_id, report.name_prefix)) is not None:
@@ -50,17 +54,17 @@ class ActuatorLinks:
         return self._desired(actuator_id)
 
     def _desired(self, actuator_id: str) -> PoolsDesired:
-        """What is wanted, under another revision than before if it is something else."""
+        """Return the desired processes, under a new revision if they have changed."""
         before = self._answers.get(actuator_id)
         processes = self._core.desired_processes(actuator_id)
         if before is None or before.processes != processes:
-            # One begins with a revision that the scheduler before had not.
+            # A random first revision differs from any of the previous scheduler's.
             revision = secrets.randbits(31) if before is None else before.revision + 1
             self._answers[actuator_id] = PoolsDesired(revision=revision, processes=processes)
         return self._answers[actuator_id]
 
     async def run(self) -> None:
-        """Tell the core of actuators that fall silent, until cancelled."""
+        """Report actuators that fall silent to the core, until cancelled."""
         await self._leases.run(self._lost)
 
     def _lost(self, actuator_id: str) -> None:

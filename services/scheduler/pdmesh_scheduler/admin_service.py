@@ -1,7 +1,8 @@
 """The Admin method: an operator's questions and changes.
 
-Callers with the mesh token, or with an operator's, may ask. Changes need an operator with the scope for them; if no
-operators are known, they must come from this machine. Actuators' reports are accepted only from our own processes.
+Callers with the mesh token, or with an operator's, may ask. Changes need an operator with the scope for them. If no
+operators are known, changes must come from this machine. Actuators' reports are accepted only from the mesh's own
+processes.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ from pdmesh_scheduler.tenants import TenantUsage
 
 log = structlog.get_logger()
 
-#: Of an operation's id, in characters. What it asks of single instances has longer ones.
+#: Longest id of an operator's operation, in characters. The ids of its parts, for single instances, are longer.
 MAX_ID_LENGTH = 64
 
 _WANTED_ID = f"an operation's id has 1 to {MAX_ID_LENGTH} characters, none of them a slash"
@@ -78,7 +79,11 @@ _WANTED_ID = f"an operation's id has 1 to {MAX_ID_LENGTH} characters, none of th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admin:
-    """Answers ``/pdmesh.v1.Scheduler/Admin``."""
+    """Server of ``/pdmesh.v1.Scheduler/Admin``.
+
+    `is_wide` says that other machines reach the port. Then calls from this machine may be forwarded, so they need a
+    token, too.
+    """
 
     driver: Driver
     records: RequestRecords
@@ -90,7 +95,7 @@ class Admin:
     tenants: TenantUsage
     check: MeshCheck
     decisions: DecisionKeeper
-    is_wide: bool = False  # other machines reach the port: what comes from this one may be passed on from there
+    is_wide: bool = False
 
     def handler(self) -> grpc.RpcMethodHandler[Any, Any]:
         decoder = msgspec.msgpack.Decoder(list[AdminRequest])
@@ -179,7 +184,7 @@ class Admin:
         return answer
 
     def _why_not(self, operator: Operator | None, peer: str) -> str | None:
-        """Why the caller may change nothing; None if it may."""
+        """Return why the caller may change nothing; None if it may."""
         if operator is not None:
             if operator.may_write:
                 return None
@@ -235,7 +240,7 @@ class Admin:
             case StartResize():
                 if not _is_id(change.operation_id):
                     return AdminError(message=_WANTED_ID)
-                await self.startup_grace.wait()  # for the number of those that are kept
+                await self.startup_grace.wait()
                 there = Counter(view.role for view in self.driver.instances)
                 pools = {str(role): there[role] if role in change.kept else change.pools.of(role) for role in Role}
                 resize = ResizeRequested(
@@ -263,7 +268,7 @@ class Admin:
                 assert_never(change)
 
     async def _begin(self, requested: OperationRequested | ResizeRequested | RollingRequested) -> AdminResponse:
-        """Ask the core for an operation, once it has heard of everybody."""
+        """Ask the core for an operation after the startup grace, and return the operation's status."""
         await self.startup_grace.wait()
         await self.driver.act(requested)
         return self.operations.of(requested.operation_id) or _unknown(requested.operation_id)
@@ -282,7 +287,7 @@ class Admin:
 
 
 def is_local(peer: str) -> bool:
-    """Whether a gRPC peer, such as ``ipv4:127.0.0.1:5000``, is on this machine."""
+    """Return whether a gRPC peer, such as ``ipv4:127.0.0.1:5000``, is on this machine."""
     scheme, _, address = peer.partition(":")
     return scheme == "unix" or (
         scheme in ("ipv4", "ipv6") and is_loopback(unquote(address).rpartition(":")[0].strip("[]"))

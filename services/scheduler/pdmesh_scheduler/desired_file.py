@@ -1,4 +1,4 @@
-"""What operators asked for is kept for the next scheduler: in a file, or beside the lease of several schedulers."""
+"""Storage of operators' wishes for the next scheduler: in a file, or beside the lease of several schedulers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from pdmesh.core.scheduler import SchedulerCore
 
 log = structlog.get_logger()
 
-#: Before what could not be written is tried again.
+#: Seconds until a failed write is tried again.
 WRITE_AGAIN_S = 5.0
 
-#: A larger file is none of ours: it holds a few hundred bytes an operation.
+#: Largest file that is read. pdmesh writes a few hundred bytes an operation.
 MAX_FILE_BYTES = 1 << 20
 
 _UNREADABLE = "cannot read the operators' earlier changes; starting without them"
 
 
 def read_desired(path: Path | None, *, now: float, patience_s: float) -> DesiredState:
-    """Return what the scheduler before this one was asked for; if the file cannot be read, log that and return nothing.
+    """Return the state that operators asked an earlier scheduler for; empty without a file, or if it cannot be read.
 
-    ``now`` is Unix time. A rolling restart goes on after ``patience_s`` at the latest, or when all have registered.
+    Log why a file cannot be read. ``now`` is Unix time. A rolling restart continues when all instances have registered,
+    after ``patience_s`` at the latest.
     """
     if path is None:
         return DesiredState()
@@ -46,7 +47,7 @@ def read_desired(path: Path | None, *, now: float, patience_s: float) -> Desired
 
 
 def decode_desired(content: bytes, where: str, *, now: float, patience_s: float) -> DesiredState:
-    """Do what `read_desired` does with what was kept ``where``."""
+    """Return the state that JSON from ``where`` holds, as `read_desired` does; empty if the JSON is malformed."""
     try:
         desired = msgspec.json.decode(content, type=DesiredState)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -58,12 +59,12 @@ def decode_desired(content: bytes, where: str, *, now: float, patience_s: float)
     return replace(desired, rolling=replace(desired.rolling, age_s=age_s, patience_s=patience_s))
 
 
-#: Keeps the JSON of what operators want; whether that could be done.
+#: Keeps the JSON of the desired state and returns whether that succeeded.
 Keep = Callable[[bytes], Awaitable[bool]]
 
 
 class DesiredKeeper:
-    """Keeps what operators want of a core whenever it has changed."""
+    """Task that keeps a core's desired state whenever it has changed."""
 
     def __init__(self, core: SchedulerCore, keep: Keep | None, changed: Callable[[], anyio.Event]) -> None:
         """``changed`` returns an event that is set at the next change; without ``keep`` nothing is kept."""
@@ -73,7 +74,7 @@ class DesiredKeeper:
         self._kept = DesiredState()
 
     async def run(self) -> None:
-        """Keep until cancelled, and once more then. A failure ends nothing; it is tried again."""
+        """Keep each change until cancelled, and the last one then. Try again after a failure."""
         try:
             while True:
                 changed = self._changed()
@@ -85,7 +86,7 @@ class DesiredKeeper:
                 await self._keep()
 
     async def _keep(self) -> bool:
-        """Whether what is kept is what is wanted."""
+        """Keep the desired state until it no longer changes. Return False if keeping failed."""
         while (desired := self._core.desired) != self._kept:
             if self._keep_content is not None and not await self._keep_content(msgspec.json.encode(desired)):
                 return False
@@ -94,14 +95,14 @@ class DesiredKeeper:
 
 
 class DesiredFile:
-    """The file of what operators want; `keep` writes it anew."""
+    """The file of the desired state; `keep` replaces it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._is_complaining = False
 
     async def keep(self, content: bytes) -> bool:
-        """Write the file; whether that could be done. The first failure of several is logged."""
+        """Replace the file and return whether that succeeded. Log only the first of several failures."""
         return await anyio.to_thread.run_sync(self._write, content)
 
     def _write(self, content: bytes) -> bool:

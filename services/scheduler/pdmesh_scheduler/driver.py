@@ -1,7 +1,7 @@
-"""Drives the scheduling core with real events and carries out its commands.
+"""Driver of the scheduling core: applies real events and carries out the core's commands.
 
-One task applies all events, in the order they came, so that their log repeats every decision. An exception there is a
-bug of ours: it ends the service rather than leave a wrong mesh state.
+One task applies all events in the order of their arrival, so that the event log repeats every decision. An exception in
+this task is a bug in pdmesh. The exception ends the service rather than leave a wrong mesh state.
 """
 
 from __future__ import annotations
@@ -64,28 +64,33 @@ from pdmesh_scheduler.prompts import Prompts
 
 log = structlog.get_logger()
 
-#: Events waiting to be applied; beyond them streams are not read, and their peers feel it.
+#: Largest number of events in the inbox. While more are queued, `Driver.submit` waits, so streams are not read.
 MAX_INBOX = 4096
 
-#: Data addresses of instances that are gone, of which it is remembered that the others were told.
+#: Largest number of lost instances' data addresses that are remembered, so that a returning instance closes its
+#: endpoints.
 MAX_TOLD_GONE = 1024
 
-#: Events applied before other tasks get their turn.
+#: Events applied before other tasks run.
 BATCH = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """An event that waits to be applied, and what to do about it then."""
+    """An event in the inbox.
+
+    `generation` is the prompt of an arriving request. `first` is called just before the event is applied, and `applied`
+    is set afterwards.
+    """
 
     event: Event
-    generation: Generation | None = None  # of a request that arrived
-    first: Callable[[], None] | None = None  # called before
-    applied: anyio.Event | None = None  # set after
+    generation: Generation | None = None
+    first: Callable[[], None] | None = None
+    applied: anyio.Event | None = None
 
 
 class Driver:
-    """Owns the core. `submit` and `post` give it events; `run` applies them."""
+    """Owner of the core. `submit` and `post` queue events; `run` applies them."""
 
     def __init__(
         self,
@@ -101,7 +106,7 @@ class Driver:
         event_log: EventLogWriter | None = None,
         may_command: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Apply no more events once ``may_command`` says no."""
+        """``may_command`` is asked before each batch of events; once it returns False, no more events are applied."""
         self._core = core
         self._may_command = may_command
         self._clock = clock
@@ -118,15 +123,15 @@ class Driver:
         self._prompts = Prompts(core)
         self._profiles: dict[InstanceId, InstanceProfile] = {}
         self._longest_context = LongestContext(core, clock)
-        self._joined: dict[InstanceId, int] = {}  # number of each instance's latest join, in that order
+        self._joined: dict[InstanceId, int] = {}  # each instance's latest join number, in ascending order
         self._num_joined = 0
-        self._introduced: dict[InstanceId, int] = {}  # number of the latest join whose address each instance has
-        self._told_gone: dict[bytes, None] = {}  # data addresses that the others have closed, the latest
+        self._introduced: dict[InstanceId, int] = {}  # largest join number each instance was introduced to
+        self._told_gone: dict[bytes, None] = {}  # data addresses the other instances have closed
         self._loads: dict[InstanceId, LoadReported] = {}
         self._num_operation_changes = 0
         self._wake_at_s: float | None = None
         self._wake_changed = anyio.Event()
-        self._silent: set[InstanceId] = set()  # given up, and perhaps alive
+        self._silent: set[InstanceId] = set()  # lost for silence, processes perhaps alive
         self._readiness: tuple[str | None, int, int, str | None] = ("", 0, 0, "")
 
     # --- events in ---
@@ -134,7 +139,7 @@ class Driver:
     def post(
         self, event: Event, generation: Generation | None = None, *, first: Callable[[], None] | None = None
     ) -> None:
-        """Queue an event without waiting; for the few that the begin or end of a stream causes.
+        """Queue an event without waiting. Only for the few events that the start or end of a stream causes.
 
         ``first`` is called just before the event is applied.
         """
@@ -166,7 +171,7 @@ class Driver:
                     self._filled = anyio.Event()
                     await self._filled.wait()
                 if not self._may_command():
-                    await anyio.sleep_forever()  # another scheduler leads, or will
+                    await anyio.sleep_forever()  # another scheduler leads, or will lead
                 for _ in range(min(BATCH, len(self._inbox))):
                     queued = self._inbox.popleft()
                     if queued.first is not None:
@@ -294,10 +299,11 @@ class Driver:
                 assert_never(command)
 
     def _note_joined(self, profile: InstanceProfile) -> None:
-        """Note that an instance joins: with its next command each instance is sent the address.
+        """Note that an instance joined, so that each instance gets its address with the next command.
 
-        After its loss the others have closed their endpoints. If the same process is back, it closes its own first.
-        Otherwise the first message to each of them is lost, and seconds pass before that is noticed.
+        After a loss the other instances have closed their endpoints. If the same process joins again, tell it to close
+        its own endpoints first. Otherwise its first message to each peer is lost, and seconds pass before the loss is
+        noticed.
         """
         instance_id = profile.instance_id
         self._joined.pop(instance_id, None)
@@ -311,9 +317,10 @@ class Driver:
                     self._workers.post(instance_id, PeerGone(data_address=other.data_address))
 
     def _introduce_peers(self, instance_id: InstanceId) -> None:
-        """Send an instance the addresses of all that joined since it was sent addresses.
+        """Send an instance the addresses of all instances that joined since it last received addresses.
 
-        It is sent these only with a command: 1,000 instances that join at once would else cause a million messages.
+        Addresses go out only before a command. Otherwise 1,000 instances that join at once would cause a million
+        messages.
         """
         before = self._introduced.get(instance_id, 0)
         if before == self._num_joined:
@@ -324,7 +331,7 @@ class Driver:
         self._workers.post(instance_id, PeersHere(data_addresses=addresses))
 
     def _tell_gone(self, profile: InstanceProfile) -> None:
-        """Let the other instances free the endpoints and buffers that they have for this instance."""
+        """Tell the other instances to free their endpoints and buffers for this instance."""
         self._told_gone[profile.data_address] = None
         if len(self._told_gone) > MAX_TOLD_GONE:
             del self._told_gone[next(iter(self._told_gone))]
@@ -335,28 +342,28 @@ class Driver:
     # --- the mesh's state ---
 
     def wait_for(self, instance_id: InstanceId) -> None:
-        """Let gateways wait for an instance that is about to be lost for its silence but may come back."""
+        """Report an instance as coming back, in the state for gateways, although silence is about to make it lost."""
         self._silent.add(instance_id)
         self._history.fell_silent(instance_id, self._clock())
         self._tell_readiness()
 
     def wait_no_longer_for(self, instance_id: InstanceId) -> None:
-        """Let gateways wait no longer for an instance that did not come back."""
+        """Stop reporting an instance as coming back."""
         self._silent.discard(instance_id)
         self._tell_readiness()
 
     @property
     def instances(self) -> Sequence[InstanceView]:
-        """The instances as the core sees them."""
+        """The core's views of the instances."""
         return self._core.instances
 
     @property
     def policy(self) -> PolicyConfig:
-        """The settings that the core makes bundles from."""
+        """Policy settings for the bundles that the core makes."""
         return self._core.policy
 
     def state(self) -> MeshStatus:
-        """Return the state that operators and gateways are told of."""
+        """Return the state that operators and gateways receive."""
         return mesh_status(
             self._core,
             self._profiles,
@@ -374,7 +381,8 @@ class Driver:
         return len(self._core.actuators.coming | self._silent)
 
     def _tell_readiness(self) -> None:
-        """Push the state to all gateways if what they act upon has changed."""
+        """Push the state to all gateways if readiness, longest context, returning instances or new weights have
+        changed."""
         longest = self._longest_context.num_tokens(self._profiles)
         readiness = (self._core.unready_reason, longest, self._num_coming, self._core.new_weights)
         if readiness != self._readiness:

@@ -48,16 +48,20 @@ from pdmesh_scheduler.standby.mandate import ALONE, Mandate
 
 log = structlog.get_logger()
 
-#: Heartbeats in the silence after which a gateway is taken to be cut off.
+#: Heartbeat intervals of silence after which a gateway counts as cut off.
 QUIET_BEATS = 2
 
-#: Far below what can be kept, far above where dividing by a target overflows.
+#: Smallest accepted target, in seconds: far below any that can be met, far above the values whose division overflows.
 MIN_TARGET_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayStreams:
-    """Serves gateways. One whose stream breaks has the rest of its lease to come back; its requests go on meanwhile."""
+    """Server of the gateways' streams.
+
+    A gateway whose stream breaks may reconnect within the rest of its lease, while its requests continue. `is_refused`
+    returns whether an address refuses connections. `metrics` returns the families that gateways serve, too.
+    """
 
     driver: Driver
     peers: Peers[GatewayId, GatewayDown]
@@ -65,10 +69,10 @@ class GatewayStreams:
     config: SchedulerConfig
     stopping: anyio.Event
     clock: Callable[[], float]
-    is_refused: Callable[[str], Awaitable[bool]]  # whether nobody listens at an address
+    is_refused: Callable[[str], Awaitable[bool]]
     check: MeshCheck
     mandate: Mandate = ALONE
-    metrics: Callable[[], tuple[MetricFamily, ...]] = tuple  # that gateways serve, too
+    metrics: Callable[[], tuple[MetricFamily, ...]] = tuple
     scheduler_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     async def serve(self, link: FrameLink[GatewayDown, GatewayUp], peer: str) -> None:
@@ -112,15 +116,20 @@ class GatewayStreams:
             raise InstanceUnavailable("the lease ran out, or another stream of this gateway took over")
 
     async def _look_whether_it_lives(self, gateway_id: GatewayId, token_address: str) -> None:
-        """Give a gateway up soon that its stream has left, if nobody listens at its token port."""
+        """Shorten the lease of a gateway without a stream if no process listens at its token port."""
         if not token_address or self.stopping.is_set():
             return
-        with anyio.CancelScope(shield=True):  # the handler of a stream that broke is being cancelled
+        with anyio.CancelScope(shield=True):  # the handler of a broken stream is being cancelled
             if await self.is_refused(token_address) and self.peers.get(gateway_id) is None:
                 self.leases.stream_broke(gateway_id)
 
     async def why_keep_lead(self, request: LeaseRequest) -> str:
-        """Return why the lead should not go to a scheduler that a gateway reaches alone; empty if it should."""
+        """Return why this scheduler should keep the lead that another one asks for; empty if it should not.
+
+        The other scheduler asks because a gateway reaches only that one. Wait until that gateway has been silent for
+        `QUIET_BEATS` heartbeats. Keep the lead if this scheduler hears any gateway, or if an instance does not reach
+        the other scheduler.
+        """
         gateway_id = GatewayId(request.gateway_id)
         quiet_s = QUIET_BEATS * self.mandate.beat_s(self.config.heartbeat_s)
         await anyio.sleep(max(0.0, quiet_s - self.leases.silent_s(gateway_id)))
@@ -161,7 +170,7 @@ class GatewayStreams:
                     await self.driver.submit(event)
 
     def _refuse(self, gateway_id: GatewayId, generation: Generation, why: str) -> None:
-        """One request alone: the others of its gateway have done nothing wrong."""
+        """Reject one invalid request, and keep the stream for the gateway's other requests."""
         log.error("a gateway sent an invalid request", gateway_id=gateway_id, request_id=generation.request_id, why=why)
         rejected = Reject(
             gateway_id=gateway_id,
@@ -175,7 +184,7 @@ class GatewayStreams:
 
 
 def _impossible(submit: Submit, gateway_id: GatewayId) -> str | None:
-    """What is wrong with a request that no gateway may send."""
+    """Return the fault of a request that no gateway may send; None if it is valid."""
     generation = submit.generation
     if generation.gateway_id != gateway_id:
         return f"names gateway {generation.gateway_id!r}"
@@ -205,7 +214,7 @@ def _impossible(submit: Submit, gateway_id: GatewayId) -> str | None:
 
 
 def _request(submit: Submit, generation: Generation, now_s: float, index: int) -> Request:
-    """What the core is told of one choice, the ``index``-th of its prompt."""
+    """Return the core's request for one choice, the ``index``-th of its prompt."""
     return Request(
         request_id=generation.request_id,
         epoch=generation.epoch,

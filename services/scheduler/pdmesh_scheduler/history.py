@@ -1,6 +1,6 @@
-"""What happened to the mesh: losses, joins, drains and policies, for ``pdmesh status`` and the page.
+"""What happened to the mesh (losses, joins, drains, policies), for ``pdmesh status`` and the web page.
 
-Everything comes from events that the core has handled, with the times of these events. The history is bounded. Each
+All entries come from events that the core has handled, with the times of these events. The history is bounded. Each
 scheduler begins a new one.
 """
 
@@ -34,17 +34,17 @@ from pdmesh.policy.views import InstanceView
 from pdmesh.wire.messages import GoneInstance, InstanceNote, MeshEvent
 from pdmesh_scheduler.observing import Handled
 
-#: Events that are remembered.
+#: Number of remembered events.
 MAX_EVENTS = 64
-#: Instances that are remembered after they were lost or left.
+#: Number of remembered instances that were lost or left.
 MAX_GONE = 32
-#: How long an instance that left is listed.
+#: Seconds for which an instance that left is listed.
 LEFT_S = 600.0
-#: How long a restart is told beside the instance that serves again.
+#: Seconds for which a restart is shown beside the instance that serves again.
 RESTARTED_S = 600.0
-#: How late the end of a process may be reported after its successor has joined.
+#: Largest delay, in seconds, of the report that a process ended after its successor has joined.
 REPORT_S = 10.0
-#: Longest cause and longest name of a process that ended, in characters.
+#: Longest cause, and longest name of an ended process, in characters.
 MAX_CAUSE = 300
 
 _SILENT = "fell silent"
@@ -54,16 +54,16 @@ _STOPPING = "was told to stop"
 
 @dataclass(slots=True)
 class _Absence:
-    """A time in which an instance does not serve, or is about to stop."""
+    """A time in which an instance does not serve, or is about to stop. `pid` is the process that served before."""
 
     since_s: float
     cause: str
     is_planned: bool = False
-    pid: int = 0  # pid of the process that served before
+    pid: int = 0
     ended_s: float | None = None
 
     def is_of(self, ended: EndedProcess, now_s: float) -> bool:
-        """Return whether the end of a process, which is reported now, caused the absence."""
+        """Return whether the process end reported at ``now_s`` caused this absence."""
         if ended.pid == UNKNOWN_PID:
             return self.ended_s is None or now_s < self.ended_s + REPORT_S
         return self.pid == ended.pid
@@ -71,13 +71,16 @@ class _Absence:
 
 @dataclass(slots=True)
 class _Instance:
-    """An instance that is there, or was."""
+    """An instance that is connected, or was.
+
+    `absence` is the latest one, and `failed_start` says why the last start of a new process failed.
+    """
 
     profile: InstanceProfile
     joined_s: float
     num_restarts: int = 0
-    absence: _Absence | None = None  # the latest
-    failed_start: str = ""  # why the last start of a new process failed
+    absence: _Absence | None = None
+    failed_start: str = ""
 
     @property
     def open_absence(self) -> _Absence | None:
@@ -86,7 +89,7 @@ class _Instance:
 
 @dataclass(slots=True)
 class _Event:
-    """An event; the cause of an absence may become known after it."""
+    """An event. The cause of an absence may become known after the event."""
 
     at_s: float
     what: str
@@ -102,16 +105,16 @@ class _Event:
 
 
 class MeshHistory:
-    """Remembers what happened lately; implements `pdmesh_scheduler.observing.Observer`."""
+    """Bounded history of the mesh; implements `pdmesh_scheduler.observing.Observer`."""
 
     def __init__(self, core: SchedulerCore, wall_time: Callable[[float], float], began_s: float) -> None:
         """``wall_time`` turns a time of the core's clock into Unix time."""
         self._core = core
         self.wall_time = wall_time
         self._there: dict[InstanceId, _Instance] = {}
-        self._gone: dict[InstanceId, _Instance] = {}  # the latest last
+        self._gone: dict[InstanceId, _Instance] = {}  # ordered by time of loss
         self._events: deque[_Event] = deque(maxlen=MAX_EVENTS)
-        self._reported: dict[str, Sequence[EndedProcess]] = {}  # ends in the last report, by actuator
+        self._reported: dict[str, Sequence[EndedProcess]] = {}
         self._operations: dict[OperationId, OperationState] = {}
         self._num_operation_changes = 0
         self._add(began_s, "started", "scheduler", "earlier events are only in logs")
@@ -119,7 +122,7 @@ class MeshHistory:
     # --- what happens ---
 
     def observe(self, handled: Handled) -> None:
-        """Remember the event if operators ask about such events."""
+        """Add the event to the history if operators ask about events of this kind."""
         event, now_s = handled.event, handled.now_s
         match event:
             case InstanceJoined():
@@ -205,7 +208,7 @@ class MeshHistory:
             absence.cause, absence.is_planned = cause, is_planned
 
     def _returned(self, instance_id: InstanceId, cause: str) -> None:
-        """Forget an absence if it has this cause."""
+        """End an instance's open absence if it has this cause."""
         instance = self._there.get(instance_id)
         if instance is not None and (absence := instance.open_absence) is not None and absence.cause == cause:
             instance.absence = None
@@ -215,7 +218,7 @@ class MeshHistory:
         if instance is None:
             return
         absence = instance.open_absence
-        if absence is None:  # an instance that says goodbye was neither silent nor without a stream
+        if absence is None:  # a goodbye: neither silent nor without a stream
             absence = _Absence(now_s, "", True, instance.profile.pid)
         if absence.is_planned:
             operation = self._operation_on(instance_id)
@@ -254,7 +257,7 @@ class MeshHistory:
                 self._add(now_s, each.kind, each.instance_id, detail + (f": {each.detail}" if each.detail else ""))
 
     def _operation_on(self, instance_id: InstanceId) -> OperationRecord | None:
-        """Return the operation that made an instance leave, or drains it; None if no operation did."""
+        """Return the latest operation on an instance if it drains or restarts the instance, or did; otherwise None."""
         kinds = (OperationKind.DRAIN, OperationKind.RESTART)
         states = (OperationState.RUNNING, OperationState.DONE)
         for each in reversed(self._core.operations):
@@ -275,7 +278,10 @@ class MeshHistory:
         )
 
     def gone(self, silent: Collection[InstanceId], now_s: float) -> tuple[GoneInstance, ...]:
-        """Return the instances that were lost or left; the processes of ``silent`` ones may live."""
+        """Return the instances that were lost or left, but forget any that left more than `LEFT_S` ago.
+
+        The processes of ``silent`` instances may still run.
+        """
         told: list[GoneInstance] = []
         for instance_id, instance in list(self._gone.items()):
             absence = instance.absence
@@ -321,17 +327,20 @@ class MeshHistory:
         return InstanceNote(at=self.wall_time(absence.since_s), cause=absence.cause, next=what_next)
 
     def joined_at(self, instance_id: InstanceId) -> float:
-        """Return the Unix time at which the instance's process joined."""
+        """Return the Unix time at which the instance's process joined; 0 if the instance is unknown."""
         instance = self._there.get(instance_id)
         return 0.0 if instance is None else self.wall_time(instance.joined_s)
 
     def num_restarts(self, instance_id: InstanceId) -> int:
-        """Return how many processes of an instance have been replaced."""
+        """Return how many times a new process has replaced an instance's process."""
         instance = self._there.get(instance_id)
         return 0 if instance is None else instance.num_restarts
 
     def note(self, view: InstanceView, now_s: float) -> InstanceNote | None:
-        """Return why an instance does not serve, or why its process is a new one; None if it has served for long."""
+        """Return why an instance does not serve, or why it has a new process.
+
+        Return None if neither holds, or if the new process has served for `RESTARTED_S`.
+        """
         instance = self._there.get(view.instance_id)
         absence = None if instance is None else instance.absence
         if view.draining and (absence is None or absence.ended_s is not None):
@@ -355,7 +364,7 @@ class MeshHistory:
 
 
 def safety(view: InstanceView, instances: Sequence[InstanceView]) -> tuple[bool, str]:
-    """Return whether an instance's process may be ended without a request noticing, and why."""
+    """Return whether ending the instance's process would affect no request, and the reason."""
     rest = [each for each in instances if each is not view and each.reachable and not each.draining]
     lacking: list[str] = []
     if view.role.can_prefill and not any(each.role.can_prefill for each in rest):

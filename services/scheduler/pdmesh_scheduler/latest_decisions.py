@@ -1,4 +1,4 @@
-"""The decisions of the last minutes, for operators to ask what would have been better (`pdmesh pool advise`)."""
+"""The decisions of the last minutes, for `pdmesh pool advise`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pdmesh_scheduler.observing import Handled
 
 
 class DecisionKeeper:
-    """Keeps the latest decisions in memory. Implements `Observer`."""
+    """The latest decisions, in memory. Implements `Observer`."""
 
     def __init__(self, header: Header, max_decisions: int) -> None:
-        """``max_decisions`` are kept at most; 0 keeps none."""
+        """``max_decisions`` is the largest number kept; 0 keeps none."""
         self._header = msgspec.msgpack.encode(msgspec.to_builtins(header))
         self._recent = RecentDecisions(header.bundle, max_decisions)
 
     def observe(self, handled: Handled) -> None:
-        """Keep a decision."""
+        """Add the event and its commands to the latest decisions."""
         self._recent.record(handled.now_s, handled.event, handled.commands)
 
     def page(self, start: int) -> LatestDecisions:
-        """Return decisions from number ``start`` on."""
+        """Return the next page of decisions, from number ``start`` on."""
         decisions, next_start = self._recent.page(start)
         before = self._recent.before
         return LatestDecisions(

@@ -1,4 +1,4 @@
-"""The longest context that clients are told of: where contexts are spread, it depends on how many instances decode."""
+"""The longest context that clients may use. With spread contexts it depends on the number of decode instances."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from pdmesh.model import InstanceId, InstanceProfile, OperationKind, Role
 
 
 class LongestContext:
-    """Counts instances that decode: those that are there to stay, and those that were lost and may come back.
+    """Counter of decode instances: the present ones that stay, and the lost ones that may come back.
 
-    What an operator drains, or has leave a pool, is counted no longer: a request that is too long without it is refused
-    at once. One that died, or was restarted, is waited for as long as a restart may take, and so are requests.
+    An instance that an operator drains or removes from a pool no longer counts, so a request that is too long without
+    it is refused at once. A lost instance counts for `COME_BACK_S`, as long as a restart may take, and requests wait
+    for it.
     """
 
     def __init__(self, core: SchedulerCore, clock: Callable[[], float]) -> None:
         self._core = core
         self._clock = clock
-        self._lost: dict[InstanceId, tuple[Role, float]] = {}  # what they did, and until when they may come back
+        self._lost: dict[InstanceId, tuple[Role, float]] = {}  # roles, and when each stops counting
 
     def joined(self, instance_id: InstanceId) -> None:
-        """Count an instance that is there (again)."""
+        """Count an instance as present (again)."""
         self._lost.pop(instance_id, None)
 
     def is_lost(self, instance_id: InstanceId) -> None:
-        """Wait for an instance that the core is about to lose, unless it was to leave."""
+        """Count an instance that the core is about to lose as coming back, unless it is drained or leaves its pool."""
         view = next((each for each in self._core.instances if each.instance_id == instance_id), None)
         pools = self._core.desired.pools
         leaves = self._drained() if pools is None else {*self._drained(), *pools.leaves}
@@ -34,9 +35,10 @@ class LongestContext:
             self._lost[instance_id] = (view.role, self._clock() + COME_BACK_S)
 
     def num_tokens(self, profiles: Mapping[InstanceId, InstanceProfile]) -> int:
-        """Return the longest context that every instance serves; 0 without instances.
+        """Return the longest context that every instance serves, in tokens; 0 without instances.
 
-        Where contexts are spread, no longer than what all hold together: who computes a prompt has no part of it.
+        A spread context is limited by the KV that all decode instances hold together. If every prefill instance also
+        decodes, one is left out: the instance that computes a prompt holds no part of that prompt.
         """
         longest = min((profile.max_model_len for profile in profiles.values()), default=0)
         limit = min((profile.max_kv_tokens for profile in profiles.values()), default=0)
@@ -53,5 +55,5 @@ class LongestContext:
         return [*there, *(role for each, (role, _) in self._lost.items() if each not in drained)]
 
     def _drained(self) -> Collection[InstanceId]:
-        """Instances that an operator drains, or has drained; also those that leave their pool, until they have."""
+        """Return the instances that an operator drains or has drained, or that are leaving their pool."""
         return {each.instance_id for each in self._core.desired.operations if each.kind is OperationKind.DRAIN}

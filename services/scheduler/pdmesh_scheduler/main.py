@@ -57,7 +57,7 @@ from pdmesh_scheduler.worker_streams import RETURN_GRACE_S, WorkerStreams
 
 SERVICE = "pdmesh.v1.Scheduler"
 
-#: For streams to end by themselves when the service stops.
+#: Seconds in which streams may end by themselves when the service stops.
 STOP_GRACE_S = 2.0
 
 
@@ -67,7 +67,7 @@ def main(config: MeshConfig) -> int:
 
 
 async def serve(config: MeshConfig, context: ServiceContext) -> None:
-    """Schedule until ``context.stopping`` is set; among several schedulers, once it is this one's turn.
+    """Schedule until ``context.stopping`` is set. Among several schedulers, first wait for the lead.
 
     Raises LeaseLost if another one takes over.
     """
@@ -82,7 +82,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
         if not config.standby.store:
             await _lead(context, operators, registry, strangers, metrics_port, config, ALONE)
             return
-        from pdmesh_scheduler.standby.standing_by import lead_in_turn  # imports clients of stores
+        from pdmesh_scheduler.standby.standing_by import lead_in_turn  # imports the clients of stores
 
         lead = partial(_lead, context, operators, registry, strangers, metrics_port)
         await lead_in_turn(config, context, operators, registry, strangers, SERVICE, lead, metrics_port=metrics_port)
@@ -98,7 +98,7 @@ async def _lead(
     mandate: Mandate,
 ) -> None:
     """Schedule until ``context.stopping`` is set, then end all streams with UNAVAILABLE."""
-    settings, clock = config.scheduler, time.monotonic  # finer than the clock of the event loop
+    settings, clock = config.scheduler, time.monotonic  # finer than the event loop's clock
     began_at, began_s = time.time(), clock()
     profile = None if settings.profile is None else load_profile(settings.profile)
     core_config, seed = core_config_of(config, profile), secrets.randbits(63)
@@ -209,7 +209,7 @@ async def _lead(
             tasks.start_soon(driver.run)
             for event in desired.events():
                 await driver.act(event)
-            tasks.start_soon(desired_keeper.run)  # now that the core has heard of all that was kept
+            tasks.start_soon(desired_keeper.run)
             tasks.start_soon(actuators.run)
             tasks.start_soon(worker_streams.watch)
             tasks.start_soon(gateway_leases.run, gateway_streams.expired)
@@ -234,14 +234,17 @@ async def _lead(
 
 
 def core_config_of(config: MeshConfig, profile: Profile | None) -> CoreConfig:
-    """Return the core's settings; without a profile it starts from what instances measured. Raises ConfigError."""
+    """Return the core's settings. Without a profile, the core predicts from the instances' measurements.
+
+    Raises ConfigError.
+    """
     settings, policy = config.scheduler, replace(config.policy, batching=config.scheduler.batching)
     if profile is not None:
         policy = replace(policy, latency=profile.latency)
     return CoreConfig(
         plans_in_flight=settings.plans_in_flight,
         max_queue_entries=settings.max_queue_entries,
-        max_queue_tokens=settings.max_queue_bytes // 4,  # a token is four bytes on the wire
+        max_queue_tokens=settings.max_queue_bytes // 4,  # four bytes a token on the wire
         max_queue_s=settings.max_queue_s,
         refuses_early=settings.refuses_early,
         orphan_grace_s=settings.orphan_grace_s,

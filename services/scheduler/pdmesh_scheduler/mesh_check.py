@@ -17,34 +17,40 @@ from pdmesh.wire.certificates import expires_at
 from pdmesh.wire.messages import AdminError, CheckPeers, InstanceChecked, MeshChecked, PeersChecked, WorkerDown
 from pdmesh_scheduler.peer_streams import Peers
 
-#: For the instances to answer: longer than they try each other, shorter than who asks waits.
+#: Seconds for the instances to answer: longer than their own tries, shorter than the caller's wait.
 LIMIT_S = 4.0
 
 BUSY = "the mesh is being checked already: ask again in a few seconds"
 
-#: Ids and data addresses of the instances that one exchanges KV with.
+#: Ids and data addresses of the instances with which one exchanges KV.
 KvPeers = tuple[tuple[InstanceId, bytes], ...]
 
 
 @dataclass(slots=True)
 class MeshCheck:
-    """Asks, and puts the answers together. One check at a time."""
+    """Questioner of all instances, one check at a time.
+
+    `profiles` and `token_addresses` are kept up to date by the streams of instances and gateways. `_check_id` is 0
+    while no check runs.
+    """
 
     workers: Peers[InstanceId, WorkerDown]
     security: SecurityConfig
-    #: Of the instances and gateways that are there.
     profiles: dict[InstanceId, InstanceProfile] = field(default_factory=dict[InstanceId, InstanceProfile])
     token_addresses: dict[GatewayId, str] = field(default_factory=dict[GatewayId, str])
     wall_clock: Callable[[], float] = time.time
     _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
-    _check_id: int = 0  # under way; 0: none
+    _check_id: int = 0
     _answers: dict[InstanceId, tuple[PeersChecked, float]] = field(
         default_factory=dict[InstanceId, tuple[PeersChecked, float]]
     )
     _changed: anyio.Event = field(default_factory=anyio.Event)
 
     async def run(self) -> MeshChecked | AdminError:
-        """Ask all that are there, and wait for their answers, for `LIMIT_S` at most."""
+        """Ask all connected instances and return their answers after `LIMIT_S` at most.
+
+        An instance without an answer is returned with None. Return an AdminError if another check runs.
+        """
         if self._check_id:
             return AdminError(message=BUSY)
         asked_at = self.wall_clock()
@@ -69,7 +75,10 @@ class MeshCheck:
         )
 
     async def why_unreached(self, scheduler: str) -> str:
-        """Return which connected instances do not reach the scheduler at this address; empty if all do."""
+        """Return which connected instances do not reach the scheduler at this address; empty if all do.
+
+        Return `BUSY` if another check runs.
+        """
         if self._check_id:
             return BUSY
         instance_ids = self._connected()
@@ -82,7 +91,7 @@ class MeshCheck:
         return {name: profile for name, profile in self.profiles.items() if self.workers.get(name) is not None}
 
     async def _ask(self, kv_peers: Mapping[InstanceId, KvPeers], gateways: tuple[tuple[GatewayId, str], ...]) -> None:
-        """Have each instance try its KV peers and all gateways, and wait for the answers."""
+        """Ask each instance to try its KV peers and all gateways, and wait for the answers until `LIMIT_S`."""
         self._check_id = next(self._ids)
         self._answers.clear()
         try:
@@ -95,7 +104,7 @@ class MeshCheck:
             self._check_id = 0
 
     def answered(self, instance_id: InstanceId, answer: PeersChecked) -> None:
-        """Take an instance's answer; one that comes too late is dropped."""
+        """Store an instance's answer; ignore an answer to an earlier check."""
         if answer.check_id == self._check_id:
             self._answers[instance_id] = answer, self.wall_clock()
             self._changed.set()

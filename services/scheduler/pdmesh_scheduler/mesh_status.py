@@ -1,4 +1,4 @@
-"""What operators and gateways are told of the mesh's state."""
+"""The mesh's state, for operators and gateways."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdmesh.policy.batching import Mode
 from pdmesh.wire.messages import BatchingStatus, GroupStatus, InstanceStatus, LinkStatus, MeshStatus, RevisionStatus
 from pdmesh_scheduler.history import MeshHistory, safety
 
-#: Groups and links that are told of.
+#: Largest numbers of groups and links in a state.
 MAX_GROUPS = 64
 MAX_LINKS = 64
 
@@ -28,9 +28,10 @@ def mesh_status(
     silent: Collection[InstanceId],
     longest: int,
 ) -> MeshStatus:
-    """Return the mesh's state; ``loads`` are the last reports of instances.
+    """Return the mesh's state.
 
-    ``silent`` are lost instances whose processes may live. ``longest`` is the longest context served, in tokens.
+    ``loads`` are the last reports of instances. ``silent`` are lost instances whose processes may still run.
+    ``longest`` is the longest context served, in tokens.
     """
     resize = core.desired.pools
     reason = core.unready_reason

@@ -1,4 +1,4 @@
-"""What the driver tells observers of the core: each event that it handled, and what came of it."""
+"""The driver's interface to observers of the core: each handled event, with its results."""
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ from pdmesh.wire.messages import Generation
 
 
 class Handled(NamedTuple):
-    """An event that the core has handled."""
+    """An event that the core has handled.
+
+    `now_s` is on the core's clock. `milestones` are the effects of the event and commands on requests. `generation` is
+    the prompt of an arriving request. `bundle` is in force after the event. `decision_s` is the core's time for the
+    event.
+    """
 
     event: Event
-    now_s: float  # the core's clock
+    now_s: float
     commands: Sequence[Command]
-    milestones: Sequence[Milestone]  # what both mean for requests
-    generation: Generation | None = None  # of an arrival
-    bundle: str = ""  # in force afterwards
-    decision_s: float = 0.0  # what the core took
+    milestones: Sequence[Milestone]
+    generation: Generation | None = None
+    bundle: str = ""
+    decision_s: float = 0.0
 
 
 class Observer(Protocol):
-    """Called with every handled event, before its commands are carried out. An observer changes nothing."""
+    """Observer of each handled event, called before the event's commands are carried out. Must not change the core."""
 
     def observe(self, handled: Handled) -> None: ...

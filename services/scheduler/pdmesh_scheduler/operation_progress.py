@@ -14,7 +14,7 @@ from pdmesh_scheduler.observing import Handled
 
 
 class OperationStatuses:
-    """Looks at the core after every event; implements `pdmesh_scheduler.observing.Observer`."""
+    """Operations' latest statuses; implements `pdmesh_scheduler.observing.Observer`."""
 
     def __init__(
         self, core: SchedulerCore, wall_time: Callable[[float], float], resize_command: str | None = None
@@ -27,7 +27,7 @@ class OperationStatuses:
         self._changed = anyio.Event()
 
     def observe(self, handled: Handled) -> None:
-        """Take note of what has changed."""
+        """Read the operations from the core and wake waiters if operations, bundle or batching have changed."""
         seen = self._core.num_operation_changes, handled.bundle, self._core.batching
         if seen != self._seen:
             self._seen = seen
@@ -36,11 +36,11 @@ class OperationStatuses:
             self._changed = anyio.Event()
 
     def changed(self) -> anyio.Event:
-        """Return the event that is set at the next change of an operation, or of what operators want."""
+        """Return the event that is set at the next change of an operation, the bundle or the batching."""
         return self._changed
 
     def all(self) -> tuple[OperationStatus, ...]:
-        """Return all operations that are remembered, the newest first."""
+        """Return all remembered operations, the newest first."""
         return tuple(self._status(each) for each in reversed(self._records.values()))
 
     def of(self, operation_id: OperationId) -> OperationStatus | None:
@@ -49,7 +49,10 @@ class OperationStatuses:
         return None if record is None else self._status(record)
 
     async def wait(self, operation_id: OperationId, num_left: int, wait_s: float) -> OperationStatus | None:
-        """Return an operation once it is over or has another number left than ``num_left``, or after ``wait_s``."""
+        """Return an operation once it is over, or ``record.num_left`` differs from ``num_left``, or after ``wait_s``.
+
+        Return None if the operation is not remembered.
+        """
         with anyio.move_on_after(wait_s):
             while (record := self._records.get(operation_id)) is not None:
                 if not record.is_running or record.num_left != num_left:

@@ -1,7 +1,7 @@
-"""Operators, and by the tokens that calls show, which of them may look at the running mesh and change it.
+"""Operators, whose tokens in calls permit them to look at the running mesh or to change it.
 
 The file of operators is read again if it has changed when a token is checked. If the changed file is wrong, the known
-operators stay. A file without operators admits none; it does not admit everyone on this machine.
+operators stay. A file without operators admits none; in particular, it does not admit every caller on this machine.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ log = structlog.get_logger()
 
 
 class Operators:
-    """The known operators by the hashes of their tokens, so that the time of a look-up says nothing about a token."""
+    """The known operators by the hashes of their tokens, so that the time of a look-up reveals no token."""
 
     def __init__(self, security: SecurityConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError if there is a file of operators that cannot be used."""
+        """Raise ConfigError if the file of operators cannot be used."""
         path = security.operators_file
         self._file = None if path is None else WatchedFile(path, "security.operators_file", clock)
         self._single = security.operator_token
@@ -32,11 +32,12 @@ class Operators:
         self._tell("operators")
 
     def __bool__(self) -> bool:
-        """Whether a token is needed, though nobody may have one: else changes come from this machine."""
+        """Return whether changes need a token. True with an empty file, too; if False, changes must come from this
+        machine."""
         return self._file is not None or bool(self._single)
 
     def who(self, metadata: Mapping[str, str]) -> Operator | None:
-        """Return the operator whose token a call's metadata shows; None if there is none."""
+        """Return the operator whose token a call's metadata shows; None if there is none. Read a changed file first."""
         self._look_again()
         try:
             token = bytes.fromhex(metadata.get(OPERATOR_METADATA, "")).decode("utf-8", "surrogateescape")
@@ -45,7 +46,7 @@ class Operators:
         return self._by_hash.get(hash_key(token)) if token else None
 
     def admits(self, metadata: Mapping[str, str]) -> bool:
-        """Whether a call's metadata shows the token of an operator who may ask."""
+        """Return whether a call's metadata shows the token of an operator with read access."""
         operator = self.who(metadata)
         return operator is not None and operator.may_read
 
@@ -67,7 +68,7 @@ class Operators:
             log.warning("the operators file is empty: no operator may change the mesh", path=str(self._file.path))
 
     def _read(self) -> dict[str, Operator]:
-        """Raises ConfigError."""
+        """Return the operators of settings and file by their hashes. Raises ConfigError."""
         operators: list[Operator] = []
         if self._single:
             operators.append(Operator(name="operator_token", hash=hash_key(self._single), scopes=OPERATOR_SCOPES))

@@ -1,4 +1,4 @@
-"""Streams of workers and gateways, by the id of the peer at the other end, and their leases."""
+"""Streams of workers and gateways, by the id of the peer at the other end, and the peers' leases."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ log = structlog.get_logger()
 IdT = TypeVar("IdT", bound=str)
 DownT = TypeVar("DownT")
 
-#: For a peer whose stream broke to open another. One that lives tries within a tenth of a second, but may have to let a
-#: step end first.
+#: Seconds in which a peer whose stream broke may open another. A live peer tries within a tenth of a second, but may
+#: first wait for the end of a step.
 BROKEN_STREAM_GRACE_S = 0.5
 
-#: A lease that ran out so long ago, or for a fourth of its length, and nobody noticed: this process stood still.
+#: Seconds since a deadline, or a fourth of the lease if that is less, after which a missed deadline means that this
+#: process was paused.
 STOOD_STILL_S = 0.5
 
 
 @dataclass(slots=True, eq=False)
 class Connection(Generic[IdT, DownT]):
-    """A registered stream. Cancelling its scope ends it."""
+    """A registered stream. Cancelling the scope ends it.
+
+    `address` names the other end in messages for people. While `is_open` is False, messages to the peer are dropped.
+    The core decided them before it handled the peer's registration, so they belong to the previous stream.
+    """
 
     peer_id: IdT
     link: FrameLink[DownT, Any]
     scope: anyio.CancelScope
-    address: str  # of the other end, for people
-    #: Whether what is decided by now may be said on it. What was decided before a peer's registration was applied is
-    #: meant for its stream of before, and lost with it.
+    address: str
     is_open: bool = True
 
     def open(self) -> None:
@@ -62,7 +65,7 @@ class Peers(Generic[IdT, DownT]):
         self._connections[connection.peer_id] = connection
 
     def remove(self, connection: Connection[IdT, DownT]) -> bool:
-        """Forget a stream. Return whether it still was its peer's stream."""
+        """Forget a stream. Return whether it was still the peer's current stream."""
         if self._connections.get(connection.peer_id) is not connection:
             return False
         del self._connections[connection.peer_id]
@@ -76,25 +79,28 @@ class Peers(Generic[IdT, DownT]):
         return connection is not None
 
     def post(self, peer_id: IdT, message: DownT) -> None:
-        """Send a message, or drop it if the peer is away: registering again tells both sides all they must know."""
+        """Send a message, or drop it if the peer has no open stream: a registration exchanges the whole state.
+
+        End the stream of a peer that does not read.
+        """
         connection = self._connections.get(peer_id)
         if connection is None or not connection.is_open:
             return
         try:
             connection.link.post(message)
         except InstanceUnavailable:
-            pass  # its stream is about to end
+            pass  # the stream is about to end
         except OutboxFull as error:
             log.error("a peer does not read its stream; closing it", peer=peer_id, error=str(error))
             connection.scope.cancel()
 
 
 class Leases(Generic[IdT]):
-    """The time until which each peer must be heard from.
+    """The deadline by which each peer must be heard from.
 
-    All leases are equally long, except that of a peer whose stream broke: it is most likely dead, and a live one comes
-    back at once. If this process itself was stopped, no peer is given up for it: what peers have said meanwhile is read
-    first, and peers that took the scheduler for dead have a whole lease to come back.
+    All leases are equally long, except after a broken stream: that peer is most likely dead, and a live one reconnects
+    at once. If this process itself was paused, every lease is renewed. Then the peers' messages of the meantime are
+    read before any lease runs out, and peers that left have a whole lease to come back.
     """
 
     def __init__(self, lease_s: float) -> None:
@@ -102,19 +108,19 @@ class Leases(Generic[IdT]):
         self._stood_still_s = min(STOOD_STILL_S, lease_s / 4)
         self._deadlines: dict[IdT, float] = {}
         self._changed = anyio.Event()
-        self._still_until_s = -math.inf  # so long nobody is given up early
+        self._still_until_s = -math.inf  # end of the time without shortened leases
 
     def renew(self, peer_id: IdT) -> None:
-        if peer_id not in self._deadlines:  # else it may sleep on: until the earliest of before
+        if peer_id not in self._deadlines:  # otherwise `run` wakes at the earliest old deadline
             self._changed.set()
         self._deadlines[peer_id] = anyio.current_time() + self._lease_s
 
     def silent_s(self, peer_id: IdT) -> float:
-        """Return for how long the peer has not been heard, at least; infinity for one that has no lease."""
+        """Return a lower bound of the seconds since the peer was heard from; infinity without a lease."""
         return anyio.current_time() + self._lease_s - self._deadlines.get(peer_id, -math.inf)
 
     def stream_broke(self, peer_id: IdT) -> None:
-        """Give the peer up soon, unless it comes back."""
+        """Shorten the peer's lease to `BROKEN_STREAM_GRACE_S`, unless this process was paused lately."""
         now_s = anyio.current_time()
         self._excuse_standing_still(now_s)
         deadline_s = self._deadlines.get(peer_id)
@@ -123,7 +129,8 @@ class Leases(Generic[IdT]):
             self._changed.set()
 
     def _excuse_standing_still(self, now_s: float) -> None:
-        """Renew every lease if deadlines passed long ago and this process did not look."""
+        """Renew every lease if the earliest deadline was missed by `_stood_still_s`: this process must have been
+        paused."""
         if self._deadlines and min(self._deadlines.values()) < now_s - self._stood_still_s:
             self._still_until_s = now_s + self._lease_s
             for peer_id in self._deadlines:
@@ -133,7 +140,7 @@ class Leases(Generic[IdT]):
         self._deadlines.pop(peer_id, None)
 
     async def run(self, expired: Callable[[IdT], None]) -> None:
-        """Call ``expired`` once for each lease that runs out."""
+        """End leases that run out, and call ``expired`` once for each, until cancelled."""
         while True:
             self._changed = changed = anyio.Event()
             with anyio.CancelScope(deadline=min(self._deadlines.values(), default=math.inf)):

@@ -1,7 +1,7 @@
 """The prompts of requests, kept for as long as an instance may need them.
 
-The core knows a prompt's length and hashes alone. What instances compute it from is kept here: all of it until every
-instance that computes it has it, then what a receiver of its KV has to know.
+The core knows only a prompt's length and hashes. The whole prompt is kept here until every instance that computes it
+has received it. Afterwards only the fields that a receiver of the KV needs are kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from pdmesh.wire.messages import Generation, Prompt
 
 
 def _for_receiver(generation: Generation, *, with_prompt: bool) -> Prompt:
-    """Return what a receiver of a request's KV needs, without its tokens where possible."""
+    """Return the prompt for a receiver of the request's KV, without tokens unless it needs them.
+
+    Of a prompt with hashes, the tokens after the last hashed granule stay.
+    """
     num_context_tokens = generation.num_tokens
     if with_prompt or needs_prompt_tokens(generation.params) or generation.num_output_tokens:
         return Prompt(generation=generation, num_context_tokens=num_context_tokens)
@@ -29,13 +32,13 @@ def _for_receiver(generation: Generation, *, with_prompt: bool) -> Prompt:
 
 
 class Prompts:
-    """Told of every event and of the commands that send or end prompts, in order."""
+    """Prompts of active requests, fed with every event and with the commands that send or end prompts, in order."""
 
     def __init__(self, core: SchedulerCore) -> None:
         self._core = core
-        self._whole: dict[RequestKey, Generation] = {}  # that instances may still have to compute
+        self._whole: dict[RequestKey, Generation] = {}  # prompts that instances may still have to compute
         self._moving: dict[RequestKey, Prompt] = {}  # kept until the KV has landed
-        self._with_prompt: set[InstanceId] = set()  # they want prompts of what they decode: to guess, or if KV is lost
+        self._with_prompt: set[InstanceId] = set()  # decode instances that draft or may lose KV, and so need tokens
 
     @property
     def num_whole(self) -> int:
@@ -43,16 +46,16 @@ class Prompts:
         return len(self._whole)
 
     def arrived(self, generation: Generation) -> None:
-        """Keep the prompt of a request that the core is about to handle; the first one of its key counts."""
+        """Keep the prompt of a request that the core is about to handle; ignore a second one of the same key."""
         self._whole.setdefault((generation.request_id, generation.epoch), generation)
 
     def joined(self, profile: InstanceProfile) -> None:
-        """Note an instance that the core is about to handle."""
+        """Note whether an instance that the core is about to handle needs the prompts of the requests it decodes."""
         if profile.drafts or profile.max_kv_tokens:
             self._with_prompt.add(profile.instance_id)
 
     def sent_with(self, command: InstanceCommand) -> Prompt | None:
-        """Return the prompt that goes with a command; None for the commands whose instance needs none."""
+        """Return the prompt that a command carries; None for commands without one."""
         match command:
             case AdmitPrefill():
                 return self._admitted(command)
@@ -66,26 +69,26 @@ class Prompts:
         key = (command.request_id, command.epoch)
         generation = self._whole[key]
         if command.instance_id == command.shards[-1].instance_id and not self._core.needs_prompt(key):
-            del self._whole[key]  # all that need the prompt have it
+            del self._whole[key]
         if command.moves_on:
             self._moving[key] = self._to_move(generation)
         return Prompt(generation=generation, num_context_tokens=generation.num_tokens)
 
     def ended(self, command: ForgetRequest) -> None:
-        """Drop what is kept of a request."""
+        """Drop an ended request's prompt."""
         self._whole.pop((command.request_id, command.epoch), None)
         self._moving.pop((command.request_id, command.epoch), None)
 
     def handled(self, event: Event) -> None:
-        """Drop what nobody will need after an event that the core has handled."""
+        """Drop the prompts that no instance can need after an event that the core has handled."""
         match event:
             case RequestArrived():
                 key = (event.request.request_id, event.request.epoch)
                 if not self._core.is_active(key):
-                    self._whole.pop(key, None)  # one of an older epoch, or refused
+                    self._whole.pop(key, None)  # refused, or of an older epoch
             case StepDone():
                 for key in [(chunk.request_id, chunk.epoch) for chunk in event.chunks if chunk.is_last]:
-                    if not self._core.needs_prompt(key):  # nobody will help with it any more
+                    if not self._core.needs_prompt(key):  # no instance will join its prefill
                         self._whole.pop(key, None)
             case TransferLanded():
                 key = (event.request_id, event.epoch)

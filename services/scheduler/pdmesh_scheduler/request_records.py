@@ -1,4 +1,4 @@
-"""Each request's life, as `pdmesh requests show` prints it, made from its milestones."""
+"""Each request's history as `pdmesh requests show` prints it, made from the request's milestones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdmesh.model import RequestId
 from pdmesh.wire.messages import RecordEntry, RequestRecord
 from pdmesh_scheduler.observing import Handled
 
-#: What an edge puts before the id of a request to make that of a response.
+#: Prefix by which an edge turns a request's id into the id of a response.
 _OF_A_RESPONSE = re.compile(r"^(chatcmpl|cmpl)-")
 
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
@@ -28,8 +28,8 @@ _NUMBER = re.compile(r"0|[1-9][0-9]*")
 class _Record:
     life: Life
     bundle: str
-    num_prompt_tokens: int  # the client's own
-    label: str  # what its client calls it
+    num_prompt_tokens: int
+    label: str
     entries: list[RecordEntry] = field(default_factory=list[RecordEntry])
 
     @property
@@ -52,7 +52,7 @@ class _Record:
 
     @property
     def slo_met(self) -> bool | None:
-        """Whether a finished request kept its targets; None if it has none."""
+        """Whether a finished request met its targets; None if it has no target or has not finished."""
         request, num_output_tokens = self.life.attempt.request, self.life.num_output_tokens
         slo = Slo(ttft_s=request.slo_ttft_s, tpot_s=request.slo_tpot_s)
         first_s, last_s = self.first_token_s, self.last_token_s
@@ -78,10 +78,11 @@ class RequestRecords:
         self._records: dict[RequestId, _Record] = {}
 
     def find(self, name: str) -> tuple[RequestRecord, ...]:
-        """Return the records that a name stands for, by the first of these kinds that fits.
+        """Return the records that a name stands for, by the first of these rules that finds any.
 
-        A request's id, which may begin as in a response; the id of an HTTP request with several choices; a client's
-        label; the first characters of an id or a label. The choices of one HTTP request come in their order.
+        The name is a request's id (perhaps with the prefix of a response), the id of an HTTP request with several
+        choices, a client's label, or the first characters of an id or label. The choices of one HTTP request are in
+        their order.
         """
         if not name:
             return ()
@@ -141,7 +142,7 @@ class RequestRecords:
         return tuple(record for record in records if record is not None)
 
     def observe(self, handled: Handled) -> None:
-        """Note the milestones of each request's newest epoch."""
+        """Add each milestone of a request's newest epoch to the request's record, and drop forgotten requests."""
         for milestone in handled.milestones:
             self._note(milestone, handled)
 
@@ -186,7 +187,7 @@ class RequestRecords:
 
 
 def _line(record: _Record, what: Happening) -> RecordLine | None:
-    """Return the record's line; None for what a record does not mention."""
+    """Return the milestone's line in the record; None if records do not mention milestones of this kind."""
     match what:
         case RequestArrived():
             request = what.request

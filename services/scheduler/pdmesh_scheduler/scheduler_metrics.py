@@ -31,7 +31,7 @@ from pdmesh_scheduler.observing import Handled
 from pdmesh_scheduler.tenants import TenantUsage
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-_ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # as vLLM's
+_ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's buckets
 _DECISION_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 1e-2)
 
 
@@ -41,7 +41,7 @@ def leads_gauge(registry: CollectorRegistry) -> Gauge:
 
 
 class SchedulerMetrics:
-    """Counts events and commands, and times milestones; gauges are read from the core when Prometheus asks."""
+    """Counters of events and commands, and timers of milestones. Gauges are read from the core when Prometheus asks."""
 
     def __init__(self, registry: CollectorRegistry, core: SchedulerCore, tenants: TenantUsage) -> None:
         self._queue_time = Histogram(
@@ -150,11 +150,11 @@ class SchedulerMetrics:
         registry.register(_CoreCollector(core, tenants))
         self._told = (self._queue_time, self._prefill_time, self._inference_time, self._iteration_tokens)
         registry.register(Aliases(*self._told))
-        self._models: dict[InstanceId, str] = {}  # what each instance serves
+        self._models: dict[InstanceId, str] = {}
 
     @property
     def told(self) -> tuple[MetricFamily, ...]:
-        """Return what gateways serve, too, where dashboards made for one server look for it."""
+        """The metric families that gateways serve, too, for dashboards made for a single server."""
         return tuple(
             MetricFamily(
                 family.name,
@@ -167,7 +167,7 @@ class SchedulerMetrics:
         )
 
     def observe(self, handled: Handled) -> None:
-        """Count what an event and its commands tell, even about requests that have no life here."""
+        """Count an event and its commands, even if their requests have no record here."""
         self._decision.observe(handled.decision_s)
         event = handled.event
         match event:
@@ -230,7 +230,7 @@ class SchedulerMetrics:
             self._models.pop(event.instance_id, None)
 
     def _own_steps(self, instance_id: InstanceId, steps: OwnDecodeSteps | None) -> None:
-        """Count decode steps of an instance's own, each as their mean: they are told of in sums."""
+        """Count decode steps that an instance made by itself, each as their mean: only their sums are reported."""
         if steps is not None and steps.num_steps > 0 and instance_id in self._models:
             mean = steps.num_tokens / steps.num_steps
             self._iteration_tokens.of(self._models[instance_id]).observe(mean, steps.num_steps)

@@ -1,4 +1,4 @@
-"""The scheduler's part of a request's trace: the time in its queue, and the time on instances."""
+"""The scheduler's part of a request's trace: the time in the queue, and the time on instances."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdmesh_scheduler.observing import Handled
 QUEUED = "queued"
 PLACED = "placed"
 
-#: Ends of our care that are no failure.
+#: Outcomes that are no failure.
 _WELL = (Outcome.FINISHED, Outcome.CANCELLED, Outcome.RETRACTED)
 
 
@@ -23,11 +23,11 @@ _WELL = (Outcome.FINISHED, Outcome.CANCELLED, Outcome.RETRACTED)
 class _Trace:
     traceparent: str
     attributes: dict[str, AttributeValue]
-    since_s: float  # when it arrived; once placed, when it was
+    since_s: float  # arrival, or placement once placed
 
 
 class SchedulerSpans:
-    """Spans made from milestones, as the records are. Keeps state for each traced epoch of a request until it ends."""
+    """Recorder of spans, made from milestones. Keeps state for each traced epoch of a request until the epoch ends."""
 
     def __init__(self, tracing: Tracing, wall_time: Callable[[float], float]) -> None:
         self._tracing = tracing

@@ -1,4 +1,4 @@
-"""The time after a scheduler's start in which it has not heard from all instances yet, and lets questions wait."""
+"""The time after a scheduler's start in which some instances may not have registered, and operations wait."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from pdmesh.core.operator_events import ActuatorReported
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh_scheduler.observing import Handled
 
-#: For instances whose processes run, as the actuator says, to register; commands wait longer for their first answer.
+#: Seconds in which instances register if an actuator reports their processes. Commands wait longer for their first
+#: answer.
 REGISTER_S = 5.0
 
 
 class StartupGrace:
-    """Ends once an actuator and all its instances were heard from, at ``until_s``, or `REGISTER_S` later.
+    """Grace that ends once an actuator is connected and all instances it reports have registered.
 
-    Implements `pdmesh_scheduler.observing.Observer`.
+    Without an actuator the grace ends at ``until_s``, with one `REGISTER_S` later at the latest. Implements
+    `pdmesh_scheduler.observing.Observer`.
     """
 
     def __init__(self, core: SchedulerCore, *, until_s: float, clock: Callable[[], float]) -> None:
@@ -28,7 +30,7 @@ class StartupGrace:
         self._news = anyio.Event()
 
     def observe(self, handled: Handled) -> None:
-        """Check again whether the grace is over, if an actuator or an instance was heard from."""
+        """Check again whether the grace is over if an instance has joined or an actuator has reported."""
         if isinstance(handled.event, InstanceJoined | ActuatorReported):
             self._news.set()
             self._news = anyio.Event()
@@ -40,7 +42,7 @@ class StartupGrace:
                 await self._news.wait()
 
     def _left_s(self) -> float:
-        """Return seconds left, at most."""
+        """Return an upper bound of the seconds left."""
         if not self._core.actuators.there:
             return self._until_s - self._clock()
         if not self._core.actuators.away:

@@ -1,4 +1,4 @@
-"""Tenants' use of the mesh: what each key's requests were charged in the last minute, and how many wait and run."""
+"""Tenants' use of the mesh: tokens charged to each key in the last minute, and requests that wait and run."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from pdmesh.core.waiting.fairness import TenantView
 from pdmesh.wire.messages import TenantStatus
 from pdmesh_scheduler.observing import Handled
 
-#: "Of late" is this long, to a notch.
+#: The recent past in seconds, and the interval at which counters are read.
 LATE_S = 60.0
 NOTCH_S = 10.0
 
-#: So many are told apart; the others are one together.
+#: Number of tenants listed alone. `OTHERS` stands for the rest.
 MAX_TOLD = 20
 
-#: All the others. No key has this name.
+#: Name of all other tenants together. No key has this name.
 OTHERS = "(others)"
 
 
 class TenantUsage:
-    """Reads the core's counters from time to time, and compares them with earlier ones."""
+    """Tenants' recent use: the core's counters compared with earlier readings."""
 
     def __init__(self, core: SchedulerCore) -> None:
         self._core = core
         self._now_s = 0.0
-        self._seen: deque[tuple[float, Mapping[str, int]]] = deque()  # tokens charged until then
+        self._seen: deque[tuple[float, Mapping[str, int]]] = deque()  # times, and tokens charged by then
 
     def observe(self, handled: Handled) -> None:
-        """Read the counters if enough time has passed."""
+        """Read the counters if `NOTCH_S` have passed since the last reading."""
         self._now_s = handled.now_s
         if not self._seen or handled.now_s >= self._seen[-1][0] + NOTCH_S:
             self._seen.append((handled.now_s, {view.tenant: view.num_tokens for view in self._core.tenants}))
@@ -40,7 +40,8 @@ class TenantUsage:
 
     @property
     def statuses(self) -> tuple[TenantStatus, ...]:
-        """Return tenants' statuses, the largest users first; none where there are no keys."""
+        """Statuses of the `MAX_TOLD` largest recent users, the largest first, then of the rest together; empty without
+        keys."""
         views = self._core.tenants
         if not any(view.tenant for view in views):
             return ()
@@ -63,6 +64,7 @@ class TenantUsage:
         return (*statuses, status(OTHERS, 0, *rest)) if rest else tuple(statuses)
 
     def _recent_tokens(self, views: list[TenantView]) -> dict[str, int]:
-        """Tokens charged; never less than none, though what was expected of outputs may have been given back."""
+        """Return the tokens charged to each tenant lately, at least 0: charges for expected outputs are partly
+        refunded."""
         before = self._seen[0][1] if self._seen else {}
         return {view.tenant: max(0, view.num_tokens - before.get(view.tenant, 0)) for view in views}

@@ -1,4 +1,4 @@
-"""Workers' streams: their registration, their reports, and when a worker is given up."""
+"""Workers' streams: registration, reports, and the loss of silent workers."""
 
 from __future__ import annotations
 
@@ -33,38 +33,41 @@ from pdmesh_scheduler.standby.mandate import ALONE, MIN_BEATS, Mandate
 
 log = structlog.get_logger()
 
-#: How often an instance speaks, at least, in the time after which it is suspected: it may be late with some.
+#: Fewest heartbeats that an instance sends in the time after which its silence makes it suspected.
 BEATS_BEFORE_SUSPICION = 3
 
-#: How long new requests may wait for an instance that was given up while its stream was whole. A process that dies
-#: breaks its stream: this one hangs, is stopped or is cut off, and may go on. But not all of them do.
+#: Seconds for which new requests may wait for an instance that was lost although its stream was open. A process that
+#: dies breaks its stream. An open stream means that the process hangs, is stopped or is cut off, so it may come back.
 RETURN_GRACE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStreams:
-    """Serves workers.
+    """Server of the workers' streams.
 
-    A worker whose stream breaks has the rest of its lease to come back, and gets no work meanwhile. Nor does one that
-    has been silent for longer than a live worker would be.
+    A worker whose stream breaks may reconnect within the rest of its lease, and gets no work meanwhile. Neither does a
+    worker that has been silent for longer than a live one would be.
+
+    An instance is suspected when its entry in `silences` runs out. `absences` limits the wait for instances lost for
+    silence. `profile` is the operator's choice for predicting steps, if there is one.
     """
 
     driver: Driver
     peers: Peers[InstanceId, WorkerDown]
     leases: Leases[InstanceId]
-    silences: Leases[InstanceId]  # after which an instance is suspected
-    absences: Leases[InstanceId]  # of those given up for silence: how long they are waited for
+    silences: Leases[InstanceId]
+    absences: Leases[InstanceId]
     config: SchedulerConfig
     stopping: anyio.Event
     check: MeshCheck
-    profile: Profile | None = None  # what steps are predicted by, if the operator named it
+    profile: Profile | None = None
     mandate: Mandate = ALONE
     _suspected: set[InstanceId] = field(default_factory=set[InstanceId])
     _loads: dict[InstanceId, LoadReported] = field(default_factory=dict[InstanceId, LoadReported])
     _answered_s: dict[InstanceId, float] = field(default_factory=dict[InstanceId, float])
 
     async def watch(self) -> None:
-        """Suspect workers that are silent, and give up those whose leases run out, until cancelled."""
+        """Suspect silent workers and report workers whose leases run out as lost, until cancelled."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.leases.run, self._expired)
             tasks.start_soon(self.silences.run, self._silent)
@@ -95,7 +98,7 @@ class WorkerStreams:
             self.peers.add(connection)
             self._loads.pop(instance_id, None)
             self.absences.drop(instance_id)
-            self._suspected.discard(instance_id)  # the core forgets it with all else, when the instance joins
+            self._suspected.discard(instance_id)
             self._heard(instance_id)
             log.info("instance joined", instance_id=instance_id, role=registered.profile.role, peer=peer)
             try:
@@ -125,15 +128,16 @@ class WorkerStreams:
                     self.leases.stream_broke(instance_id)
                     self._forget_silence(instance_id)
                     if not self.stopping.is_set():
-                        self.driver.post(InstanceSuspected(instance_id))  # what it has begun of prompts is lost, too
+                        self.driver.post(InstanceSuspected(instance_id))
                     self.driver.post(InstanceUnreachable(instance_id))
         if scope.cancelled_caught:
             raise InstanceUnavailable("the lease ran out, or another stream of this instance took over")
 
     def _check_only(self, instance: InstanceProfile, peer: str) -> None:
-        """Refuse another process of an instance that is there: each would end the other's stream for ever.
+        """Raise ProtocolError if another live process has the instance's id: each would end the other's stream for
+        ever.
 
-        One that is silent may have lost its host, and somebody else takes its place. Raises ProtocolError.
+        A silent instance may have lost its host, so a new process may replace it.
         """
         instance_id = instance.instance_id
         there = self.peers.get(instance_id)
@@ -146,10 +150,8 @@ class WorkerStreams:
         )
 
     def _check_profile(self, instance: InstanceProfile) -> None:
-        """Refuse an instance that the operator's profile says nothing of, or of an arithmetic class that may not be.
-
-        Raises ProtocolError.
-        """
+        """Raise ProtocolError if the operator's profile does not cover an instance, or its arithmetic class is not
+        allowed."""
         problem = None if self.profile is None else self.profile.mismatch(Subject.of(instance))
         problem = problem or why_not_joins(instance, self.check.profiles.values())
         if problem is not None:
@@ -165,7 +167,7 @@ class WorkerStreams:
             self.driver.post(InstanceSuspected(instance_id, suspected=False))
 
     def _answer(self, connection: Connection[InstanceId, WorkerDown]) -> None:
-        """Say now and then that this scheduler lives: a worker that does not hear it gives up on it."""
+        """Send a heartbeat if the last one is old. A worker without these leaves this scheduler."""
         now_s = anyio.current_time()
         said_s = self._answered_s.get(connection.peer_id, -math.inf)
         if now_s - said_s > self.mandate.silence_s / (2 * MIN_BEATS):
@@ -196,7 +198,7 @@ class WorkerStreams:
         self.driver.wait_no_longer_for(instance_id)
 
     async def _report(self, connection: Connection[InstanceId, WorkerDown], messages: list[WorkerUp]) -> bool:
-        """Pass reports on; whether the last one was a goodbye."""
+        """Pass reports to the driver, but for repeated loads. Return whether the last message was a goodbye."""
         instance_id = connection.peer_id
         for message in messages:
             match message:
@@ -218,14 +220,14 @@ class WorkerStreams:
                         raise ProtocolError(f"{instance_id} speaks for {event.instance_id}")
                     if isinstance(event, LoadReported):
                         if event == self._loads.get(instance_id):
-                            continue  # a heartbeat, and nothing that the core has not heard
+                            continue  # only a heartbeat
                         self._loads[instance_id] = event
                     await self.driver.submit(event)
         return False
 
 
 def _check(registration: RegisterWorker) -> None:
-    """Refuse what the core could not work with. Raises ProtocolError."""
+    """Raise ProtocolError for a registration that the core could not work with."""
     profile = registration.profile
     if not profile.instance_id:
         raise ProtocolError("the instance's id is empty")

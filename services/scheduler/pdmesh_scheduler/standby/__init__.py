@@ -1,1 +1,1 @@
-"""Several schedulers, of which one leads: a lease in a store that all of them reach says which."""
+"""Several schedulers, one of them the leader. A lease in a store that all of them reach names the leader."""

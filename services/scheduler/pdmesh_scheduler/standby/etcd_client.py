@@ -1,4 +1,4 @@
-"""An HTTP client of etcd that knows its authority and shows it a certificate, as these are by now."""
+"""An HTTP client of etcd that reloads its authority and certificates when their files change."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = structlog.get_logger()
 
 
 class EtcdClient:
-    """Asks etcd's members. Once a file of its certificates has changed it connects with what is there then.
+    """HTTP client of etcd's members. Reconnects with the new certificates when one of their files has changed.
 
-    Made by its ``async with``.
+    Use it as an async context manager.
     """
 
     def __init__(self, config: StandbyConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError, if the certificates cannot be used."""
+        """Raise ConfigError if the certificates cannot be used."""
         self._config = config
         self._client = self._open()
         self._files = [
@@ -47,7 +47,7 @@ class EtcdClient:
         await self._client.aclose()
 
     async def post(self, url: str, json: Mapping[str, Any]) -> httpx.Response:
-        """Post a question. Raises httpx.HTTPError."""
+        """Post a question, after reloading changed certificates. Raises httpx.HTTPError."""
         await self._renew()
         return await self._client.post(url, json=json)
 
@@ -56,7 +56,7 @@ class EtcdClient:
             return
         try:
             renewed = self._open()
-        except ConfigError as error:  # half of a pair is there, perhaps
+        except ConfigError as error:  # perhaps one file of the pair is new
             log.warning("new certificates cannot be used; the ones before stay", reason=str(error))
             return
         before, self._client = self._client, renewed
@@ -76,7 +76,7 @@ class EtcdClient:
 
 
 def refusal_of(error: Exception) -> str:
-    """Say why a member could not be asked, and where it is for TLS what to do."""
+    """Return why a member could not be asked, and for TLS errors also what to do."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__
@@ -90,7 +90,7 @@ def refusal_of(error: Exception) -> str:
             return f"it does not speak TLS as it should ({reason}): is it http:// there?"
         case None if not isinstance(error, (httpx.ReadError, httpx.RemoteProtocolError)):
             return str(error) or type(error).__name__
-        case _:  # an alert, which is not always read before the connection breaks
+        case _:  # an alert, which may be lost when the connection breaks
             return (
                 "it broke the connection off: it may want https://, or a standby.etcd_cert of the authority that it "
                 "trusts for clients, which has not expired"

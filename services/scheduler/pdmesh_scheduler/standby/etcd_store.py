@@ -1,4 +1,4 @@
-"""A lease record under a key of etcd, by the JSON gateway of its API v3."""
+"""A lease record under a key of etcd, through the JSON gateway of etcd's API v3."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from pdmesh_scheduler.standby.lease_store import StoredRecord, StoreUnavailable,
 
 
 class EtcdStore:
-    """Reads and compares by a key's revision; implements `LeaseStore`. Made by `open_etcd`."""
+    """Lease store that compares a key's revision; implements `LeaseStore`. Made by `open_etcd`."""
 
     def __init__(self, client: EtcdClient, endpoints: Sequence[str], key: str) -> None:
         self._client = client
-        self._endpoints = list(endpoints)  # that which answered last is the first
+        self._endpoints = list(endpoints)  # the last one to answer is the first
         self._key = b64encode(key.encode()).decode()
 
     async def read(self) -> StoredRecord:
-        """Return the record. Raises StoreUnavailable."""
+        """Return the record and its revision; two Nones if the key does not exist. Raises StoreUnavailable."""
         answer = await self._call("range", {"key": self._key})
         match answer:
             case {"kvs": [{"value": str(value), "mod_revision": str(revision)}]}:
@@ -37,7 +37,10 @@ class EtcdStore:
                 return StoredRecord(None, None)
 
     async def swap(self, record: LeaseRecord, version: str | None) -> str | None:
-        """Write a record if the key has that revision. Raises StoreUnavailable."""
+        """Write a record if the key still has the revision ``version``, or does not exist if that is None.
+
+        Return the new revision; None if nothing was written. Raises StoreUnavailable.
+        """
         same = {"target": "MOD", "mod_revision": version} if version else {"target": "VERSION", "version": "0"}
         put = {"key": self._key, "value": b64encode(encode_record(record)).decode()}
         transaction = {
@@ -51,7 +54,10 @@ class EtcdStore:
                 return None
 
     async def _call(self, method: str, body: dict[str, Any]) -> Any:
-        """Ask one of the members. A write that is sent twice, because its answer was lost, is done once at most."""
+        """Ask the members in turn until one answers. Raises StoreUnavailable if none does.
+
+        A write that is sent twice because its answer was lost takes effect at most once.
+        """
         problems: list[str] = []
         for endpoint in tuple(self._endpoints):
             answered = False
@@ -61,10 +67,10 @@ class EtcdStore:
                     answered = True
                     return msgspec.json.decode(response.content)
                 problems.append(f"{endpoint}: {response.status_code} {response.text[:200]}")
-            except (httpx.HTTPError, OSError, msgspec.DecodeError) as error:  # of TLS not all is wrapped
+            except (httpx.HTTPError, OSError, msgspec.DecodeError) as error:  # some TLS errors are not wrapped
                 problems.append(f"{endpoint}: {refusal_of(error)}")
             finally:
-                if not answered and self._endpoints[0] == endpoint:  # also one that was waited for in vain
+                if not answered and self._endpoints[0] == endpoint:  # also after a cancelled wait
                     self._endpoints.append(self._endpoints.pop(0))
         raise StoreUnavailable(f"etcd does not answer: {'; '.join(problems)}")
 

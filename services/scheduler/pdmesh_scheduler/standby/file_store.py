@@ -1,4 +1,4 @@
-"""A lease record in a file: for schedulers on one host, or on a shared disk whose locks and renames can be trusted."""
+"""A lease record in a file, for schedulers on one host, or on a shared disk with reliable locks and renames."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ from pdmesh_scheduler.standby.lease_store import (
 
 
 class FileStore:
-    """Reads and replaces a file under a lock that ends with its holder; implements `LeaseStore`."""
+    """Lease store in a file, replaced under a lock that ends with the process; implements `LeaseStore`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     async def read(self) -> StoredRecord:
-        """Return the record. Raises StoreUnavailable."""
+        """Return the record and its version; two Nones without a file. Raises StoreUnavailable."""
         return await anyio.to_thread.run_sync(self._read, abandon_on_cancel=True)
 
     async def swap(self, record: LeaseRecord, version: str | None) -> str | None:
-        """Write a record if the file has ``version``. Raises StoreUnavailable."""
+        """Write a record if the file still has ``version``, and return the new version.
+
+        Return None if nothing was written. Raises StoreUnavailable.
+        """
         return await anyio.to_thread.run_sync(partial(self._swap, record, version), abandon_on_cancel=True)
 
     def _read(self) -> StoredRecord:
@@ -49,7 +52,7 @@ class FileStore:
 
     def _swap(self, record: LeaseRecord, version: str | None) -> str | None:
         content = encode_record(record)
-        # A name of its own: a write that nobody waits for any more may still go on.
+        # Each write has its own name: an abandoned write may still run in its thread.
         part = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}.part")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -71,7 +74,7 @@ class FileStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep others from writing for the moment that a comparison takes; who finds it locked tries again later."""
+        """Keep other processes from writing during a comparison. Raises OSError at once if another one has the lock."""
         lock = self._path.with_name(f"{self._path.name}.lock")
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -82,4 +85,4 @@ class FileStore:
 
 
 def _version(content: bytes) -> str:
-    return blake2b(content, digest_size=16).hexdigest()  # no two writes are alike: each raises the beat
+    return blake2b(content, digest_size=16).hexdigest()  # each write raises the beat, so no two are alike

@@ -1,4 +1,4 @@
-"""One scheduler's hold on the lease: waits until it may lead, renews while it leads, and says when that is over."""
+"""A scheduler's hold on the lease: waits until it may lead, renews while it leads, and raises when that is over."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pdmesh_scheduler.standby.lease_store import LeaseStore, StoreUnavailable
 
 log = structlog.get_logger()
 
-#: For the last write of a leader that leaves in good order.
+#: Seconds for the last write of a leader that leaves in good order.
 RELEASE_LIMIT_S = 2.0
 
 
@@ -30,14 +30,20 @@ def clock() -> float:
 
 
 class LeaseRequest(NamedTuple):
-    """Another scheduler's request for the lease."""
+    """Another scheduler's request for the lease.
 
-    address: str  # the scheduler that asks serves there
-    gateway_id: str  # reaches that scheduler, and not the leader
+    `address` is where that scheduler serves. The gateway reaches that scheduler, and not the leader.
+    """
+
+    address: str
+    gateway_id: str
 
 
 class LeaseKeeper:
-    """Acts for a `Candidate` on a store. `acquire`, `keep` and `release` are called once, in this order."""
+    """Task that acts for a `Candidate` on a store.
+
+    Call `acquire`, `keep` and `release` once each, in this order.
+    """
 
     def __init__(
         self,
@@ -50,7 +56,7 @@ class LeaseKeeper:
     ) -> None:
         self._store = store
         self._candidate = candidate
-        self._limit_s = lease_s / 2  # for an answer of the store
+        self._limit_s = lease_s / 2  # limit of one call of the store
         self._clock = clock
         self._wall_time = wall_time
         self._wanted = anyio.Event()  # set when there is something to write
@@ -61,26 +67,26 @@ class LeaseKeeper:
 
     @property
     def leads(self) -> bool:
-        """Whether commands may be given now."""
+        """Whether this scheduler may give commands now."""
         return self._candidate.leads(self._clock())
 
     @property
     def term(self) -> int:
-        """The term of the leader that was seen last."""
+        """Term of the leader that was seen last."""
         return self._candidate.term
 
     @property
     def leader(self) -> str:
-        """The address of whoever leads; empty if that is nobody, or late with its renewal."""
+        """Address of the leader; empty if there is none, or if its renewal is late."""
         return self._candidate.leader(self._clock())
 
     @property
     def state(self) -> str:
-        """What operators asked for, as it is to be kept."""
+        """Operators' desired state, as kept beside the lease."""
         return self._candidate.state
 
     def ask(self, leader: str, gateway_id: str) -> None:
-        """Ask for the lease, because this gateway does not reach the ``leader``; ignored if another one leads."""
+        """Ask the ``leader`` for the lease because this gateway does not reach it; ignored unless the address leads."""
         if leader and leader == self.leader:
             self._candidate.ask(gateway_id, self._clock())
 
@@ -95,7 +101,7 @@ class LeaseKeeper:
         self._candidate.refuse()
 
     def give(self, address: str) -> None:
-        """Stop leading, and let the scheduler at this address lead. `keep` ends then."""
+        """Stop leading, and let only the scheduler at this address lead. `keep` then raises LeaseLost."""
         self._given_to = address
         self._wanted.set()
 
@@ -131,7 +137,7 @@ class LeaseKeeper:
         raise LeaseLost(f"the lease could not be renewed in time: {self._complaint or why}")
 
     async def save(self, state: str) -> bool:
-        """Keep what operators ask for beside the lease; whether the store has it."""
+        """Keep operators' desired state beside the lease. Return whether the store has it."""
         self._candidate.state = state
         self._wanted.set()
         with anyio.move_on_after(2 * self._limit_s):
@@ -157,7 +163,10 @@ class LeaseKeeper:
         await self.release()
 
     async def _look(self) -> None:
-        """Do what is to be done now: write, after having read if need be."""
+        """Write to the store if a write is due. Read first unless this scheduler leads and knows the record.
+
+        Log why the store cannot be asked, once for each reason.
+        """
         self._is_asking = True
         try:
             with anyio.fail_after(self._limit_s):

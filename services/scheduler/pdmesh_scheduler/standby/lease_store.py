@@ -1,4 +1,4 @@
-"""Where a lease record is kept: a store that changes it only for whoever has read what is there."""
+"""Store of a lease record: a write succeeds only if the writer has read the present record."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import msgspec
 from pdmesh.errors import PdmeshError
 from pdmesh_scheduler.standby.leadership import LeaseRecord
 
-#: A longer one is none of ours: operators' wishes take a few hundred bytes each.
+#: Largest record that is read. Operators' wishes take a few hundred bytes each.
 MAX_RECORD_BYTES = 1 << 18
 
 
 class StoreUnavailable(PdmeshError):
-    """The store cannot be asked now, or its answer makes no sense. What was to be written may have been."""
+    """The store cannot be asked now, or its answer is malformed. A write that failed may have taken effect."""
 
 
 class StoredRecord(NamedTuple):
-    """What a store has."""
+    """Content of a store, and the content's version, which each write changes. Both are None before the first write."""
 
-    record: LeaseRecord | None  # None: nothing was ever written
-    version: str | None  # None: the same; each write gives another
+    record: LeaseRecord | None
+    version: str | None
 
 
 class LeaseStore(Protocol):
-    """Keeps one record. Several processes, on several hosts, may use the same one."""
+    """Store of one record. Several processes, on several hosts, may use the same one."""
 
     async def read(self) -> StoredRecord:
         """Return the record. Raises StoreUnavailable."""
@@ -45,7 +45,7 @@ def encode_record(record: LeaseRecord) -> bytes:
 
 
 def decode_record(content: bytes | str) -> LeaseRecord:
-    """Return the record of some JSON. Raises StoreUnavailable."""
+    """Return the record that JSON describes. Raises StoreUnavailable if it is too long or malformed."""
     try:
         if len(content) > MAX_RECORD_BYTES:
             raise ValueError(f"{len(content)} bytes are too many")

@@ -1,4 +1,4 @@
-"""A scheduler among several: it stands by until it leads, and leads until it is stopped or must not lead any more."""
+"""A scheduler among several: stands by until it leads, then leads until it is stopped or loses the lease."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from pdmesh_scheduler.standby.mandate import Judge, Mandate
 
 log = structlog.get_logger()
 
-#: Of a lease: the silence of a leader after which workers and gateways look for another one.
+#: Part of a lease for which a leader may be silent before workers and gateways look for another one.
 SILENCE = 2 / 3
 
-#: For those who are told who leads to hear it.
+#: Seconds for a refused peer to read the leader's address.
 REFUSAL_LIMIT_S = 1.0
 
-#: Entry points of lease stores that other distributions have, by the name in `standby.store`.
+#: Entry points of lease stores in other distributions, by the name in `standby.store`.
 STORES = "pdmesh.lease_stores"
 
-#: Leads, with a mandate and on a port, until the service is told to stop.
+#: Leads with a mandate, on the configured port, until the service is told to stop.
 Lead = Callable[[MeshConfig, Mandate], Awaitable[None]]
 
 
@@ -103,7 +103,7 @@ async def lead_in_turn(
 
 
 async def _answer(keeper: LeaseKeeper, judge: Judge) -> None:
-    """Judge each request for the lead, until one is granted."""
+    """Judge each request for the lead until one is granted, and then give the lease to its sender."""
     while True:
         request = await keeper.asked()
         why_not = await judge(request)
@@ -116,7 +116,7 @@ async def _answer(keeper: LeaseKeeper, judge: Judge) -> None:
 
 
 async def _acquired(keeper: LeaseKeeper, stopping: anyio.Event) -> bool:
-    """Wait until the lease is held, or until told to stop; whether it is held."""
+    """Wait until the lease is held, or until told to stop. Return whether it is held."""
     async with anyio.create_task_group() as racing:
 
         async def stop() -> None:
@@ -133,7 +133,11 @@ async def _acquired(keeper: LeaseKeeper, stopping: anyio.Event) -> bool:
 async def _refusing(
     config: MeshConfig, service: str, operators: Operators, strangers: Strangers
 ) -> AsyncGenerator[tuple[int, list[LeaseKeeper]]]:
-    """Tell whoever calls who leads, within the block; yield the port, and where the keeper that knows it is to go."""
+    """Answer all calls within the block with the leader's address. Yield the port, and the list for the lease's keeper.
+
+    Until the caller has added a keeper, the answers name no leader. A gateway that does not reach the leader makes the
+    keeper ask for the lease.
+    """
     keepers: list[LeaseKeeper] = []
 
     def answer() -> StandingBy:
@@ -141,7 +145,7 @@ async def _refusing(
 
     async def refuse(link: FrameLink[Any, Any], _peer: str) -> None:
         with anyio.move_on_after(REFUSAL_LIMIT_S):
-            # Read first: gRPC tells a peer whose write fails of that error, and not of our answer.
+            # Read first: if a peer's write fails, gRPC reports that error to the peer instead of our answer.
             match await anext(link.frames(), None):
                 case [RegisterGateway(unreached_leader=leader, gateway_id=gateway_id), *_] if keepers:
                     keepers[0].ask(leader, gateway_id)
