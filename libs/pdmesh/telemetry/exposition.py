@@ -1,4 +1,4 @@
-"""Serving a Prometheus registry over HTTP, on a thread, for as long as a block runs."""
+"""HTTP server of a Prometheus registry, on a thread, within a block."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 log = structlog.get_logger()
 
-#: For the event loop to answer a scrape. One that is busy for longer is a fault of ours that the scraper shall see.
+#: Time for the event loop to answer a scrape. A loop that is busy for longer is a bug that the scraper should see.
 COLLECT_LIMIT_S = 5.0
 
 
@@ -39,8 +39,8 @@ COLLECT_LIMIT_S = 5.0
 def serve_metrics(registry: CollectorRegistry, *, host: str, port: int, security: SecurityConfig) -> Iterator[int]:
     """Serve ``registry`` at ``/metrics`` and yield the port (``port`` 0 takes a free one). Raises ConfigError.
 
-    Metrics are collected on the event loop that called this, so they may look at what lives there; ``/live`` answers
-    200 if that loop responds. With TLS configured it is HTTPS. Scrapers need neither key nor certificate, as at the
+    Metrics are collected on the caller's event loop, so collectors may read its state. ``/live`` answers 200 if the
+    loop responds. With TLS configured the server uses HTTPS. Scrapers need neither key nor certificate, as at the
     gateway's ``/metrics``.
     """
     check_bind(host, security, what="the metrics port (telemetry.metrics_host)", has_key=bool(security.mesh_token))
@@ -52,28 +52,31 @@ def serve_metrics(registry: CollectorRegistry, *, host: str, port: int, security
     except OSError as error:
         raise cannot_listen(host, port, error, setting="metrics_port") from error
     if tls is not None:
-        # The handshake is left to each connection's thread: a silent peer must not hold up the others.
+        # Each connection's own thread does the handshake, so that a silent peer cannot block the others.
         server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
     try:
         yield server.server_port
     finally:
-        server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which else looks twice a second whether to end
+        # Wakes the thread, which otherwise checks twice a second whether to stop.
+        server.socket.shutdown(socket.SHUT_RDWR)
         server.shutdown()
         server.server_close()
         thread.join()
 
 
 def watch_event_loop(registry: CollectorRegistry) -> None:
-    """Count the tasks of the running event loop, because a leak shows as a number that grows."""
+    """Add a gauge of the running event loop's tasks, because a leak shows as a growing number."""
     loop = asyncio.get_running_loop()
     tasks = Gauge("pdmesh:event_loop_tasks", "Live tasks of the event loop.", registry=registry)
     tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
 
 
 class Aliases(Collector):
-    """The metrics of ``collectors`` again, under the names that dashboards and routers for vLLM read."""
+    """Collector that repeats the metrics of ``collectors`` under the names that dashboards and routers for
+    vLLM read.
+    """
 
     def __init__(self, *collectors: Collector) -> None:
         self._collectors = collectors
@@ -94,7 +97,7 @@ def _aliased(name: str) -> str:
 
 
 class _OnLoop(CollectorRegistry):
-    """A registry whose metrics are collected on an event loop, whatever thread asks."""
+    """Registry whose metrics are collected on an event loop, from any thread."""
 
     def __init__(self, registry: Collector, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
@@ -110,13 +113,17 @@ class _OnLoop(CollectorRegistry):
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], T]) -> T:
-    """What ``function`` returns on ``loop``, asked from another thread. Raises TimeoutError if the loop is busy."""
+    """Return the result of ``function`` on ``loop``.
+
+    Call this from another thread. Raises TimeoutError if the loop is busy.
+    """
     result: Future[T] = Future()
 
     def call() -> None:
         try:
             result.set_result(function())
-        except Exception as error:  # is the asking thread's
+        except Exception as error:
+            # The asking thread raises the error.
             result.set_exception(error)
 
     loop.call_soon_threadsafe(call)
@@ -145,7 +152,7 @@ def _tls(security: SecurityConfig) -> ssl.SSLContext | None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(security.tls_cert, security.tls_key)
-    except OSError as error:  # of which ssl.SSLError is one
+    except OSError as error:
         raise ConfigError(f"cannot use security.tls_cert {security.tls_cert} with its tls_key: {error}") from error
     keep_renewed(context, security)
     return context
@@ -161,7 +168,8 @@ class _Server6(_Server):
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = 10.0  # for a peer to say what it wants, seconds
+    # Seconds for a peer to send its request.
+    timeout = 10.0
 
     def log_message(self, format: str, *args: Any) -> None:
         return

@@ -1,4 +1,4 @@
-"""Histograms of one event loop, which cost little enough for each token and each step: no locks, one look-up."""
+"""Histograms of one event loop, cheap enough for each token and each step: no locks, one look-up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prometheus_client.utils import floatToGoString
 
 
 class Observations:
-    """What was observed under one set of labels."""
+    """Counts and sum of the values observed for one model."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -21,13 +21,13 @@ class Observations:
         self.total = 0.0
 
     def observe(self, amount: float, count: int = 1) -> None:
-        """Count an amount, or ``count`` times the same one."""
+        """Count an amount ``count`` times."""
         self.counts[bisect_left(self._bounds, amount)] += count
         self.total += amount * count
 
 
 class LoopHistogram(Collector):
-    """A histogram by model."""
+    """Histogram with one series for each model."""
 
     def __init__(self, name: str, documentation: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:
         self._name = name
@@ -37,7 +37,7 @@ class LoopHistogram(Collector):
         registry.register(self)
 
     def of(self, model: str) -> Observations:
-        """Return a model's own."""
+        """Return the observations of a model."""
         return self._by_model.setdefault(model, Observations(self._bounds))
 
     def describe(self) -> Iterable[Metric]:

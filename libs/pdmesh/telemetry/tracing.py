@@ -1,4 +1,4 @@
-"""OpenTelemetry spans that follow a request through the services. Without an endpoint nothing is imported or done.
+"""OpenTelemetry spans that follow a request through the services. Without an endpoint nothing is imported or recorded.
 
 The trace context travels as a W3C ``traceparent`` string: in ``Generation.traceparent`` between our services, and in
 the header of the same name at the edge. Parents are always named, never taken from a "current" span: requests
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 AttributeValue = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, AttributeValue]
 
-#: For what is left to be exported when a process stops.
+#: Time to export the remaining spans when a process stops.
 FLUSH_LIMIT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class SpanEvent:
-    """Something that happened within a span, at a Unix time in seconds."""
+    """An event within a span, at a Unix time in seconds."""
 
     name: str
     at: float
@@ -38,15 +38,15 @@ class SpanEvent:
 
 
 class Span:
-    """A span in progress. A request that is not traced has one that only passes on its trace context."""
+    """A span in progress. For a request that is not traced, it only carries the trace context."""
 
     def __init__(self, traceparent: str | None, span: OtelSpan | None = None) -> None:
-        """``traceparent`` is the W3C header to hand on to child spans."""
+        """``traceparent`` is the W3C header for child spans."""
         self.traceparent = traceparent
         self._span = span
 
     def event(self, name: str) -> None:
-        """Note that something happened now."""
+        """Add an event that happens now."""
         if self._span is not None:
             self._span.add_event(name)
 
@@ -57,10 +57,10 @@ class Span:
 
 
 class Tracing:
-    """What a service traces with. Spans carry sizes and ids, never a prompt's text. No method blocks or raises.
+    """Tracer of a service. Spans hold sizes and ids, never a prompt's text. No method raises, and only `close` blocks.
 
     Without a ``provider`` tracing is off; a client's trace context is still passed on. OpenTelemetry's global provider
-    is left alone.
+    is not used.
     """
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
@@ -69,7 +69,7 @@ class Tracing:
 
     @property
     def on(self) -> bool:
-        """Whether spans are recorded at all; if not, there is no need to gather their attributes."""
+        """Whether spans are recorded. If not, callers need not collect attributes."""
         return self._tracer is not None
 
     def start(self, name: str, traceparent: str | None, started_at: float, attributes: Attributes) -> Span:
@@ -80,7 +80,8 @@ class Tracing:
 
         span = _begin(self._tracer, name, traceparent, started_at, attributes, SpanKind.SERVER)
         context = span.get_span_context()
-        if not context.is_valid:  # OpenTelemetry's own settings turn it off
+        # OpenTelemetry's own settings turn tracing off.
+        if not context.is_valid:
             return Span(None, span)
         return Span(f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}", span)
 
@@ -109,7 +110,7 @@ class Tracing:
         """Export the remaining spans. Block for `FLUSH_LIMIT_S` at most."""
         if self._provider is None:
             return
-        # An exporter that cannot reach its collector takes its own time to give up; we do not wait for it.
+        # An exporter that cannot reach its collector may take long to stop, so the wait is limited.
         closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
         closing.start()
         closing.join(FLUSH_LIMIT_S)
@@ -123,7 +124,7 @@ def _begin(
     attributes: Attributes,
     kind: SpanKind,
 ) -> OtelSpan:
-    """Begin a span. A malformed ``traceparent`` counts as none, as W3C Trace Context asks."""
+    """Begin a span. A malformed ``traceparent`` is ignored, as W3C Trace Context requires."""
     from opentelemetry.context import Context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -156,7 +157,8 @@ def configure_tracing(service: str, config: TelemetryConfig) -> Tracing:
     endpoint = config.otlp_endpoint if "://" in config.otlp_endpoint else f"http://{config.otlp_endpoint}"
     try:
         exporter = OTLPSpanExporter(endpoint=endpoint)
-    except Exception as error:  # of many kinds: OpenTelemetry reads a dozen variables of its own here
+    except Exception as error:
+        # The exporter reads many OTEL_ environment variables and may raise any error.
         raise ConfigError(
             f"telemetry.otlp_endpoint is {config.otlp_endpoint!r}, but spans cannot be exported there: {error}"
         ) from error
@@ -169,7 +171,7 @@ def exporting(service: str, exporter: SpanExporter) -> Tracing:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, where set, win over our own name.
+    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, if set, override our own name.
     resource = Resource.create({SERVICE_NAME: f"pdmesh-{service}"}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))

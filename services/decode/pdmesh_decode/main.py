@@ -1,4 +1,6 @@
-"""Composition root of the decode service: an instance that generates tokens (``mixed``: and computes prompts)."""
+"""Composition root of the decode service: an instance that generates tokens and, as ``mixed``, also
+computes prompts.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from pdmesh.model import Role
 from pdmesh.service import run_service
 from pdmesh.worker.runtime import run_worker
 
-if TYPE_CHECKING:  # torch takes seconds to import
+# Importing torch takes seconds.
+if TYPE_CHECKING:
     from pdmesh.engine.preloaded import PreloadedModel
 
 

@@ -10,7 +10,8 @@ from pdmesh.model import Role
 from pdmesh.service import run_service
 from pdmesh.worker.runtime import run_worker
 
-if TYPE_CHECKING:  # torch takes seconds to import
+# Importing torch takes seconds.
+if TYPE_CHECKING:
     from pdmesh.engine.preloaded import PreloadedModel
 
 
