@@ -19,19 +19,20 @@ from pdmesh_gateway.limits import Upload
 
 T = TypeVar("T")
 
-#: Larger bodies are decoded on a thread, in pieces of at most so many bytes: to decode one holds the interpreter.
+#: Larger bodies are decoded on a thread in pieces of at most this size, because decoding one piece holds the
+#: interpreter.
 INLINE_BYTES = 64 * 1024
 
-#: Larger values are cut into pieces only so deep: each level is read once more.
+#: Depth to which larger values are cut into pieces: each level is read once more.
 PIECE_DEPTH = 6
 
-#: Before a text's first character.
+#: Limit of the blanks before a text's first character.
 _MAX_BLANKS = 64
 
-#: Counted at a time, before other threads get their turn.
+#: Bytes counted at a time, before other threads get their turn.
 _COUNT_BYTES = 1024 * 1024
 
-#: A UTF-16 pair of escapes, half of one, or another escape.
+#: A surrogate pair of escapes, half of one, or another escape.
 _ESCAPE = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
     re.DOTALL,
@@ -48,7 +49,7 @@ _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class ClientGone(Exception):
-    """The client closed its connection."""
+    """Error raised when the client has closed its connection."""
 
 
 async def receive_body(
@@ -60,7 +61,7 @@ async def receive_body(
     timeout_s: float,
     content_encoding: str | None = None,
 ) -> bytes:
-    """The whole body, decompressed. Raises RequestRejected (413, 408, 415, 429) and ClientGone."""
+    """Return the whole body, decompressed. Raises RequestRejected (413, 408, 415, 429) and ClientGone."""
     inflater = inflater_of(content_encoding)
     if content_length is not None and content_length > max_bytes:
         raise _too_big(max_bytes)
@@ -78,7 +79,8 @@ async def receive_body(
                 upload.add(len(part))
                 parts.append(part)
                 if inflater is not None:
-                    await anyio.lowlevel.checkpoint()  # a small part may hold much
+                    # A small compressed part may hold much.
+                    await anyio.lowlevel.checkpoint()
             if not message.get("more_body", False):
                 if inflater is not None:
                     inflater.check_end()
@@ -93,10 +95,10 @@ def _too_big(max_bytes: int) -> RequestRejected:
 
 
 async def decode_body(kind: type[T], body: bytes, *, max_values: int) -> tuple[T, tuple[str, ...]]:
-    """Decode a body to a struct, and return the names of ignored fields with it.
+    """Decode a body to a struct; return the struct and the names of ignored fields.
 
-    Half a surrogate pair, as of a text that was cut within an emoji, is read as U+FFFD. Raises RequestRejected that
-    names the field and its fault, or 413 if the body may hold more than ``max_values`` values.
+    Half a surrogate pair, such as a text that was cut within an emoji, is read as U+FFFD. Raises RequestRejected naming
+    the wrong field, or with status 413 if the body may hold more than ``max_values`` values.
     """
     if len(body) <= INLINE_BYTES:
         return _decode(kind, body)
@@ -112,7 +114,7 @@ async def decode_body(kind: type[T], body: bytes, *, max_values: int) -> tuple[T
 
 
 def _mended(decode: Callable[[bytes], Any], body: bytes) -> Any:
-    """Decode a JSON text, with U+FFFD in place of half a surrogate pair if it cannot be decoded otherwise."""
+    """Decode a JSON text. If this fails, decode it again with U+FFFD in place of each half of a surrogate pair."""
     try:
         return decode(body)
     except msgspec.ValidationError:
@@ -129,9 +131,9 @@ def _mend(body: bytes) -> bytes:
 
 
 def read_in_pieces(text: bytes | msgspec.Raw, *, most_bytes: int = INLINE_BYTES, depth: int = PIECE_DEPTH) -> Any:
-    """Return the value of a JSON text, of which no more is read at once than ``most_bytes`` or a value ``depth`` deep.
+    """Return the value of a JSON text, read in pieces of at most ``most_bytes``, or of values nested ``depth`` deep.
 
-    Between two pieces other threads get their turn. Raises what msgspec raises for what is no JSON.
+    Between two pieces other threads get their turn. Raises msgspec's errors for text that is not JSON.
     """
     if len(text) <= most_bytes or not depth:
         return _decode_value(text)
@@ -146,13 +148,14 @@ def read_in_pieces(text: bytes | msgspec.Raw, *, most_bytes: int = INLINE_BYTES,
 
 
 def _first(text: bytes | msgspec.Raw) -> bytes:
-    """What a JSON text begins with; nothing if that are many blanks."""
+    """Return the first byte of a JSON text that is no blank; empty if the text begins with `_MAX_BLANKS` blanks."""
     return bytes(memoryview(text)[:_MAX_BLANKS]).lstrip()[:1]
 
 
 def may_hold_more_values(body: bytes, most: int) -> bool:
-    """Whether a JSON text may hold more than ``most`` values and keys: each but the first follows one of four
-    characters, which a string may hold too.
+    """Return whether a JSON text may hold more than ``most`` values and keys.
+
+    Each value but the first follows one of four characters. The count is too high if strings contain these.
     """
     num_marks = 0
     for start in range(0, len(body), _COUNT_BYTES):
@@ -167,7 +170,8 @@ def _decode(kind: type[T], body: bytes) -> tuple[T, tuple[str, ...]]:
     try:
         try:
             fields = _fields(body)
-        except msgspec.ValidationError:  # a number out of range, whose field shows by the types
+        except msgspec.ValidationError:
+            # A number is out of range. Decoding by the types names its field.
             fields = msgspec.json.decode(body, type=kind)
         try:
             request = msgspec.convert(fields, kind)
@@ -184,23 +188,25 @@ def _decode(kind: type[T], body: bytes) -> tuple[T, tuple[str, ...]]:
 
 
 def _fields(body: bytes) -> Any:
-    """The value of a JSON text. Raises DecodeError, ValueError and RecursionError."""
+    """Return the value of a JSON text. Raises DecodeError, ValueError and RecursionError."""
     if len(body) > INLINE_BYTES:
-        # Anything else than an object is wrong: its kind is told without its parts.
+        # Only an object can be right. For any other value msgspec names its kind without reading the parts.
         return _mended(read_in_pieces, body) if body.lstrip()[:1] == b"{" else msgspec.json.decode(body, type=_Object)
     try:
         return _mended(_decode_value, body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         if b"NaN" not in body and b"Infinity" not in body:
             raise
-        # Python's own encoder writes NaN and Infinity, which are not JSON: read them, so that the field can be named.
+        # Python's own encoder writes NaN and Infinity, which are not JSON. They are read so that the field can be
+        # named.
         value = json.loads(_mend(body))
-        msgspec.json.encode(value)  # refuses halves of a surrogate pair, which Python's decoder lets through
+        # Refuses halves of a surrogate pair, which Python's decoder accepts.
+        msgspec.json.encode(value)
         return value
 
 
 class _Object(msgspec.Struct):
-    """An object of any fields."""
+    """An object with any fields."""
 
 
 def _not_json(error: Exception, body: bytes) -> RequestRejected:
@@ -217,7 +223,7 @@ def _not_json(error: Exception, body: bytes) -> RequestRejected:
 
 
 def invalid_body(error: msgspec.ValidationError) -> RequestRejected:
-    """msgspec's complaint as OpenAI words it."""
+    """Return msgspec's error in OpenAI's words, naming the field."""
     message = str(error)
     path = _PATH.search(message)
     if path is None:

@@ -23,15 +23,15 @@ from pdmesh_gateway.protocol.tokens_protocol import TokenizeRequest
 from pdmesh_gateway.sampling import MAX_LOGPROBS, check_stream_options, invalid, num_choices, number, truncation_of
 from pdmesh_gateway.serving import Serving
 
-#: More than any context.
+#: Upper limit of the budget of reasoning, which is more than any context.
 MAX_THINKING_TOKENS = 1 << 24
 
-#: A budget of reasoning that is none.
+#: Value of the budget that means no limit.
 UNLIMITED = -1
 
 
 class ChatEndpoint(GenerationEndpoint[ChatRequest]):
-    """``POST /v1/chat/completions``: answers a conversation, rendered by the model's template."""
+    """``POST /v1/chat/completions``: an answer to a conversation, rendered by the model's template."""
 
     dialect = CHAT
 
@@ -105,7 +105,7 @@ async def conversation_of(
 
 
 def _token_ids_of(kv_transfer_params: Mapping[str, Any] | None) -> list[int] | None:
-    """The prompt's ids, where a router sends those that another server made of it. Raises RequestRejected."""
+    """Return the prompt's token ids if a router sends them from another server, else None. Raises RequestRejected."""
     given = (kv_transfer_params or {}).get("prompt_token_ids")
     if given is None:
         return None
@@ -115,7 +115,7 @@ def _token_ids_of(kv_transfer_params: Mapping[str, Any] | None) -> list[int] | N
 
 
 def _echoed(conversation: Conversation) -> str:
-    """What of the answer is given with a conversation: its last message, if that is the assistant's."""
+    """Return the part of the answer that the request contains: the last message if it is the assistant's, else ""."""
     last = conversation.messages[-1]
     return str(last["content"]) if last.get("role") == "assistant" else ""
 
@@ -130,9 +130,9 @@ def _num_top_logprobs(request: ChatRequest) -> int | None:
 
 
 def template_messages(messages: Sequence[ChatMessage], skipped: set[str]) -> list[dict[str, Any]]:
-    """Return messages as templates know them: text content, and tool arguments as objects.
+    """Return messages as templates expect them: text content, and tool arguments as objects.
 
-    Kinds of parts that are skipped are added to ``skipped``. Raises RequestRejected.
+    Adds the kinds of skipped parts to ``skipped``. Raises RequestRejected.
     """
     return [_template_message(message, f"messages[{i}]", skipped) for i, message in enumerate(messages)]
 
@@ -150,7 +150,8 @@ def _template_message(message: ChatMessage, where: str, skipped: set[str]) -> di
     result["content"] = text or (refusal if is_answer else None) or ""
     if reasoning is not None:
         result.setdefault("reasoning_content", reasoning)
-    if message.role == "function":  # the result of such a call
+    # The result of a call in OpenAI's older form.
+    if message.role == "function":
         result.update(role="tool", tool_call_id=message.tool_call_id or message.name)
     calls = result.pop("tool_calls", None) or []
     if is_answer and called is not None:
@@ -161,7 +162,7 @@ def _template_message(message: ChatMessage, where: str, skipped: set[str]) -> di
 
 
 def _template_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call of a function, or of a custom tool, whose input is text."""
+    """Return a call as templates expect it. The input of a custom tool becomes its argument ``input``."""
     if isinstance(custom := call.get("custom"), dict):
         function: Any = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
     else:

@@ -1,4 +1,4 @@
-"""Items as chats have them: a message each, whole and in chunks."""
+"""Answers of the chat API: each choice's items become one message, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from pdmesh_gateway.text_stream import TextStream
 
 
 class ChatRendering(ItemRendering):
-    """Answers to a chat. ``echoed`` is the part of the answer that was given."""
+    """Answers to a chat. ``echoed`` is the part of the answer that the request contains, shown first."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ChatRendering(ItemRendering):
             options=request.stream_options,
         )
         self._begun = [False] * job.num_choices
-        #: Chunks have news and nothing else.
+        #: Whether chunks hold only new text, without logprobs, token ids or usage.
         self._is_plain = not (request.logprobs or request.return_token_ids or self._writer.continuous_usage)
 
     def events(self, events: Sequence[ItemEvent], delta: Delta, generation: TextStream) -> bytes:
@@ -85,7 +85,8 @@ class ChatRendering(ItemRendering):
             if self._echoed:
                 head += self._writer.delta(index, content_body(self._echoed), usage=so_far)
         if delta.text and not _has_news(events) and not (usage or request.return_token_ids or request.logprobs):
-            return head  # a marker of a family's calls or reasoning, or what may become one
+            # The text is a marker of calls or reasoning, or may become one.
+            return head
         return head + self._writer.delta(
             index,
             _body(events),
@@ -129,7 +130,7 @@ class ChatRendering(ItemRendering):
         return self._finished(end.finish_reason, end.num_calls) if isinstance(end, AnswerEnded) else None
 
     def _finished(self, finish_reason: str | None, num_calls: int) -> str | None:
-        """The reason in OpenAI's words: a call that was asked for by name is how the answer was to end."""
+        """Return the finish reason in OpenAI's words: "tool_calls", except for a call that the request named."""
         return "tool_calls" if finish_reason == "stop" and num_calls and not self._is_named else finish_reason
 
     def _logprobs(self, of: Delta) -> ChatLogprobs | None:
@@ -140,21 +141,21 @@ class ChatRendering(ItemRendering):
 
 
 def _has_news(events: Sequence[ItemEvent]) -> bool:
-    """Whether any of these shows in a chunk."""
+    """Return whether any of these events shows in a chunk."""
     if not events:
         return False
     return not isinstance(events[0], ItemEnded) or any(not isinstance(event, ItemEnded) for event in events)
 
 
 def _text_of(events: Sequence[ItemEvent]) -> str | None:
-    """The text that is all that is new, if it is."""
+    """Return the text if the events add text and nothing else; otherwise None."""
     if len(events) == 1 and isinstance(event := events[0], TextAdded) and event.kind is ItemKind.TEXT:
         return event.text
     return None
 
 
 def _body(events: Sequence[ItemEvent]) -> bytes:
-    """What is new, in one delta. Calls are numbered by themselves; `ChatDelta` has no empty text but where all is."""
+    """Return the events as one delta. Calls have their own numbers; text is empty only if nothing else is new."""
     if (text := _text_of(events)) is not None:
         return content_body(text)
     texts = {ItemKind.TEXT: "", ItemKind.REASONING: ""}
@@ -180,7 +181,10 @@ def _body(events: Sequence[ItemEvent]) -> bytes:
 
 
 def _message(answer: WholeAnswer, echoed: str) -> ResponseMessage:
-    """Return an answer's items as a message, ``echoed`` first: content is null where there are calls and no text."""
+    """Return an answer's items as a message that begins with ``echoed``.
+
+    Content is null if there are calls and no text.
+    """
     content, reasoning = echoed + answer.text_of(ItemKind.TEXT), answer.text_of(ItemKind.REASONING)
     calls = [ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.text)) for call in answer.calls]
     return ResponseMessage(

@@ -32,7 +32,7 @@ from pdmesh_gateway.text_stream import TextStream
 
 
 class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
-    """``POST /v1/completions``: one or several prompts, as text or token ids, and what follows each."""
+    """``POST /v1/completions``: continuations of one or several prompts, given as text or token ids."""
 
     dialect = COMPLETIONS
 
@@ -51,7 +51,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
         given = prompts_of(request.prompt, what="prompt")
         serving.check_load(num_prompts=len(given), n=n)
         prompts = await prompt_ids_of(serving, request, given, what="prompt")
-        # With echo, max_tokens 0 asks for the prompt alone; its log-probabilities come with a first token all the same.
+        # With echo, max_tokens 0 asks for the prompt alone. Its log-probabilities still come with a first token.
         prompt_only = asked == 0
         default = serving.config.default_max_tokens
         if default is None and request.asked_tokens is msgspec.UNSET:
@@ -90,10 +90,10 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
 
 @dataclass(frozen=True, slots=True)
 class _Echo:
-    """A prompt as text."""
+    """A prompt as text, with the offset of each token if log-probabilities are asked for."""
 
     text: str
-    text_offsets: list[int]  # of its tokens, where log-probabilities are asked for
+    text_offsets: list[int]
 
 
 class _CompletionRendering(Rendering):
@@ -108,10 +108,12 @@ class _CompletionRendering(Rendering):
     ) -> None:
         self._request = request
         self._tokenizer = tokenizer
-        self._echoed = echoed  # by prompt; empty without echo
+        #: Echoes by prompt; empty without echo.
+        self._echoed = echoed
         self._prompt_only = request.asked_tokens == 0
         listed = request.logprob_token_ids
-        self._num_top = len(listed) + 1 if listed else request.logprobs or 0  # of those listed, and of the drawn one
+        # Listed tokens and the drawn one, or else the most likely tokens.
+        self._num_top = len(listed) + 1 if listed else request.logprobs or 0
         self._writer = ChunkWriter(
             kind="text_completion",
             response_id=f"cmpl-{job.request_id}",
@@ -119,7 +121,7 @@ class _CompletionRendering(Rendering):
             options=request.stream_options,
         )
         self._begun = [False] * job.num_choices
-        #: Chunks have text and nothing else.
+        #: Whether chunks hold only text.
         self._is_plain = not (echoed or request.logprobs is not None or request.return_token_ids or self._prompt_only)
         self._is_plain = self._is_plain and not self._writer.continuous_usage
 
@@ -182,7 +184,7 @@ class _CompletionRendering(Rendering):
         )
 
     def _own(self, delta: Delta, job: GenerationJob) -> Delta:
-        """Place a delta behind the echoed prompt, and drop the token if only the prompt was asked for."""
+        """Return a delta with offsets after the echoed prompt; without its token if only the prompt was asked for."""
         if self._prompt_only:
             return Delta(index=delta.index, finish_reason="length")
         if not self._echoed:
@@ -191,7 +193,7 @@ class _CompletionRendering(Rendering):
         return replace(delta, text_offsets=[num_echoed + offset for offset in delta.text_offsets])
 
     def _with_echo(self, delta: Delta, generation: TextStream) -> Delta:
-        """The prompt in front."""
+        """Return a delta with the prompt in front."""
         job = generation.job
         i = delta.index // job.n
         echo = self._echoed[i]

@@ -1,4 +1,4 @@
-"""What endpoints that let the mesh compute have in common: from a body to a request, and from that to jobs."""
+"""Base of the endpoints that let the mesh compute: turn a body into a request, and a request into jobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RequestT = TypeVar("RequestT")
 
 
 class _RequestHints(msgspec.Struct):
-    """What of a body the reject cache goes by; all else is passed over."""
+    """Fields of a body that the reject cache reads; other fields are ignored."""
 
     n: int | None = None
     priority: int | None = None
@@ -36,7 +36,7 @@ class _RequestHints(msgspec.Struct):
 
     @property
     def has_several_prompts(self) -> bool:
-        """Whether it is a list of texts, or of lists of token ids, and not of one. Raises MsgspecError."""
+        """Whether the prompt is a list of several texts or token lists. Raises MsgspecError."""
         return _are_several(bytes(self.prompt)) or _are_several(bytes(self.input))
 
 
@@ -51,7 +51,7 @@ _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class ComputingEndpoint(ABC, Generic[RequestT]):
-    """``POST`` of a body that asks the mesh to compute something."""
+    """``POST`` endpoint whose requests ask the mesh to compute something."""
 
     dialect: ClassVar[Dialect]
 
@@ -83,7 +83,7 @@ class ComputingEndpoint(ABC, Generic[RequestT]):
             raise
 
     def _kind(self, exchange: Exchange, body: bytes) -> RequestKind | None:
-        """Return what the reject cache takes a request for; None if it lets the request pass in any case."""
+        """Return the reject cache's kind of a request; None if the request always passes the cache."""
         if len(body) > INLINE_BYTES:
             return None
         try:
@@ -91,9 +91,11 @@ class ComputingEndpoint(ABC, Generic[RequestT]):
             slo_ttft_s = _target_s(exchange, "x-slo-ttft-ms", "slo_ttft_ms", hints.slo_ttft_ms)
             slo_tpot_s = _target_s(exchange, "x-slo-tpot-ms", "slo_tpot_ms", hints.slo_tpot_ms)
             if hints.n not in (None, 1) or hints.has_several_prompts:
-                return None  # the last of them wait for the first, which end with them
+                # Later choices or prompts wait for the first ones, and end with these.
+                return None
         except (RequestRejected, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None  # it will be told what is wrong with it
+            # The endpoint will report the error.
+            return None
         return RequestKind(
             self.dialect.operation,
             exchange.known_client.name,
@@ -108,7 +110,7 @@ class ComputingEndpoint(ABC, Generic[RequestT]):
         await self.answer(await decode_request(exchange, serving, self._request_type, body), exchange)
 
     def caller(self, fields: SamplingFields, exchange: Exchange) -> Caller:
-        """Return where a request comes from; headers win over its ``fields``. Raises RequestRejected."""
+        """Return the caller of a request; headers override ``fields``. Raises RequestRejected."""
         if fields.request_id is not None and not exchange.label:
             exchange.label = check_label(fields.request_id, param="request_id")
         return Caller(
@@ -126,7 +128,7 @@ class ComputingEndpoint(ABC, Generic[RequestT]):
 
 
 def _target_s(exchange: Exchange, header: str, name: str, field: float | None) -> float | None:
-    """A target from its header, else from its field in the body. Raises RequestRejected if either is none."""
+    """Return a latency target from its header or else from its field. Raises RequestRejected if either is invalid."""
     own_s = target_s(name, field)
     given = exchange.header(header)
     return own_s if given is None else target_s(header, given)

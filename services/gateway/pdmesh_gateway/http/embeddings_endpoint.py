@@ -1,4 +1,4 @@
-"""``POST /v1/embeddings``: texts to vectors, by prefill alone."""
+"""``POST /v1/embeddings``: vectors of texts, by prefill alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from pdmesh_gateway.request_jobs import job_of
 from pdmesh_gateway.sampling import invalid
 from pdmesh_gateway.serving import Serving
 
-if TYPE_CHECKING:  # a gateway without embeddings needs no numpy
+# A gateway without embeddings needs no numpy.
+if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
@@ -58,7 +59,8 @@ class EmbeddingsEndpoint(ComputingEndpoint[EmbeddingRequest]):
         data: list[EmbeddingObject] = []
         async for vector in embeddings(serving, exchange.known_client, job, request.dimensions):
             data.append(EmbeddingObject(index=len(data), embedding=msgspec.Raw(encode(vector))))
-            await anyio.lowlevel.checkpoint()  # many large ones must not hold up other clients
+            # Many large vectors must not delay other clients.
+            await anyio.lowlevel.checkpoint()
         await exchange.respond_json(
             EmbeddingResponse(
                 id=f"embd-{exchange.request_id}",

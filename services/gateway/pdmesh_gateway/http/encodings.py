@@ -1,4 +1,4 @@
-"""Decompressing request bodies piece by piece, within the caller's bound."""
+"""Decompression of request bodies piece by piece, within the caller's limit."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterator
 
 from pdmesh.errors import RequestRejected
 
-#: Of an ``Accept-Encoding`` header.
+#: Value of an ``Accept-Encoding`` header.
 ACCEPTED = b"gzip, deflate"
 
-#: Bytes that one step of decompression makes at most.
+#: Limit of the bytes that one step of decompression makes.
 PIECE_BYTES = 64 * 1024
 
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
 
 
 def inflater_of(content_encoding: str | None) -> Inflater | None:
-    """Return what decompresses bodies of a ``Content-Encoding``; None for plain ones. Raises RequestRejected (415)."""
+    """Return the decompressor of a ``Content-Encoding``; None for plain bodies. Raises RequestRejected (415)."""
     name = (content_encoding or "").strip().lower()
     if name in ("", "identity"):
         return None
@@ -31,17 +31,18 @@ def inflater_of(content_encoding: str | None) -> Inflater | None:
 
 
 class Inflater:
-    """gzip, of one or several members, or deflate, with zlib's header or without."""
+    """Decompressor of gzip, of one or several members, or of deflate, with zlib's header or without."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._inflate = zlib.decompressobj(_GZIP) if name != "deflate" else None
-        self._has_begun = False  # the current member
+        # Whether the current member has begun.
+        self._has_begun = False
 
     def pieces(self, part: bytes) -> Iterator[bytes]:
-        """Yield what the next part of a body stands for. Raises RequestRejected."""
+        """Yield the decompressed pieces of the body's next part. Raises RequestRejected if it is damaged."""
         piece = b""
-        # Behind a full piece, zlib may have more to give without any input.
+        # After a full piece, zlib may have more output without any input.
         while part or (len(piece) == PIECE_BYTES and self._inflate is not None):
             if self._inflate is None:
                 self._inflate = zlib.decompressobj(_GZIP if self._name != "deflate" else _deflate_format(part))
@@ -71,5 +72,5 @@ class Inflater:
 
 
 def _deflate_format(begin: bytes) -> int:
-    """Return the format of a deflated body: many clients leave zlib's header out, whose method is 8."""
+    """Return zlib's format of a deflated body: many clients omit zlib's header, whose method is 8."""
     return _ZLIB if begin[0] & 0x0F == 8 else _RAW

@@ -1,7 +1,7 @@
-"""What endpoints that generate have in common: from a body to a job, and from a generation to a response or a stream.
+"""Base of the endpoints that generate: turn a body into a job, and a generation into a response or a stream.
 
-A dialect is a `GenerationEndpoint`, which reads its requests, and a `Rendering`. One whose answers are items renders
-these (`ItemRendering`), and prepares its jobs with `GenerationEndpoint.conversation_job`.
+A dialect has a `GenerationEndpoint`, which reads requests, and a `Rendering`. A dialect whose answers are items uses
+`ItemRendering`, and prepares jobs with `GenerationEndpoint.conversation_job`.
 """
 
 from __future__ import annotations
@@ -36,57 +36,57 @@ StreamableT = TypeVar("StreamableT", bound=_Streamable)
 
 
 class Rendering(ABC):
-    """How one request's deltas look in its dialect of the API."""
+    """Rendering of one request's deltas in its dialect of the API."""
 
-    #: Sent when nothing else was for a while.
+    #: Sent when a stream has been idle for a while.
     keep_alive: bytes = KEEP_ALIVE
 
     def head(self, generation: TextStream) -> bytes:
-        """Events that come before all others."""
+        """Return the events before all others."""
         return b""
 
     @abstractmethod
     def chunk(self, delta: Delta, generation: TextStream) -> bytes:
-        """Events for a choice's news; none if there is nothing to tell."""
+        """Return the events of a choice's delta; empty if nothing shows."""
 
     @abstractmethod
     def tail(self, generation: TextStream) -> bytes:
-        """Events that come after the last choice has ended."""
+        """Return the events after the last choice has ended."""
 
     def failure(self, error: RequestRejected) -> bytes:
-        """The last events of a stream that cannot go on."""
+        """Return the last events of a stream that fails."""
         return error_event(error)
 
     @abstractmethod
     def response(self, choices: Sequence[Delta], generation: TextStream) -> msgspec.Struct:
-        """The whole response."""
+        """Return the whole response."""
 
 
 class ItemRendering(Rendering):
-    """How one request's items look in its dialect of the API."""
+    """Rendering of one request's items in its dialect of the API."""
 
     def __init__(self, answers: Sequence[ChoiceItems]) -> None:
         self._answers = answers
 
     @abstractmethod
     def events(self, events: Sequence[ItemEvent], delta: Delta, generation: TextStream) -> bytes:
-        """Server-sent events for a choice's news: ``events`` are what came of ``delta``'s text, maybe none."""
+        """Return the server-sent events of a choice's ``events``, which were made of ``delta`` and may be empty."""
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Number of tokens of all choices so far that were reasoning."""
+        """Number of reasoning tokens of all choices so far."""
         return sum(answer.num_reasoning_tokens for answer in self._answers)
 
     def chunk(self, delta: Delta, generation: TextStream) -> bytes:
         return self.events(self._answers[delta.index].advance(delta), delta, generation)
 
     def answers(self, choices: Sequence[Delta]) -> list[WholeAnswer]:
-        """The items of each choice of a response that is not streamed."""
+        """Return the items of each choice of a response that is not streamed."""
         return [collect(answer.advance(choice)) for answer, choice in zip(self._answers, choices, strict=True)]
 
 
 class GenerationEndpoint(ComputingEndpoint[StreamableT]):
-    """``POST`` of a body that asks for a generation."""
+    """``POST`` endpoint whose requests ask for a generation."""
 
     @abstractmethod
     async def prepare(self, request: StreamableT, exchange: Exchange) -> tuple[GenerationJob, Rendering]:
@@ -112,10 +112,10 @@ class GenerationEndpoint(ComputingEndpoint[StreamableT]):
         logprobs: int | None = None,
         n: int = 1,
     ) -> tuple[GenerationJob, list[ChoiceItems]]:
-        """Return the job of a conversation, and what makes items of each of its choices. Raises RequestRejected.
+        """Return the job of a conversation, and each choice's converter to items. Raises RequestRejected.
 
-        ``n`` is the number of choices. ``clamps``: an answer may be shorter than ``max_tokens`` where the
-        context has no room for more.
+        ``n`` is the number of choices. ``clamps``: an answer may be shorter than ``max_tokens`` if the context has no
+        room.
         """
         serving = self._serving
         prepared = await prepare(serving, conversation, fields)
@@ -138,7 +138,7 @@ class GenerationEndpoint(ComputingEndpoint[StreamableT]):
 
 
 async def _stream(exchange: Exchange, generation: TextStream, rendering: Rendering, *, idle_s: float) -> None:
-    # The response begins with its first token, or the first keep-alive: until then an error has a status of its own.
+    # The response begins with the first token or keep-alive. An error before that has a status of its own.
     async for batch in generation.deltas(idle_s=idle_s):
         head = b""
         if not exchange.started:

@@ -1,4 +1,4 @@
-"""One HTTP request and its response, as thin over ASGI as streaming wants it."""
+"""An HTTP request and its response, as a thin layer over ASGI for streaming."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdmesh_gateway.http.openai_errors import error_event, error_headers
 
 JSON = b"application/json"
 
-#: Proxies must not collect events.
+#: Headers that keep proxies from collecting events.
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -27,30 +27,36 @@ _SSE_HEADERS = [
 ]
 
 
-#: Headers with warnings of one answer.
+#: Limit of the headers with warnings of one answer.
 MAX_WARNINGS = 16
 
-#: Line breaks would end a header.
+#: Replacement of control characters: a line break would end a header.
 _PRINTABLE = bytes(byte if 0x20 <= byte != 0x7F else 0x3F for byte in range(256))
 
 
 @dataclass(slots=True)
 class Exchange:
-    """What an endpoint sees of its request, and how it answers."""
+    """An HTTP request, and the methods that answer it.
+
+    ``request_id`` is the gateway's own; ``label`` is the client's id and is echoed. ``client`` is None until a key has
+    been checked, and if none is required. ``started``: the response's head was sent. ``ended``: all of the response was
+    sent. ``received_at`` is Unix time in seconds.
+    """
 
     scope: Scope
     receive: Receive
     send: Send
-    request_id: str  # ours
+    request_id: str
     headers: dict[bytes, bytes]
     dialect: Dialect = NO_DIALECT
-    label: str = ""  # the client's own id, echoed
-    client: Client | None = None  # who showed a key, where one is asked for
-    started: bool = False  # the response's head was sent
-    ended: bool = False  # and all of it
-    _failure: Callable[[RequestRejected], bytes] | None = None  # of events, once these have begun
+    label: str = ""
+    client: Client | None = None
+    started: bool = False
+    ended: bool = False
+    # Makes the last events of a stream that fails; None before a stream begins.
+    _failure: Callable[[RequestRejected], bytes] | None = None
     status: int = 0
-    received_at: float = field(default_factory=time.time)  # Unix time, seconds
+    received_at: float = field(default_factory=time.time)
     extra_headers: list[tuple[bytes, bytes]] = field(default_factory=list[tuple[bytes, bytes]])
 
     def header(self, name: str) -> str | None:
@@ -58,7 +64,7 @@ class Exchange:
         return None if value is None else value.decode("latin-1")
 
     def text(self, name: str) -> str | None:
-        """Return a header that may hold other characters than ASCII."""
+        """Return a header that may contain characters beyond ASCII."""
         value = self.headers.get(name.encode())
         return None if value is None else header_text(value)
 
@@ -74,7 +80,10 @@ class Exchange:
         return int(value) if value.isdigit() else None
 
     def warn(self, *warnings: str) -> None:
-        """Say in a header each what of the request could not be done. Proxies refuse answers with too many headers."""
+        """Add a header for each warning.
+
+        Beyond `MAX_WARNINGS` one header counts the rest, because proxies limit headers.
+        """
         if len(warnings) > MAX_WARNINGS:
             warnings = (*warnings[:MAX_WARNINGS], f"{len(warnings) - MAX_WARNINGS} more")
         self.extra_headers += [
@@ -89,7 +98,7 @@ class Exchange:
         content_type: bytes = JSON,
         headers: list[tuple[bytes, bytes]] | None = None,
     ) -> None:
-        """A whole response."""
+        """Send a whole response."""
         await self._start(
             status,
             [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *(headers or [])],
@@ -101,22 +110,23 @@ class Exchange:
         await self.respond(msgspec.json.encode(value), status=status)
 
     async def respond_error(self, error: RequestRejected) -> None:
-        """An error as a response or, if a stream has begun, as its last event.
+        """Send an error as a response or, after a stream has begun, as its last event.
 
-        Of another response that has begun nothing more is sent, so that the server closes the connection.
+        If another response has begun, nothing is sent, and the server closes the connection.
         """
         if self.started:
             if self._failure is not None and not self.ended:
                 await self.send_events(self._failure(error), more=False)
             return
         headers = error_headers(error)
-        if error.status in (408, 413):  # the rest of the body is not read
+        # The rest of the body is not read.
+        if error.status in (408, 413):
             headers.append((b"connection", b"close"))
         body = self.dialect.errors.body(error, self.label or self.request_id)
         await self.respond(body, status=self.dialect.errors.status(error), headers=headers)
 
     async def start_events(self, failure: Callable[[RequestRejected], bytes] = error_event) -> None:
-        """Begin a stream of server-sent events; ``failure`` makes the last ones, should it fail."""
+        """Begin a stream of server-sent events. ``failure`` makes the last events if the stream fails."""
         self._failure = failure
         await self._start(200, _SSE_HEADERS)
 
@@ -125,9 +135,9 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def run_until_gone(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do ``work``, but stop at once when the client closes its connection. Call after the body was read.
+        """Run ``work``, and cancel it when the client closes its connection. Call this after the body was read.
 
-        Raises what ``work`` raises, or ClientGone.
+        Raises the exception of ``work``, or ClientGone.
         """
         failure: Exception | None = ClientGone()
 

@@ -1,4 +1,4 @@
-"""Log-probabilities in both dialects of the API."""
+"""Log-probabilities in the shapes of chats and of completions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdmesh_gateway.protocol.prompt_logprobs import PromptLogprob, PromptLogprob
 from pdmesh_gateway.protocol.sampling_fields import SamplingFields
 from pdmesh_gateway.text_stream import TextStream
 
-#: JSON has no -inf; vLLM's stand-in.
+#: Value in place of -inf, which JSON lacks; vLLM uses the same.
 MIN_LOGPROB = -9999.0
 
 
@@ -23,7 +23,8 @@ def chat_logprobs(
     *,
     as_ids: bool = False,
 ) -> ChatLogprobs:
-    """Return tokens in a chat's shape: text, bytes and natural log-probability, and those of the likeliest.
+    """Return tokens in a chat's shape: text, bytes and natural log-probability of each token and of its likeliest
+    alternatives.
 
     ``as_ids``: tokens are named by their ids.
     """
@@ -54,8 +55,10 @@ def completion_logprobs(
     text_offsets: Sequence[int],
     as_ids: bool = False,
 ) -> CompletionLogprobs:
-    """``text_offsets`` has the characters of the choice's text before each token. A token without log-probabilities
-    (the first of an echoed prompt) has null. ``as_ids``: tokens are named by their ids.
+    """Return tokens in the shape of completions.
+
+    ``text_offsets``: number of the choice's characters before each token. A token without log-probabilities, such as
+    the first one of an echoed prompt, has null. ``as_ids``: tokens are named by their ids.
     """
     name = token_id_name if as_ids else tokenizer.token_text
     result = CompletionLogprobs([], [], [], [])
@@ -68,8 +71,8 @@ def completion_logprobs(
             result.top_logprobs.append(None)
             continue
         result.token_logprobs.append(_finite(at.logprob))
-        # The drawn token is listed first, as vLLM does, also if it is not among the most likely ones; of two tokens
-        # with one text the more likely counts.
+        # The drawn token comes first, as in vLLM, even if it is not among the likeliest. Of two tokens with the same
+        # text the likelier counts.
         top = {text: _finite(at.logprob)}
         for other, logprob in at.top[:num_top]:
             key = name(other)
@@ -81,8 +84,10 @@ def completion_logprobs(
 def prompt_logprobs(
     tokenizer: ModelTokenizer, request: SamplingFields, generation: TextStream, index: int = 0
 ) -> PromptLogprobList | None:
-    """Return a choice's prompt as vLLM's ``prompt_logprobs`` has it, if asked for: the likeliest tokens, and the one at
-    hand.
+    """Return a choice's prompt in the shape of vLLM's ``prompt_logprobs``; None if the request does not ask for it.
+
+    Each entry has the likeliest tokens and the prompt's own token; it is None where the generation has no
+    log-probabilities.
     """
     if request.prompt_logprobs is None:
         return None
@@ -104,7 +109,7 @@ def prompt_logprobs(
 
 
 def token_id_name(token_id: int) -> str:
-    """Return what a token is called where its text would not tell it apart (``return_tokens_as_token_ids``)."""
+    """Return the name of a token by its id, for ``return_tokens_as_token_ids``: its text may be ambiguous."""
     return f"token_id:{token_id}"
 
 

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, and what makes up a shape of errors."""
+"""Errors in OpenAI's shape, and the definition of an API's shape of errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdmesh_gateway.http.encodings import ACCEPTED
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
-    """An error: ``message`` is a sentence, ``param`` names the field, ``code`` the case for programs."""
+    """An error: ``message`` is a sentence, ``param`` names the field, and ``code`` names the case for programs."""
 
     message: str
     type: str
@@ -22,25 +22,28 @@ class ErrorBody(msgspec.Struct, kw_only=True):
 
 
 class ErrorResponse(msgspec.Struct):
-    """The body of every response of 400 and more, and the last event of a stream that failed."""
+    """Body of every response with status 400 or more, and last event of a stream that failed."""
 
     error: ErrorBody
 
 
 def error_json(error: RequestRejected) -> bytes:
-    """The body of an error response, and the data of an error event."""
+    """Return the body of an error response, which is also the data of an error event."""
     body = ErrorBody(message=error.message, type=error.type, param=error.param, code=error.code)
     return msgspec.json.encode(ErrorResponse(body))
 
 
 def error_event(error: RequestRejected) -> bytes:
-    """The last event of a stream that failed; there is no ``[DONE]`` then."""
+    """Return the last event of a stream that failed; no ``[DONE]`` follows."""
     return b"data: " + error_json(error) + b"\n\n"
 
 
 def error_headers(error: RequestRejected) -> list[tuple[bytes, bytes]]:
-    """Return the headers of an error: ``Retry-After`` in whole seconds, at least 1, how to authenticate with a 401, and
-    the encodings that are read.
+    """Return the headers of an error.
+
+    * ``Retry-After`` in whole seconds, at least 1, if the error names a time.
+    * ``Accept-Encoding`` for an unsupported encoding.
+    * ``WWW-Authenticate`` for status 401.
     """
     headers: list[tuple[bytes, bytes]] = []
     if error.retry_after_s is not None:
@@ -54,10 +57,12 @@ def error_headers(error: RequestRejected) -> list[tuple[bytes, bytes]]:
 
 @dataclass(frozen=True, slots=True)
 class ErrorShape:
-    """How clients of an API want to hear of errors, and by which headers they know a response."""
+    """Form of an API's errors: the status, the body of an error with the request's id, and the headers that hold the
+    id.
+    """
 
     status: Callable[[RequestRejected], int]
-    body: Callable[[RequestRejected, str], bytes]  # of an error and the request's id
+    body: Callable[[RequestRejected, str], bytes]
     id_headers: tuple[bytes, ...]
 
 

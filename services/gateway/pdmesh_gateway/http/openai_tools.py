@@ -1,4 +1,4 @@
-"""``tools`` and ``tool_choice`` of chats and of responses: OpenAI's words for functions and for which are called."""
+"""``tools`` and ``tool_choice`` of chats and of responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdmesh_gateway.tools.tool_choice import Tool, ToolChoice
 
 
 def chat_tools(given: list[dict[str, Any]] | None) -> tuple[tuple[Tool, ...], list[str]]:
-    """Return the functions among a chat's tools, and warnings of those of other kinds. Raises RequestRejected."""
+    """Return the functions among a chat's tools, and a warning for each other tool. Raises RequestRejected."""
     tools: list[Tool] = []
     skipped: list[str] = []
     for i, each in enumerate(given or ()):
@@ -25,9 +25,9 @@ def chat_tools(given: list[dict[str, Any]] | None) -> tuple[tuple[Tool, ...], li
 
 
 def tool_choice_of(given: Any) -> ToolChoice:
-    """Return a choice: by a word, of a function by name, or of allowed ones. Raises RequestRejected.
+    """Return a tool choice: a word, a function by name, or a list of allowed tools. Raises RequestRejected.
 
-    Chats have names and lists in an object of their own. Tools of other types are left out of the allowed ones.
+    In chats, names and lists are in a nested object. Allowed tools of other types are dropped.
     """
     if given is None:
         return ToolChoice()
@@ -50,7 +50,7 @@ def tool_choice_of(given: Any) -> ToolChoice:
 
 
 def function_tool(function: Any, where: str) -> Tool:
-    """Return a function, which stands at ``where``, as a tool. Raises RequestRejected."""
+    """Return a function as a tool. ``where`` names its place in error messages. Raises RequestRejected."""
     try:
         tool = msgspec.convert(function, FunctionDefinition)
     except msgspec.ValidationError as error:

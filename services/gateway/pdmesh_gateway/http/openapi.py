@@ -1,4 +1,4 @@
-"""``/openapi.json``, which the page at ``/docs`` shows to people."""
+"""The document ``/openapi.json``, which the page at ``/docs`` shows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from pdmesh_gateway.protocol.tokens_protocol import (
     TokenizeResponse,
 )
 
-#: path → (method, summary, request, response)
+#: Method, summary, request and response by path.
 _OPERATIONS: dict[str, tuple[str, str, type[msgspec.Struct] | None, type[msgspec.Struct] | None]] = {
     "/v1/chat/completions": ("post", "Answer a conversation", ChatRequest, ChatResponse),
     "/v1/completions": ("post", "Continue a text", CompletionRequest, CompletionResponse),
@@ -67,7 +67,7 @@ _OPERATIONS: dict[str, tuple[str, str, type[msgspec.Struct] | None, type[msgspec
 
 _CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 64}
 
-#: path → a body that works with every model, without the model's name.
+#: Example bodies by path, which work with every model; the model's name is added.
 _EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {**_CHAT, "temperature": 0},
     "/v1/completions": {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0},
@@ -81,7 +81,7 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1, 2, 3]},
 }
 
-#: Defaults of OpenAI's API for fields that may be left out, where the checkpoint has no others.
+#: Defaults of OpenAI's API for optional fields, where the checkpoint has no others.
 _DEFAULTS: dict[str, Any] = {"temperature": 1, "top_p": 1, "n": 1, "stream": False}
 
 #: Answers that may be streamed.
@@ -113,7 +113,8 @@ def openapi_document(version: str, model: str, sampling: Mapping[str, float]) ->
             if request is not None:
                 content["schema"] = schemas[request]
             operation["requestBody"] = {"required": True, "content": {"application/json": content}}
-            operation["security"] = [{}, {"apiKey": []}]  # a mesh may ask for none
+            # A mesh may require no key.
+            operation["security"] = [{}, {"apiKey": []}]
         if names := re.findall(r"{(\w+)}", path):
             operation["parameters"] = [
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names

@@ -1,8 +1,9 @@
-"""Who may talk to the HTTP edge from within a browser.
+"""Access to the HTTP edge from browsers.
 
-A page of a stranger can send requests to a server on its reader's machine, and can give its own name that server's
-address (DNS rebinding) to read the answers. A key that the page does not know prevents both. Where none is needed, a
-request must name this server by an address, or by a name that no stranger can own, and must come from no other page.
+Any web page can send requests to a server on its reader's machine. The page's owner can also point the page's own name
+at that server's address (DNS rebinding) and read the answers. An API key that the page does not know prevents both.
+Without keys, a request must name this server by an address or by a name that no stranger can own. The request must also
+come from a page of this server, or from an allowed origin.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ _PREFLIGHT_AGE_S = 600
 
 
 class Origins:
-    """``hosts`` are names besides the machine's own, ``cors`` the origins whose pages may read answers; both with
-    commas between, and ``*`` for all.
+    """Checker of host names and origins.
+
+    ``hosts`` are accepted besides the machine's own names; pages of ``cors`` may read answers.
+
+    Both are lists with commas; ``*`` accepts all.
     """
 
     def __init__(self, *, hosts: str, cors: str, has_keys: bool) -> None:
@@ -28,7 +32,7 @@ class Origins:
         self._has_keys = has_keys
 
     def check(self, host: str | None, origin: str | None) -> None:
-        """Check the headers of a request that needs a key where there are any. Raises RequestRejected (403)."""
+        """Raise RequestRejected (403) for a foreign host or origin, unless keys are required."""
         if self._has_keys:
             return
         if host is not None and not self._is_ours(host):
@@ -46,11 +50,11 @@ class Origins:
             )
 
     def may_read(self, origin: str) -> bool:
-        """Whether a browser may show our answers to pages of ``origin``."""
+        """Return whether a browser may show our answers to pages of ``origin``."""
         return "*" in self._cors or origin.lower() in self._cors
 
     def response_headers(self, origin: str) -> list[tuple[bytes, bytes]]:
-        """Return headers of an answer to a page that `may_read` it."""
+        """Return the headers of an answer to a page that `may_read` it."""
         return [
             (b"access-control-allow-origin", origin.encode("latin-1")),
             (b"access-control-expose-headers", b"x-request-id, retry-after, x-ignored-fields"),
@@ -58,7 +62,7 @@ class Origins:
         ]
 
     def preflight_headers(self, requested: str | None) -> list[tuple[bytes, bytes]]:
-        """Return headers of the answer to a preflight, which names the headers that the request will have."""
+        """Return the headers of the answer to a preflight. ``requested`` are the headers that the request will have."""
         return [
             (b"access-control-allow-methods", _METHODS),
             (b"access-control-allow-headers", (requested or "").encode("latin-1")),
@@ -75,7 +79,7 @@ class Origins:
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            # A name without a dot, or below .localhost, is the network's or the machine's own.
+            # A name without a dot, or under .localhost, belongs to the network or the machine.
             return "." not in name or name.endswith(".localhost")
         return True
 

@@ -1,4 +1,4 @@
-"""From an HTTP request's body to the struct of its endpoint."""
+"""Reading of an HTTP request's body into the struct of its endpoint."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _JSON = re.compile(r"\s*application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE | 
 
 
 async def read_body(exchange: Exchange, serving: Serving) -> bytes:
-    """The body, within the gateway's limits. Raises RequestRejected and ClientGone.
+    """Return the body, within the gateway's limits. Raises RequestRejected and ClientGone.
 
-    One that says it is something else than JSON is refused: so are the forms that any page may send from a browser.
+    A content type other than JSON is refused. This includes the forms that any page may send from a browser.
     """
     content_type = exchange.header("content-type")
     if content_type is not None and not _JSON.fullmatch(content_type):
@@ -48,7 +48,10 @@ async def read_body(exchange: Exchange, serving: Serving) -> bytes:
 
 
 async def decode_request(exchange: Exchange, serving: Serving, kind: type[T], body: bytes) -> T:
-    """The body as its struct; what of it was passed over is counted, and named in a header. Raises RequestRejected."""
+    """Return the body as its struct. Raises RequestRejected.
+
+    Ignored fields are counted, and named in a header of the answer.
+    """
     config = serving.config
     request, ignored = await decode_body(kind, body, max_values=config.max_body_values)
     if ignored:
@@ -59,7 +62,7 @@ async def decode_request(exchange: Exchange, serving: Serving, kind: type[T], bo
 
 @asynccontextmanager
 async def read_request(exchange: Exchange, serving: Serving, kind: type[T]) -> AsyncGenerator[T]:
-    """The request in a body, whose bytes count to what the gateway holds within the block.
+    """Yield a request's body as its struct, and count its bytes as held by the gateway within the block.
 
     Raises RequestRejected and ClientGone.
     """

@@ -1,4 +1,4 @@
-"""Routes, and what surrounds every request: its id, its key, and errors in the shape of its dialect."""
+"""Routes, and the handling around every request: its id, its key, and errors in the shape of its dialect."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from pdmesh_gateway.serving import Serving, label_of
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
-#: For the metric and the log only: the client is no longer there to see it (nginx's number).
+#: Status for the metric and the log, which no client sees: it has disconnected (nginx's number).
 CLIENT_CLOSED_REQUEST = 499
 
 
 def build_app(serving: Serving) -> ASGIApp:
-    """The ASGI application of a gateway."""
+    """Return the ASGI application of a gateway."""
     utility, docs = UtilityEndpoints(serving), PageFiles("docs")
     stored = StoredResponses(serving)
     responses, messages = ResponsesEndpoint(serving, stored), MessagesEndpoint(serving)
     chat, completions, embeddings = ChatEndpoint(serving), CompletionsEndpoint(serving), EmbeddingsEndpoint(serving)
     invocations = InvocationsEndpoint(serving, {"messages": chat, "prompt": completions, "input": embeddings})
-    guarded: list[tuple[str, str, Handler, str]] = [  # with the scope that a key needs
+    # Path, methods and handler, with the scope that a key needs.
+    guarded: list[tuple[str, str, Handler, str]] = [
         ("/v1/chat/completions", "POST", chat, "generate"),
         ("/v1/completions", "POST", completions, "generate"),
         ("/v1/embeddings", "POST", embeddings, "generate"),
@@ -56,7 +57,7 @@ def build_app(serving: Serving) -> ASGIApp:
         ("/detokenize", "POST", utility.detokenize, "tokenize"),
         ("/tokenizer_info", "GET", utility.tokenizer_info, "tokenize"),
     ]
-    # Probes and scrapers carry no key, and learn nothing from these that a key protects.
+    # Probes and scrapers carry no key. These endpoints reveal nothing that a key protects.
     open_to_all: list[tuple[str, str, Handler]] = [
         ("/health", "GET", utility.ready),
         ("/ready", "GET", utility.ready),
@@ -91,7 +92,7 @@ def build_app(serving: Serving) -> ASGIApp:
 
 
 class _Below:
-    """An application that may also be asked for below a path, which its routes do not see."""
+    """Application that may also be requested under a path prefix, which its routes do not see."""
 
     def __init__(self, root_path: str, app: ASGIApp) -> None:
         self._root_path = root_path
@@ -109,7 +110,7 @@ async def _not_found(exchange: Exchange) -> None:
 
 
 class _Endpoint:
-    """An ASGI application around one handler."""
+    """ASGI application around one handler."""
 
     def __init__(self, serving: Serving, path: str, handler: Handler, scope: str | None = None) -> None:
         self._serving = serving
@@ -120,9 +121,10 @@ class _Endpoint:
         self._dialect = dialect_of(path)
 
     def route(self, methods: str) -> Route:
-        """Serve some methods, with blanks between. ``HEAD`` goes with ``GET``."""
+        """Return a route for some methods, separated by blanks. ``HEAD`` goes with ``GET``."""
         self._methods = methods.replace("GET", "GET HEAD").split()
-        return Route(self._path, self)  # the method is checked here, for a JSON body
+        # The method is checked by `_check`, so that the error has a JSON body.
+        return Route(self._path, self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = self._serving.generator.new_request_id()
@@ -159,7 +161,9 @@ class _Endpoint:
             exchange.client.check_scope(self._scope)
 
     async def _answered_preflight(self, exchange: Exchange) -> bool:
-        """Say to a browser what pages of an origin may do, if it asks."""
+        """Add the headers that allow an origin's pages to read the answer, and answer a preflight; return whether it
+        was one.
+        """
         origin = exchange.header("origin")
         if origin is None or not self._serving.origins.may_read(origin):
             return False

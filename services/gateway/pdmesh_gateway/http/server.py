@@ -1,4 +1,4 @@
-"""uvicorn inside our own task group."""
+"""The HTTP server: uvicorn inside the gateway's task group."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from pdmesh.wire.endpoint import bind_socket, cannot_listen
 from pdmesh_gateway.http.half_closed import HalfClosedClient
 from pdmesh_gateway.http.openai_errors import error_json
 
-#: Longer than the idle time of usual load balancers (60 s), so that they close first.
+#: Longer than the idle time of common load balancers (60 s), so that the load balancer closes first.
 KEEP_ALIVE_S = 65
 
-#: For a request's head to come, from the connection's beginning or its own first byte. uvicorn has no limit for it.
+#: Time for a request's head to arrive, from the start of the connection or the head's first byte. uvicorn has no such
+#: limit.
 HEAD_LIMIT_S = 10.0
 
-#: For a request that is on its way on an idle connection when we are told to stop.
+#: Time for a request that is arriving on an idle connection when the server stops.
 IDLE_LINGER_S = 1.0
 
-#: Of a request's line and headers together. (What is read at once may be as much again.)
+#: Limit of a request's line and headers together. One read may add as many bytes before the check.
 MAX_HEAD_BYTES = 64 * 1024
 
 BACKLOG = 2048
 
 
 def open_listener(config: GatewayConfig) -> socket.socket:
-    """The HTTP port: our own, or one that is shared with other gateways. Raises ConfigError if it cannot be had."""
+    """Return the HTTP port: our own, or one shared with other gateways. Raises ConfigError if it is unavailable."""
     if config.listen_fd is None:
         listener = bind_socket(config.host, config.port, setting="gateway.port")
     else:
@@ -55,7 +56,7 @@ def open_listener(config: GatewayConfig) -> socket.socket:
 
 
 class _Drain:
-    """Whether connections are to end, and whether all have."""
+    """State of the shutdown: whether connections should end, and whether all have."""
 
     def __init__(self) -> None:
         self.begun = False
@@ -68,12 +69,13 @@ _HEAD_TOO_LARGE = (
 
 
 class _LimitedProtocol(HttpToolsProtocol):
-    """Closes a connection that keeps a request's head waiting, or sends too long a one. Bodies and answers take what
-    time they need. A client may close its sending half after a request.
+    """HTTP protocol that closes a connection whose request head is late or too long.
+
+    Bodies and answers have no such limit here. A client may close its sending half after a request.
     """
 
     _head_is_due: asyncio.TimerHandle | None = None
-    #: Bytes since the last that the application was told of: of a head, a trailer or a chunk's extension.
+    #: Bytes since the application was last notified: of a head, a trailer or a chunk's extension.
     _num_head_bytes = 0
     _half_closed: HalfClosedClient | None = None
 
@@ -104,7 +106,8 @@ class _LimitedProtocol(HttpToolsProtocol):
             self.cycle.waiting_for_100_continue = False
             self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign]
         if self._drain.begun and self.is_busy:
-            self.cycle.keep_alive = False  # its response says so
+            # The response then announces the close.
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._num_head_bytes = 0
@@ -115,14 +118,15 @@ class _LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _refuse_head(self) -> None:
-        if self._head_is_due is not None:  # else it was answered, or is being answered
+        if self._head_is_due is not None:
+            # Otherwise the request was answered, or is being answered.
             message = f"The request headers are longer than {MAX_HEAD_BYTES} bytes."
             body = error_json(RequestRejected(message, status=431, code="headers_too_large"))
             self.transport.write(b"%scontent-length: %d\r\n\r\n%s" % (_HEAD_TOO_LARGE, len(body), body))
         self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection for the answer to a whole request. Over TLS there are no half-closed connections."""
+        """Keep the connection open for the answer to a complete request. TLS has no half-closed connections."""
         if not self.is_busy or self.cycle.more_body or self.pipeline or self.scheme == "https":
             return False
         self.cycle.keep_alive = False
@@ -150,7 +154,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
 
 def _unchunked(cycle: RequestResponseCycle) -> Any:
-    """Return a `send` for an HTTP/1.0 client: a body of unknown length ends with the connection, not with a chunk."""
+    """Return a `send` for an HTTP/1.0 client: a body of unknown length ends with the connection, without chunks."""
     send = cycle.send
 
     async def send_unchunked(message: Any) -> None:
@@ -165,7 +169,7 @@ def _unchunked(cycle: RequestResponseCycle) -> Any:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to `pdmesh.service`."""
+    """uvicorn's server without its signal handlers: `pdmesh.service` handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -181,11 +185,11 @@ async def serve_http(
     probes: socket.socket | None = None,
     linger_s: float = 0.0,
 ) -> None:
-    """Serve until ``stopping``, then let what runs end, and return.
+    """Serve until ``stopping`` is set, let running requests end, and return.
 
-    ``probes`` is a second port, for questions to this gateway where others share the first one; then nothing more is
-    taken from that once we stop. Else new connections are taken for ``linger_s``. Idle ones, on which a request may be
-    on its way, are served for `IDLE_LINGER_S` in any case, once.
+    ``probes`` is a second port, for requests to this gateway where others share the first port. With it, the first port
+    closes at once when the server stops; without it, new connections are accepted for ``linger_s``. In either case idle
+    connections may carry one more request within `IDLE_LINGER_S`, because it may be on its way.
     """
     drain = _Drain()
     config = uvicorn.Config(
@@ -215,7 +219,8 @@ async def serve_http(
         connections = server.server_state.connections
         for connection in list(connections):
             if isinstance(connection, _LimitedProtocol) and connection.is_busy:
-                connection.shutdown()  # once it has answered
+                # Closes once it has answered.
+                connection.shutdown()
         if probes is None:
             await anyio.sleep(linger_s)
         else:

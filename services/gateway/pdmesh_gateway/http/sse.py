@@ -1,6 +1,6 @@
-"""Server-sent events, put together from bytes that are the same for a whole stream.
+"""Server-sent events, assembled from bytes that stay the same for a whole stream.
 
-A chunk is written per step and choice, so nothing is built for it but its text.
+A chunk is written per step and choice, so only its text is encoded.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pdmesh_gateway.text_stream import TextStream
 
 DONE = b"data: [DONE]\n\n"
 
-#: A comment, which clients skip: it tells them, and proxies on the way, that the connection is alive.
+#: A comment, which clients skip. It shows clients and proxies that the connection is alive.
 KEEP_ALIVE = b": keep-alive\n\n"
 
 _END = b"}\n\n"
 
-#: What comes before and behind a choice's new text, by kind.
+#: Bytes before and after a choice's new text, by kind.
 _AROUND_TEXT = {
     "text_completion": (b'"text":', b',"logprobs":null,"finish_reason":null}]'),
     "chat.completion.chunk": (b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null}]'),
@@ -32,9 +32,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ChunkWriter:
-    """Chunks of one response. ``kind`` is the ``object``: ``chat.completion.chunk`` or ``text_completion``.
+    """Writer of one response's chunks. ``kind`` is the ``object``: ``chat.completion.chunk`` or ``text_completion``.
 
-    ``body`` of a choice is bytes of JSON: `text_body`, `content_body` or `delta_body`.
+    The ``body`` of a choice is part of a JSON object, made by `text_body`, `content_body` or `delta_body`.
     """
 
     def __init__(self, *, kind: str, response_id: str, model: str, options: StreamOptions | None) -> None:
@@ -45,21 +45,22 @@ class ChunkWriter:
         self.continuous_usage = self._with_usage and options is not None and bool(options.continuous_usage_stats)
         head = _encode({"id": response_id, "object": kind, "created": self.created, "model": model})
         self._head = b"data: " + head[:-1] + b',"choices":['
-        # With include_usage every chunk has the field, null but in the last.
+        # With include_usage every chunk has the field, which is null except in the last chunk.
         self._plain_end = b',"usage":null' + _END if self._with_usage and not self.continuous_usage else _END
         before, behind = _AROUND_TEXT[kind]
         self._before_text = before
         self._behind_text = behind + self._plain_end
-        self._text_heads: dict[int, bytes] = {}  # by choice
+        #: Bytes before the text, by choice.
+        self._text_heads: dict[int, bytes] = {}
 
     def role(self, index: int, *, prompt_token_ids: Sequence[int] | None = None, usage: Usage | None = None) -> bytes:
-        """A chat choice's first chunk."""
+        """Return a chat choice's first chunk."""
         extra = b"" if prompt_token_ids is None else b',"prompt_token_ids":' + _encode(prompt_token_ids)
         choice = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]' % index
         return b"".join((self._head, choice, extra, self._end(usage)))
 
     def text(self, index: int, text: str) -> bytes:
-        """What is new of a choice, where that is text and nothing else: as most chunks are."""
+        """Return a chunk of a choice's new text and nothing else, as most chunks are."""
         head = self._text_heads.get(index)
         if head is None:
             head = self._text_heads[index] = b'%b{"index":%d,%b' % (self._head, index, self._before_text)
@@ -77,7 +78,7 @@ class ChunkWriter:
         prompt_token_ids: Sequence[int] | None = None,
         usage: Usage | None = None,
     ) -> bytes:
-        """What is new of a choice; the last has its finish reason."""
+        """Return a chunk of a choice. The last one has a ``finish_reason``."""
         parts = [
             self._head,
             b'{"index":%d,' % index,
@@ -97,7 +98,7 @@ class ChunkWriter:
         return b"".join(parts)
 
     def tail(self, usage: Usage) -> bytes:
-        """What follows the last chunk of a choice: one without choices, if usage was asked for, and the end."""
+        """Return the end of the stream, after a chunk of usage without choices if usage was requested."""
         return b"".join((self._head, b"]", self._end(usage), DONE)) if self._with_usage else DONE
 
     def _end(self, usage: Usage | None) -> bytes:
@@ -105,25 +106,26 @@ class ChunkWriter:
 
 
 def text_body(text: str) -> bytes:
-    """A completion's new text."""
+    """Return the body of a completion's new text."""
     return b'"text":' + _encode(text)
 
 
 def content_body(text: str) -> bytes:
-    """A chat's new text."""
+    """Return the body of a chat's new text."""
     return b'"delta":{"content":' + _encode(text) + b"}"
 
 
 def delta_body(delta: ChatDelta) -> bytes:
-    """What is new in a chat, text or not."""
+    """Return the body of any delta of a chat."""
     return b'"delta":' + _encode(delta)
 
 
 def usage_of(
     generation: TextStream, num_output_tokens: int, num_reasoning_tokens: int = 0, *, index: int | None = None
 ) -> Usage:
-    """Return usage in tokens as OpenAI counts them, of one choice if ``index`` says so; those cached are prompt tokens,
-    too.
+    """Return usage in tokens, as OpenAI counts them. Prompt tokens include cached tokens.
+
+    The usage is of one choice if ``index`` is given, else of all.
     """
     job = generation.job
     num_prompt_tokens = job.num_prompt_tokens if index is None else len(job.prompts[index // job.n])

@@ -1,4 +1,4 @@
-"""The page that shows the mesh at work: its files, its stream, and one request's life."""
+"""Web page of the running mesh: its files, its stream of frames, and the history of one request."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from pdmesh_gateway.http.http_exchange import Exchange
 from pdmesh_gateway.http.page_files import PageFiles
 from pdmesh_gateway.serving import Serving
 
-#: A comment goes out when there was no frame for so long, so that a proxy, and we, notice a page that is gone.
+#: Time without a frame after which a comment is sent, so that the proxy and the gateway notice a closed page.
 SILENCE_S = 5.0
 
 
 class UiEndpoints:
-    """The handlers. What they tell of the mesh needs a key, or, where there are no keys, a client on this machine."""
+    """Handlers of the web page. Data of the mesh needs a key or, if there are no keys, a client on this machine."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self.files = PageFiles("ui")
 
     async def elsewhere(self, exchange: Exchange) -> None:
-        """Send a browser to the page, from where a person who has only the address looks for it.
+        """Redirect a browser to the page from the paths where people look for it.
 
-        By a path relative to the one asked for: a proxy may serve us under one of its own.
+        The redirect is relative to the request's path, because a proxy may add a prefix.
         """
         path = b"ui" if exchange.scope["path"] == "/" else b"../ui"
         await exchange.respond(b"", status=307, content_type=b"text/plain", headers=[(b"location", path)])
 
     async def events(self, exchange: Exchange) -> None:
-        """Frames of the mesh's activity as server-sent events, until the page goes."""
+        """Send frames of the mesh's activity as server-sent events, until the page closes."""
         self._check_place(exchange)
         serving = self._serving
 
@@ -54,7 +54,7 @@ class UiEndpoints:
         await exchange.run_until_gone(stream)
 
     async def request(self, exchange: Exchange) -> None:
-        """One request's life, by any of its names."""
+        """Send the history of one request, found by any of its names."""
         self._check_place(exchange)
         name = exchange.scope["path_params"]["request_id"]
         try:
@@ -70,7 +70,7 @@ class UiEndpoints:
         await exchange.respond_json(_life(record))
 
     def _check_place(self, exchange: Exchange) -> None:
-        """Check that the client may look: without keys, only this machine. Raises RequestRejected (403)."""
+        """Raise RequestRejected (403) if there are no keys and the client is not on this machine."""
         if self._serving.keys:
             return
         client = exchange.scope.get("client")

@@ -1,9 +1,9 @@
-"""Fields that a request's type does not have: which are ignored, and which are refused.
+"""Unknown fields of requests: the rules by which they are ignored or refused.
 
-Clients of OpenAI and of other servers add fields every month. Most ask for bookkeeping: an answer is the same without.
-A field that would change the answer, or its shape, is refused by name. Request types say which of their
-fields do (`pdmesh_gateway.protocol.fields`), so that an endpoint refuses what another one knows. `OTHERS` lists fields
-of other servers. The same holds for objects within a request.
+Clients of OpenAI and of other servers add fields every month. Most are bookkeeping and do not affect the answer. A
+field that would change the answer or its shape is refused by name. Request types mark such fields
+(`pdmesh_gateway.protocol.fields`), so that an endpoint refuses the fields of another endpoint. `OTHERS` lists fields of
+other servers. The same rules hold for objects within a request.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from pdmesh_gateway.protocol.tokens_protocol import DetokenizeRequest, TokenizeR
 
 StructType = type[msgspec.Struct]
 
-#: The response header that names the fields that were ignored.
+#: The response header that names the ignored fields.
 HEADER = b"x-ignored-fields"
 MAX_NAMED = 16
 
-#: More unknown fields than this are no client's next version.
+#: Limit of unknown fields: no new version of a client adds more.
 MAX_UNKNOWN = 64
 
 _PRINTABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
-#: Requests that draw no answer: fields that only say how one is drawn cannot change what these get.
+#: Requests without a generated answer. Fields that only affect generation cannot change their results.
 _READING: tuple[StructType, ...] = (
     EmbeddingRequest,
     TokenizeRequest,
@@ -66,11 +66,11 @@ _GENERATING: tuple[StructType, ...] = (
     MessagesRequest,
 )
 
-#: Objects within requests that are the same thing in several dialects.
+#: Objects within requests that mean the same in several dialects.
 _FORMATS: tuple[StructType, ...] = (ResponseFormat, TextFormat, OutputFormat, StructuredOutputs)
 _FUNCTIONS: tuple[StructType, ...] = (FunctionDefinition, FunctionTool, ToolDefinition)
 
-#: Names of one thing. A refusal names the first that the endpoint knows.
+#: Names of the same thing. A refusal suggests the first name that the endpoint knows.
 _SYNONYMS: tuple[tuple[str, ...], ...] = (
     ("max_tokens", "max_output_tokens", "max_completion_tokens"),
     ("max_tokens", "max_output_tokens", "max_length", "max_new_tokens", "n_predict", "num_predict"),
@@ -90,8 +90,8 @@ _SYNONYMS: tuple[tuple[str, ...], ...] = (
 )
 _SYNONYMS_WITHIN = (("parameters", "input_schema"), ("schema", "json", "json_schema"))
 
-#: Fields that change an answer and that no request type of ours has, of OpenAI, vLLM, SGLang, llama.cpp, Ollama, TGI
-#: and kin, by the values that ask for nothing.
+#: Fields that change an answer and that no request type here has, by their neutral values. They come from OpenAI, vLLM,
+#: SGLang, llama.cpp, Ollama, TGI and similar servers.
 _OF_OTHER_SERVERS: tuple[tuple[tuple[Any, ...], str], ...] = (
     (
         (),
@@ -123,7 +123,7 @@ _OF_OTHER_SERVERS: tuple[tuple[tuple[Any, ...], str], ...] = (
 )
 OTHERS: dict[str, tuple[Any, ...]] = {name: nothing for nothing, names in _OF_OTHER_SERVERS for name in names.split()}
 
-#: The same of messages and of other objects within a request.
+#: The same for messages and other objects within a request.
 _OTHERS_OF_MESSAGES: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": (),
@@ -146,7 +146,7 @@ _OTHERS_WITHIN: dict[StructType, dict[str, tuple[Any, ...]]] = {
 
 
 def known_fields(fields: Mapping[str, Any], kind: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the fields that ``kind`` has, and the names of the ignored ones, at any depth.
+    """Return the fields that ``kind`` has, and the names of the ignored fields, at any depth.
 
     Whole numbers written as floats become integers where ``kind`` has integers. Raises RequestRejected for a field that
     would change the answer, or that looks like a misspelt one.
@@ -157,7 +157,7 @@ def known_fields(fields: Mapping[str, Any], kind: Any) -> tuple[dict[str, Any], 
 
 
 def ignored_in_objects(request: Any) -> tuple[str, ...]:
-    """Check the objects that stay objects (`pdmesh_gateway.protocol.fields.shaped`) as `known_fields` does.
+    """Check the objects of plain type (`pdmesh_gateway.protocol.fields.shaped`) as `known_fields` does.
 
     Return the names of the ignored fields. Raises RequestRejected.
     """
@@ -172,7 +172,7 @@ def ignored_in_objects(request: Any) -> tuple[str, ...]:
 
 
 def header_value(names: Iterable[str]) -> bytes:
-    """Names as `HEADER` shows them; those that a header cannot hold are counted only."""
+    """Return names for `HEADER`; names that a header cannot hold are only counted."""
     every = list(names)
     shown = [name for name in every[:MAX_NAMED] if _PRINTABLE.fullmatch(name)]
     rest = [f"{len(every) - len(shown)} more"] if len(shown) < len(every) else []
@@ -180,7 +180,7 @@ def header_value(names: Iterable[str]) -> bytes:
 
 
 def unrecognized(name: str, hint: str = "") -> RequestRejected:
-    """A 400 in OpenAI's words, and what may be meant."""
+    """Return the error of an unknown field in OpenAI's words, with an optional hint."""
     name = name[:100]
     message = f"Unrecognized request argument supplied: {name}{'.' if hint else ''}{hint}"
     return RequestRejected(message, param=name, code="unknown_parameter")
@@ -188,7 +188,7 @@ def unrecognized(name: str, hint: str = "") -> RequestRejected:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Parts of a field's values that are read: objects of a struct, items of a list, and whole numbers."""
+    """How to read a field's values: objects of ``struct``, lists of ``item``, or whole numbers."""
 
     struct: StructType | None = None
     item: _Plan | None = None
@@ -197,16 +197,20 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Reading:
-    """Reads the JSON values of one request along its types."""
+    """Reader of one request's JSON values along its types.
 
-    path: list[str | int] = field(default_factory=list[str | int])  # names, and places in lists
-    ignored: dict[str, None] = field(default_factory=dict[str, None])  # names, without places in lists
+    ``path`` has the names and list indexes of the value being read. ``ignored`` has names without list indexes.
+    """
+
+    path: list[str | int] = field(default_factory=list[str | int])
+    ignored: dict[str, None] = field(default_factory=dict[str, None])
 
     def object(self, given: Mapping[str, Any], kind: StructType) -> dict[str, Any]:
         """Return the fields of an object that ``kind`` has."""
         plans = _plans_of(kind)
         own_types = getattr(kind, "OWN_TYPES", None)
-        is_foreign = own_types is not None and given.get("type") not in own_types  # skipped whole
+        # Objects of a foreign type are skipped, with all their fields.
+        is_foreign = own_types is not None and given.get("type") not in own_types
         known: dict[str, Any] = {}
         for name, value in given.items():
             plan = plans.get(name)
@@ -219,7 +223,7 @@ class _Reading:
         return known
 
     def value(self, value: Any, plan: _Plan) -> Any:
-        """Return a value, without the unknown fields of its objects and with whole numbers as integers."""
+        """Return a value without the unknown fields of its objects, and with whole numbers as integers."""
         if isinstance(value, dict):
             return value if plan.struct is None else self.object(value, plan.struct)
         if isinstance(value, list):
@@ -257,7 +261,7 @@ class _Reading:
 
 @cache
 def _types_of(kind: StructType) -> dict[str, Any]:
-    """Return the types of a struct's fields, with their marks."""
+    """Return the annotated types of a struct's fields."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: hints[name] for name in kind.__struct_fields__}
 
@@ -279,7 +283,7 @@ def _plan_of(kind: Any) -> _Plan:
 
 @cache
 def _refused_by(kind: StructType) -> dict[str, tuple[Any, ...]]:
-    """Return the unknown fields that an object must not have, with the values that ask for nothing."""
+    """Return the unknown fields that an object must not have, with their neutral values."""
     types = _types_of(kind)
     refused = dict(OTHERS if kind in (*_READING, *_GENERATING) else _OTHERS_WITHIN.get(kind, {}))
     for family in (_READING, (*_GENERATING, *_READING), _FORMATS, _FUNCTIONS):
@@ -294,7 +298,7 @@ def _refused_by(kind: StructType) -> dict[str, tuple[Any, ...]]:
 
 @cache
 def _shapes_of(kind: Any) -> tuple[tuple[str, StructType], ...]:
-    """Return the fields that are lists of objects of a shape, and the shapes."""
+    """Return the fields that are lists of shaped objects, with the shapes."""
     shapes = ((name, _mark(annotation, "shape", None)) for name, annotation in _types_of(kind).items())
     return tuple((name, shape) for name, shape in shapes if shape is not None)
 
@@ -318,7 +322,7 @@ def _is_struct(kind: Any) -> bool:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value could be of a field's type. The fields of objects are not looked at."""
+    """Return whether a value could be of a field's type. The fields of objects are not checked."""
     if isinstance(value, dict) and any(map(_is_struct, _options(kind))):
         return True
     try:
@@ -338,7 +342,7 @@ def _unsupported(path: str, name: str, kind: StructType) -> RequestRejected:
 
 @lru_cache(maxsize=1024)
 def _resembling(name: str, kind: StructType) -> tuple[str, ...]:
-    """Return the fields that change an answer and that ``name`` is but for case, dashes or one letter."""
+    """Return the fields that change an answer and whose names equal ``name`` except for case, dashes or one letter."""
     key = _key(name)
     if not 4 <= len(key) <= 40:
         return ()
@@ -354,7 +358,7 @@ def _key(name: str) -> str:
 
 
 def _is_one_edit(one: str, other: str) -> bool:
-    """Whether they are equal, or one letter is added, left out or another one."""
+    """Return whether the two are equal, or differ by one letter added, removed or replaced."""
     if len(one) < len(other):
         one, other = other, one
     if len(one) - len(other) > 1:

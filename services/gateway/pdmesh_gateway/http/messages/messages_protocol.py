@@ -1,6 +1,6 @@
-"""What Anthropic's clients send and get, as msgspec structs.
+"""Requests and answers of Anthropic's API as msgspec structs.
 
-Fields of the API that are not here are ignored or refused by `pdmesh_gateway.http.unknown`.
+`pdmesh_gateway.http.unknown` ignores or refuses the API's fields that are not here.
 """
 
 from __future__ import annotations
@@ -13,36 +13,40 @@ from pdmesh_gateway.protocol.fields import Inert, neutral
 
 
 class Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A part of a message. Which fields it has goes by its type."""
+    """A part of a message. The type determines which fields are set.
+
+    ``id`` is the id of a call. ``content`` has the parts of a call's result, or findings of a server's tool. ``source``
+    is a document's content, or the address of a search result. ``data`` is thinking that only Anthropic can read.
+    """
 
     type: str
     text: str | None = None
     thinking: str | None = None
-    id: str | None = None  # of a call
+    id: str | None = None
     name: str | None = None
     input: Any = None
     tool_use_id: str | None = None
-    content: Any = None  # parts of a call's result, or findings of a server's tool
-    source: Any = None  # a document's content, or a search result's address
+    content: Any = None
+    source: Any = None
     title: str | None = None
     tool_name: str | None = None
     cache_control: Inert[Any] = None
     citations: Inert[Any] = None
     signature: Inert[str | None] = None
-    data: Inert[str | None] = None  # thinking that only Anthropic can read
+    data: Inert[str | None] = None
     is_error: Inert[bool | None] = None
     context: Inert[str | None] = None
 
 
 class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One message: what was said, or done, by ``role``."""
+    """A message of ``role``."""
 
     role: str
     content: str | list[Block]
 
 
 class ToolDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A function that the answer may call. Tools of another type run at Anthropic's."""
+    """A function that the answer may call. Tools of types outside `OWN_TYPES` run at Anthropic's servers."""
 
     OWN_TYPES: ClassVar[tuple[str | None, ...]] = ("custom", None)
 
@@ -55,7 +59,7 @@ class ToolDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ToolChoiceField(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``tool_choice``: which calls an answer may, or must, have."""
+    """``tool_choice``: the calls that an answer may or must have."""
 
     type: str
     name: str | None = None
@@ -63,7 +67,7 @@ class ToolChoiceField(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``thinking``: whether the model thinks first. How much is its own affair."""
+    """``thinking``: whether the model thinks first. ``budget_tokens`` has no effect."""
 
     type: str
     display: str | None = None
@@ -71,21 +75,21 @@ class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the answer's text is to be: JSON of a schema."""
+    """Format of the answer's text: JSON that fits a schema."""
 
     type: str
     schema: Any = None
 
 
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``output_config``: the answer's form, and how much effort it is worth."""
+    """``output_config``: the answer's format and the effort of reasoning."""
 
     format: OutputFormat | None = None
     effort: str | None = None
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/messages/count_tokens``."""
+    """``POST /v1/messages/count_tokens``. ``output_format`` is the earlier name of ``output_config.format``."""
 
     model: str
     messages: list[InputMessage]
@@ -94,7 +98,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     tool_choice: ToolChoiceField | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # its earlier name
+    output_format: OutputFormat | None = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):
@@ -108,7 +112,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     stream: bool | None = None
     metadata: Inert[dict[str, Any] | None] = None
     service_tier: Inert[str | None] = None
-    # Ours, as in the other endpoints.
+    # Fields of pdmesh, as in the other endpoints.
     seed: int | None = None
     priority: Inert[int | None] = None
     slo_ttft_ms: Inert[float | None] = None
@@ -119,13 +123,13 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "mod
 
 
 class TokensDetails(msgspec.Struct, kw_only=True):
-    """Output tokens by what they are for."""
+    """Output tokens by purpose."""
 
     thinking_tokens: int
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """Tokens. ``input_tokens`` is without those whose KV was there before (``cache_read_input_tokens``)."""
+    """Token counts. ``input_tokens`` excludes cached tokens (``cache_read_input_tokens``)."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -141,7 +145,7 @@ class TextBlock(msgspec.Struct, kw_only=True, tag="text"):
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag="thinking"):
-    """What the model thought. The signature says nothing here."""
+    """Reasoning of the model. The signature is a placeholder without meaning."""
 
     thinking: str
     signature: str
@@ -156,7 +160,7 @@ class ToolUseBlock(msgspec.Struct, kw_only=True, tag="tool_use"):
 
 
 class MessagesResponse(msgspec.Struct, kw_only=True):
-    """An answer; in the first event of a stream, one that has no content yet."""
+    """An answer; without content in the first event of a stream."""
 
     id: str
     type: str = "message"
@@ -169,7 +173,7 @@ class MessagesResponse(msgspec.Struct, kw_only=True):
 
 
 class AnthropicModel(msgspec.Struct, kw_only=True):
-    """A model, as Anthropic's clients list them; ``created_at`` is RFC 3339."""
+    """A model in the list of Anthropic's API; ``created_at`` is RFC 3339."""
 
     id: str
     type: str = "model"
@@ -181,7 +185,7 @@ class AnthropicModel(msgspec.Struct, kw_only=True):
 
 
 class AnthropicModelList(msgspec.Struct, kw_only=True):
-    """The answer to ``GET /v1/models`` where the client is one of Anthropic's."""
+    """The answer to ``GET /v1/models`` for clients of Anthropic's API."""
 
     data: list[AnthropicModel]
     first_id: str

@@ -43,20 +43,23 @@ _DELTA = (
 
 
 def event(name: bytes, data: bytes) -> bytes:
-    """A server-sent event; ``data`` is a JSON object without its type."""
+    """Return a server-sent event; ``data`` is a JSON object to which its type is added."""
     return b'event: %b\ndata: {"type":"%b",%b\n\n' % (name, name, data[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Why an answer ended, in Anthropic's words."""
+    """Reason why an answer ended, in Anthropic's words."""
 
     stop_reason: StopReason
     stop_sequence: str | None = None
 
 
 class MessagesRendering(ItemRendering):
-    """One answer to ``POST /v1/messages``. ``is_clamped``: the context has less room than was asked for."""
+    """Rendering of one answer to ``POST /v1/messages``.
+
+    ``is_clamped``: the context has less room than the request asked for.
+    """
 
     keep_alive = event(b"ping", b"{}").replace(b",}", b"}")
 
@@ -65,7 +68,8 @@ class MessagesRendering(ItemRendering):
         self._id = f"msg_{job.request_id}"
         self._model = model
         self._is_clamped = is_clamped
-        self._kinds: list[ItemKind] = []  # of the items that have begun
+        #: Kinds of the items that have begun.
+        self._kinds: list[ItemKind] = []
         self._end: _End | None = None
 
     def head(self, generation: TextStream) -> bytes:

@@ -1,4 +1,4 @@
-"""From Anthropic's requests to a conversation, and to how its answer is drawn."""
+"""Conversion of Anthropic's requests to a conversation and sampling fields."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _ROLES = ("user", "assistant", "system", "developer")
 
 
 def conversation_of(request: CountTokensRequest) -> Conversation:
-    """What a request says, whose last message may be the beginning of the answer. Raises RequestRejected."""
+    """Return a request's conversation. Raises RequestRejected.
+
+    A last message of the assistant is the beginning of the answer.
+    """
     turns = TurnBuilder()
     skipped: set[str] = set()
     if request.system:
@@ -57,7 +60,7 @@ def conversation_of(request: CountTokensRequest) -> Conversation:
 
 
 def fields_of(request: MessagesRequest) -> SamplingFields:
-    """How an answer is drawn. Raises RequestRejected."""
+    """Return the sampling fields of a request. Raises RequestRejected."""
     stops = [stop for stop in request.stop_sequences or [] if stop.strip()]
     if len(stops) < len(request.stop_sequences or []):
         raise invalid("stop_sequences", "`stop_sequences` must not contain blank strings.")
@@ -65,7 +68,7 @@ def fields_of(request: MessagesRequest) -> SamplingFields:
 
 
 def is_foreign(tool: ToolDefinition) -> bool:
-    """Whether a tool runs at Anthropic's, or is none that can be called by its schema: such are skipped."""
+    """Return whether a tool runs at Anthropic's servers or has no schema to call it by. Foreign tools are skipped."""
     return tool.type not in (None, "custom")
 
 
@@ -125,14 +128,14 @@ def _response_format(request: CountTokensRequest) -> ResponseFormat | None:
 
 
 class _OutputFormat(ResponseFormat, kw_only=True):
-    """``output_format`` in the words of ``response_format``."""
+    """``output_format`` as a ``response_format``."""
 
     FIELD: ClassVar[str] = "output_format"
     SCHEMA: ClassVar[str] = "output_format.schema"
 
 
 class _ConfiguredFormat(_OutputFormat, kw_only=True):
-    """``output_config.format`` in the words of ``response_format``."""
+    """``output_config.format`` as a ``response_format``."""
 
     FIELD: ClassVar[str] = "output_config.format"
     SCHEMA: ClassVar[str] = "output_config.format.schema"

@@ -1,4 +1,4 @@
-"""Responses that are answered in the background: what is under way, and what of it can be told again."""
+"""Responses that are answered in the background, and the log of their events for clients that connect again."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import anyio
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.http.responses.responses_protocol import ResponseObject
 
-#: Of the events of one response that are kept to be told again: the latest.
+#: Limit of one response's logged events; the oldest are dropped.
 MAX_EVENT_BYTES = 1024 * 1024
 
-#: Read at once, so that a client that reads slowly takes little memory.
+#: Limit of one read, so that a client that reads slowly takes little memory.
 PIECE_BYTES = 64 * 1024
 
 
 class EventLog:
-    """The server-sent events of one response, those that are to come, too. They are numbered from 0, as clients do."""
+    """Server-sent events of one response, while they are added. Events are numbered from 0, as in OpenAI's API."""
 
     def __init__(self) -> None:
         self.has_ended = False
@@ -29,7 +29,7 @@ class EventLog:
         self._news = anyio.Event()
 
     def add(self, events: bytes) -> None:
-        """Add events, and forget the oldest if there are too many."""
+        """Add events, and drop the oldest beyond `MAX_EVENT_BYTES`."""
         for event in events.split(b"\n\n")[:-1]:
             self._events.append(event + b"\n\n")
             self.num_bytes += len(self._events[-1])
@@ -42,19 +42,19 @@ class EventLog:
         self._tell()
 
     def end(self) -> None:
-        """No more events come."""
+        """Mark the log as complete."""
         self.has_ended = True
         self._tell()
 
     async def ended(self) -> None:
-        """Return when no more events come."""
+        """Wait until the log is complete."""
         while not self.has_ended:
             await self._news.wait()
 
     async def read(self, number: int, *, idle_s: float = math.inf) -> AsyncIterator[bytes]:
-        """The events from a number on, in pieces; an empty one after each ``idle_s`` without any.
+        """Yield the events from ``number`` on, in pieces, until the log is complete.
 
-        Raises RequestRejected if the next one is not kept any more.
+        An empty piece follows each ``idle_s`` without events. Raises RequestRejected if the next event was dropped.
         """
         while True:
             if number < self._num_dropped:
@@ -75,7 +75,7 @@ class EventLog:
                     yield b""
 
     def _piece(self, number: int) -> list[bytes]:
-        """The events from a number on that are there, but not more than are read at once."""
+        """Return the logged events from ``number`` on, about `PIECE_BYTES` of them."""
         begin = end = number - self._num_dropped
         num_bytes = 0
         while end < len(self._events) and num_bytes < PIECE_BYTES:
@@ -90,13 +90,13 @@ class EventLog:
 
 @dataclass(slots=True)
 class BackgroundResponse:
-    """A response under way. ``begun`` is what there is of it before its answer."""
+    """A running response. ``begun`` is the response object before the answer."""
 
     begun: ResponseObject
     log: EventLog = field(default_factory=EventLog)
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
     async def cancel(self) -> None:
-        """End it, unless it is about to end by itself, and return when it has ended."""
+        """Cancel the response, unless it is about to end by itself, and wait until it has ended."""
         self.scope.cancel()
         await self.log.ended()

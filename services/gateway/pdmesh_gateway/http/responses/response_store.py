@@ -1,4 +1,4 @@
-"""Responses that are kept, so that the next request can go on from one: in bounded memory, each for its key alone."""
+"""Store of responses, which later requests may continue: in bounded memory, separate for each key."""
 
 from __future__ import annotations
 
@@ -9,46 +9,52 @@ from dataclasses import dataclass, replace
 
 from pdmesh_gateway.http.responses.background_responses import EventLog
 
-#: How long a response is kept if there is room.
+#: How long a response is stored if there is room.
 KEPT_S = 3600.0
 
-#: What a response takes beside its bytes.
+#: Memory that a response takes in addition to its bytes.
 _OVERHEAD_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptResponse:
-    """A response, as JSON, and what it answered."""
+    """A stored response as JSON, with its input.
+
+    ``input_items`` is the list of items of the response's own request. ``conversation`` is the list of all items up to
+    and including its output. ``output_items`` is by id. ``events`` is set for a response in the background.
+    """
 
     response_id: str
     response: bytes
-    input_items: bytes  # a list: those of its own request
-    conversation: bytes  # a list: all items up to its own output
-    output_items: Mapping[str, bytes]  # by id
-    events: EventLog | None = None  # of one that was answered in the background
+    input_items: bytes
+    conversation: bytes
+    output_items: Mapping[str, bytes]
+    events: EventLog | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes that it counts for."""
+        """Number of bytes that the response counts for."""
         items = sum(map(len, self.output_items.values()))
         events = 0 if self.events is None else self.events.num_bytes
         return len(self.response) + len(self.input_items) + len(self.conversation) + items + events + _OVERHEAD_BYTES
 
 
 class ResponseStore:
-    """Keeps responses by tenant. Where there is no room, the tenant that has most gives up its oldest."""
+    """Store of responses by tenant. If there is no room, the tenant with the most bytes loses its oldest response."""
 
     def __init__(self, max_bytes: int, clock: Callable[[], float]) -> None:
         self._max_bytes = max_bytes
         self._clock = clock
-        #: The key is tenant and id; the oldest comes first.
+        #: Responses by tenant and id, oldest first, with the time of storing.
         self._responses: dict[tuple[str, str], tuple[float, KeptResponse]] = {}
-        self._items: dict[tuple[str, str], str] = {}  # id of the latest response by tenant and output item
-        self._num_bytes: Counter[str] = Counter()  # the key is the tenant
+        #: Id of the latest response by tenant and output item.
+        self._items: dict[tuple[str, str], str] = {}
+        #: Bytes by tenant.
+        self._num_bytes: Counter[str] = Counter()
 
     @property
     def keeps(self) -> bool:
-        """Whether anything is kept at all."""
+        """Whether anything is stored at all."""
         return self._max_bytes > 0
 
     @property
@@ -57,7 +63,7 @@ class ResponseStore:
         return self._num_bytes.total()
 
     def put(self, tenant: str, kept: KeptResponse) -> None:
-        """Keep a response, unless it alone is too large."""
+        """Store a response, unless it alone is too large. Remove old responses to make room."""
         if kept.num_bytes > self._max_bytes:
             return
         self._responses[tenant, kept.response_id] = (self._clock(), kept)
@@ -70,7 +76,7 @@ class ResponseStore:
             self._remove(next(key for key in self._responses if key[0] == most))
 
     def put_events(self, tenant: str, response_id: str, events: EventLog) -> None:
-        """Keep the events of a response with it, if it is kept and there is room for both."""
+        """Store the events of a stored response, if there is room for both."""
         if (kept := self.get(tenant, response_id)) is None:
             return
         whole = replace(kept, events=events)
@@ -79,17 +85,17 @@ class ResponseStore:
             self.put(tenant, whole)
 
     def get(self, tenant: str, response_id: str) -> KeptResponse | None:
-        """Return a response of the tenant's own; None if it is not kept, or not any more."""
+        """Return a response of the tenant; None if it is not stored or too old."""
         kept_s, kept = self._responses.get((tenant, response_id), (-math.inf, None))
         return kept if kept_s >= self._oldest_s else None
 
     def item(self, tenant: str, item_id: str) -> bytes | None:
-        """Return an output item of the tenant's own, as JSON; None if it is not kept, or not any more."""
+        """Return an output item of the tenant as JSON; None if it is not stored or too old."""
         kept = self.get(tenant, self._items.get((tenant, item_id), ""))
         return None if kept is None else kept.output_items.get(item_id)
 
     def delete(self, tenant: str, response_id: str) -> bool:
-        """Forget a response; False if there is none of the tenant's."""
+        """Remove a response of the tenant; return False if there is none."""
         if self.get(tenant, response_id) is None:
             return False
         self._remove((tenant, response_id))
@@ -97,7 +103,7 @@ class ResponseStore:
 
     @property
     def _oldest_s(self) -> float:
-        """When those that are not too old were put here, at the earliest."""
+        """The earliest time of storing of a response that is not too old."""
         return self._clock() - KEPT_S
 
     def _remove(self, key: tuple[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""``/v1/responses``: generating, and what is kept of it."""
+"""``/v1/responses``: generation and storage of responses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _decode_item = msgspec.json.Decoder(dict[str, Any]).decode
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """What a request says: its own items, and all with those before, both as JSON."""
+    """Input of a request: its own items, and every item including earlier ones, both as JSON."""
 
     conversation: Conversation
     own: bytes
@@ -80,7 +80,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
                 await super().answer(request, exchange)
 
     async def _begin(self, request: ResponsesRequest, exchange: Exchange) -> None:
-        """Begin an answer that does not wait for its client. Raises RequestRejected."""
+        """Begin an answer in the background, and send its events or its first state. Raises RequestRejected."""
         if request.store is False or not self._stored.kept.keeps:
             raise invalid("background", "`background` needs `store`: the response is kept to be asked for.")
         job, rendering, asked = await self._prepared(request, exchange)
@@ -101,7 +101,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
         *,
         task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Answer a request whose client may go away. Raises RequestRejected if it cannot begin."""
+        """Generate and store an answer whose client may disconnect. Raises RequestRejected if it cannot begin."""
         serving, stored, log, key = self._serving, self._stored, run.log, (client.name, run.begun.id)
         try:
             with serving.admission.hold(num_bytes=num_asked_bytes + MAX_EVENT_BYTES), run.scope:
@@ -158,7 +158,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
         return job, ResponsesRendering(items, begun, keep, logprobs), asked
 
     async def count(self, exchange: Exchange) -> None:
-        """``POST /v1/responses/input_tokens``."""
+        """Answer ``POST /v1/responses/input_tokens``."""
         serving = self._serving
         async with read_request(exchange, serving, InputTokensRequest) as request:
             serving.check_model(request.model)
@@ -187,7 +187,8 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
             nonlocal num_named_bytes
             item = self._stored.kept.item(tenant, item_id)
             num_named_bytes += 0 if item is None else len(item)
-            if num_named_bytes > most_bytes:  # one item may be named often
+            if num_named_bytes > most_bytes:
+                # One item may be named often.
                 raise invalid("input", f"The items that `input` names are more than {most_bytes} bytes.")
             return None if item is None else _decode_item(item)
 
@@ -203,7 +204,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
         return _Input(conversation, *encoded)
 
     def _num_bytes_before(self, request: InputTokensRequest, exchange: Exchange) -> int:
-        """The size of the conversation that a request goes on from."""
+        """Return the size of the stored conversation that a request continues; 0 if there is none."""
         if request.previous_response_id is None:
             return 0
         kept = self._stored.kept.get(exchange.known_client.name, request.previous_response_id)

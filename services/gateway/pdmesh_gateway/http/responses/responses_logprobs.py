@@ -1,4 +1,4 @@
-"""Which tokens an answer's text is made of, and how likely they were."""
+"""Log-probabilities of the tokens of an answer's text."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pdmesh_gateway.protocol.chat_protocol import ChatTokenLogprob
 
 
 class TextLogprobs:
-    """Tokens of an answer, by where in it they begin, until they are taken with the text that they begin in."""
+    """Queue of an answer's tokens by offset, until the text that they belong to is taken."""
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         self._tokenizer = tokenizer
         self._waiting: deque[tuple[int, int, TokenLogprobs | None]] = deque()
 
     def add(self, delta: Delta) -> None:
-        """Tokens come before the text of them: a part of that may be held back."""
+        """Add a delta's tokens, whose text may be held back and follow later."""
         self._waiting.extend(zip(delta.text_offsets, delta.token_ids, delta.logprobs, strict=True))
 
     def take(self, start: int, end: int) -> list[ChatTokenLogprob]:
-        """Return the tokens that have a part of these characters, each once; earlier ones are in no text."""
+        """Return the tokens that overlap the characters ``start`` to ``end``, each once, and drop earlier tokens."""
         begun: list[tuple[int, int, TokenLogprobs | None]] = []
         while self._waiting and self._waiting[0][0] < end:
             begun.append(self._waiting.popleft())

@@ -1,6 +1,7 @@
-"""What clients of OpenAI's responses API send and get, as msgspec structs.
+"""Requests and answers of OpenAI's responses API as msgspec structs.
 
-Items and tools come as they are, since clients send kinds of both that no server knows: `requests` reads them.
+Items and tools are plain objects, because clients send kinds of both that no server knows: `responses_requests` reads
+them.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from pdmesh_gateway.protocol.sampling_fields import StreamOptions
 
 
 class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``reasoning``: how much of it; a summary is never made."""
+    """``reasoning``: the effort of reasoning. No summary is ever made."""
 
     effort: str | None = None
     summary: str | None = None
 
 
 class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``text.format``: what the answer's text is to be."""
+    """``text.format``: the format of the answer's text."""
 
     type: str
     name: Inert[str | None] = None
@@ -67,14 +68,17 @@ class InputItem(msgspec.Struct, kw_only=True):
 
 
 class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``text``: the form of the answer's text."""
+    """``text``: options of the answer's text."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
 class InputTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/responses/input_tokens``: what of a request makes its prompt."""
+    """``POST /v1/responses/input_tokens``: the fields of a request that make its prompt.
+
+    No prompt is ever cut, whatever ``truncation`` says.
+    """
 
     model: str | None = None
     input: Annotated[str | list[dict[str, Any]] | None, shaped(InputItem)] = None
@@ -86,11 +90,11 @@ class InputTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, neutral({})] = None
-    truncation: Inert[str | None] = None  # no prompt is ever cut
+    truncation: Inert[str | None] = None
 
 
 class ResponsesRequest(InputTokensRequest, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/responses``."""
+    """``POST /v1/responses``. With ``background`` the client need not wait for the answer."""
 
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -108,8 +112,8 @@ class ResponsesRequest(InputTokensRequest, kw_only=True, forbid_unknown_fields=T
     service_tier: Inert[str | None] = None
     stream_options: Inert[StreamOptions | None] = None
     client_metadata: Inert[dict[str, Any] | None] = None
-    background: Annotated[bool | None, neutral(False)] = None  # the client need not wait for the answer
-    # vLLM's and ours, as in the other endpoints.
+    background: Annotated[bool | None, neutral(False)] = None
+    # Fields of vLLM and pdmesh, as in the other endpoints.
     enable_response_messages: Annotated[bool | None, neutral(False)] = None
     top_k: int | None = None
     min_p: Annotated[float | None, neutral(0)] = None
@@ -134,7 +138,7 @@ class OutputText(msgspec.Struct, kw_only=True, tag="output_text"):
 
 
 class OutputMessage(msgspec.Struct, kw_only=True, tag="message"):
-    """An item that is text."""
+    """An item of text."""
 
     id: str
     status: Status
@@ -143,13 +147,13 @@ class OutputMessage(msgspec.Struct, kw_only=True, tag="message"):
 
 
 class OutputReasoningText(msgspec.Struct, kw_only=True, tag="reasoning_text"):
-    """What the model thought, in full."""
+    """Reasoning of the model, in full."""
 
     text: str
 
 
 class OutputReasoning(msgspec.Struct, kw_only=True, tag="reasoning"):
-    """An item that is reasoning."""
+    """An item of reasoning."""
 
     id: str
     status: Status
@@ -159,7 +163,7 @@ class OutputReasoning(msgspec.Struct, kw_only=True, tag="reasoning"):
 
 
 class OutputCall(msgspec.Struct, kw_only=True, tag="function_call"):
-    """An item that is a call; ``arguments`` is the text of a JSON object, maybe cut where it is ``incomplete``."""
+    """A call; ``arguments`` is the text of a JSON object, possibly cut if the status is ``incomplete``."""
 
     id: str
     status: Status
@@ -172,27 +176,27 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class RawMessage(msgspec.Struct, kw_only=True, tag="raw_message_tokens"):
-    """A prompt, or an answer, as the model has it: vLLM's shape."""
+    """A prompt or an answer as the model reads or writes it, in vLLM's shape."""
 
     message: str
     tokens: list[int]
 
 
 class InputTokensDetails(msgspec.Struct, kw_only=True):
-    """Prompt tokens whose KV was there before."""
+    """Prompt tokens that were cached."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct, kw_only=True):
-    """Output tokens by what they are for."""
+    """Output tokens by purpose."""
 
     reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct, kw_only=True):
-    """Tokens of a response."""
+    """Token counts of a response."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -202,24 +206,24 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
 
 
 class IncompleteDetails(msgspec.Struct, kw_only=True):
-    """Why a response is incomplete."""
+    """Reason why a response is incomplete."""
 
     reason: str
 
 
 class ResponseFailure(msgspec.Struct, kw_only=True):
-    """Why a response failed."""
+    """Reason why a response failed."""
 
     code: str
     message: str
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """A response: what was asked for, and what has become of it."""
+    """A response: the fields of its request, its state and its output. ``created_at`` is Unix time in seconds."""
 
     id: str
     object: str = "response"
-    created_at: int  # Unix time, seconds
+    created_at: int
     status: Status
     background: bool = False
     error: ResponseFailure | None = None
@@ -246,7 +250,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     usage: ResponseUsage | None = None
     user: str | None
     metadata: dict[str, str]
-    # Only where `enable_response_messages` asks for them.
+    # Set only if `enable_response_messages` asks for them.
     input_messages: list[RawMessage] | msgspec.UnsetType = msgspec.UNSET
     output_messages: list[RawMessage] | msgspec.UnsetType = msgspec.UNSET
 

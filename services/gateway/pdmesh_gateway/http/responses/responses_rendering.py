@@ -1,4 +1,4 @@
-"""Items as the responses API has them, whole and as its sequence of events."""
+"""Answers of the responses API: items as one response object or as the API's sequence of events."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ _TEXT_DELTA = b'"item_id":"%b","output_index":%d,"content_index":0,"delta":%b%b}
 _NO_LOGPROBS = b',"logprobs":[]'
 _CALL_DELTA = b'"item_id":"%b","output_index":%d,"delta":%b}'
 
-#: Errors of a response that the API's clients know.
+#: Error codes that clients of the API know.
 _RATE_LIMIT, _SERVER_ERROR = "rate_limit_exceeded", "server_error"
 
 
 class ResponsesRendering(ItemRendering):
-    """One answer to ``POST /v1/responses``. ``begun`` is the response before its answer; ``keep`` gets it whole.
+    """Rendering of one answer to ``POST /v1/responses``.
 
-    ``logprobs`` if its text is told with log-probabilities.
+    ``begun`` is the response before its answer; ``keep`` is called with the ended response. ``logprobs`` is set if the
+    text has log-probabilities.
     """
 
     def __init__(
@@ -72,10 +73,12 @@ class ResponsesRendering(ItemRendering):
         self._name = begun.id.removeprefix("resp_")
         self._sequence_number = 0
         self._output: list[OutputItem] = []
-        self._item = Item(ItemKind.TEXT)  # the one that is open
-        self._pieces: list[str] = []  # of its text or arguments
-        self._item_logprobs: list[ChatTokenLogprob] = []  # of its text
-        self._item_id = b""  # once there was one
+        # The open item: its pieces of text or arguments, the log-probabilities of its text, and its id (empty before
+        # the first item).
+        self._item = Item(ItemKind.TEXT)
+        self._pieces: list[str] = []
+        self._item_logprobs: list[ChatTokenLogprob] = []
+        self._item_id = b""
         self._finish_reason = "stop"
         self._raw = RawMessage(message="", tokens=[])
 
@@ -96,20 +99,22 @@ class ResponsesRendering(ItemRendering):
         return self._event(b"response." + response.status.encode(), b'"response":' + _encode(response) + b"}")
 
     def failure(self, error: RequestRejected) -> bytes:
-        """An event for clients that raise an error, and the response that failed for those that wait for its end."""
+        """Return the error event, for clients that raise it, and the failed response, for clients that wait for the
+        end.
+        """
         shape = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
         data = _encode({"code": error.code, "message": error.message, "param": error.param, "error": shape})
         told = self._event(b"error", data[1:])
         return told + self._event(b"response.failed", b'"response":' + _encode(self.failed(error)) + b"}")
 
     def failed(self, error: RequestRejected) -> ResponseObject:
-        """Return the response, of which no more will come."""
+        """Return the response as failed, with the items that had ended."""
         code = _RATE_LIMIT if error.status == 429 else _SERVER_ERROR
         failure = ResponseFailure(code=code, message=error.message)
         return msgspec.structs.replace(self._begun, status="failed", output=self._output, error=failure)
 
     def cancelled(self) -> ResponseObject:
-        """Return the response with the items that had ended when it was cancelled."""
+        """Return the response as cancelled, with the items that had ended."""
         return msgspec.structs.replace(self._begun, status="cancelled", output=self._output)
 
     @property
@@ -123,7 +128,7 @@ class ResponsesRendering(ItemRendering):
         return self.ended(generation)
 
     def ended(self, generation: TextStream) -> ResponseObject:
-        """Return the response whose events have all come."""
+        """Return the response after its last event, and pass it to ``keep``."""
         is_cut = self._finish_reason == "length"
         num_prompt_tokens = generation.job.num_prompt_tokens
         response = msgspec.structs.replace(
@@ -164,7 +169,8 @@ class ResponsesRendering(ItemRendering):
             case ItemBegun(item=item, kind=kind, id=id, name=name):
                 return self._last_item_ended(None) + self._item_begun(item, Item(kind, id, name))
             case ItemEnded():
-                return b""  # whether it was cut shows with what comes next
+                # Whether the item was cut depends on the next event.
+                return b""
             case AnswerEnded(finish_reason=finish_reason):
                 self._finish_reason = finish_reason
                 return self._last_item_ended(finish_reason)
@@ -180,7 +186,10 @@ class ResponsesRendering(ItemRendering):
         return begun if part is None else begun + self._part(b"response.content_part.added", index, part)
 
     def _last_item_ended(self, finish_reason: str | None) -> bytes:
-        """Events of the end of the last item, if any; ``finish_reason`` is the answer's, if that ended, too."""
+        """Return the events that end the last item; empty before the first.
+
+        ``finish_reason`` is the answer's if the answer ended with this item, else None.
+        """
         if not self._item_id:
             return b""
         index = len(self._output)
@@ -207,7 +216,7 @@ class ResponsesRendering(ItemRendering):
         return self._event(name, place + _encode(part) + b"}")
 
     def _event(self, name: bytes, data: bytes) -> bytes:
-        """A server-sent event; ``data`` is the rest of an object."""
+        """Return a server-sent event; ``data`` is the rest of its JSON object."""
         number = self._sequence_number
         self._sequence_number += 1
         return b'event: %b\ndata: {"type":"%b","sequence_number":%d,%b\n\n' % (name, name, number, data)
@@ -228,7 +237,10 @@ class ResponsesRendering(ItemRendering):
 
 
 def _status(item: Item, finish_reason: str | None) -> Status:
-    """Whether an item is whole, by the finish reason of an answer that ended with it; a call is if it can be read."""
+    """Return whether an item is complete. ``finish_reason`` is the answer's if it ended with this item.
+
+    A call is complete if its arguments can be read.
+    """
     if finish_reason != "length" or (item.kind is ItemKind.CALL and is_json_object(item.text)):
         return "completed"
     return "incomplete"

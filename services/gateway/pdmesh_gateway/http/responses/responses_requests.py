@@ -1,4 +1,4 @@
-"""From requests of items to a conversation, and to how its answer is drawn."""
+"""Conversion of requests of items to a conversation and sampling fields."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROLES = ("user", "assistant", "system", "developer")
 
 
 def items_of(given: str | Sequence[ItemObject] | None) -> list[ItemObject]:
-    """``input`` as items: a text is what the user says."""
+    """Return ``input`` as items: a text becomes a message of the user."""
     if given is None:
         return []
     if isinstance(given, str):
@@ -31,9 +31,9 @@ def items_of(given: str | Sequence[ItemObject] | None) -> list[ItemObject]:
 def conversation_of(
     request: InputTokensRequest, items: Sequence[ItemObject], item_of: Callable[[str], ItemObject | None]
 ) -> Conversation:
-    """What ``items`` say, in the order of time, under the request's instructions. Raises RequestRejected.
+    """Return the conversation of ``items``, in their order, after the request's instructions. Raises RequestRejected.
 
-    ``item_of`` finds an item that is only named.
+    ``item_of`` returns an item that is referenced by id; None if it is not stored.
     """
     turns = TurnBuilder()
     skipped: set[str] = set()
@@ -63,7 +63,7 @@ def conversation_of(
 
 
 def num_top_logprobs_of(request: ResponsesRequest) -> int | None:
-    """Of how many of the likeliest tokens log-probabilities are told, beside the drawn one's; None if of none.
+    """Return the number of likeliest tokens to report at each drawn token; None without log-probabilities.
 
     Raises RequestRejected.
     """
@@ -74,18 +74,18 @@ def num_top_logprobs_of(request: ResponsesRequest) -> int | None:
 
 
 def fields_of(request: ResponsesRequest) -> SamplingFields:
-    """How an answer is drawn. Raises RequestRejected."""
+    """Return the sampling fields of a request. Raises RequestRejected."""
     return sampling_fields_of(
         request, response_format=_response_format(None if request.text is None else request.text.format)
     )
 
 
 def kind_of(item: ItemObject) -> str:
-    """An item's type; messages may come without."""
+    """Return an item's type; messages may come without one."""
     return str(item.get("type") or "message")
 
 
-#: Kinds of items that say something here. Others are what tools of OpenAI's left behind: they are skipped.
+#: Types of items that this server reads. Other types come from OpenAI's own tools and are skipped.
 KNOWN_ITEMS = frozenset(
     {
         *("message", "reasoning", "function_call", "function_call_output", "item_reference"),
@@ -133,7 +133,7 @@ def _response_format(wanted: TextFormat | None) -> ResponseFormat | None:
 
 
 class _TextFormat(ResponseFormat, kw_only=True):
-    """``text.format`` in the words of ``response_format``."""
+    """``text.format`` as a ``response_format``."""
 
     FIELD: ClassVar[str] = "text.format"
     SCHEMA: ClassVar[str] = "text.format.schema"

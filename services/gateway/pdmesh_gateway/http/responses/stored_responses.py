@@ -1,4 +1,4 @@
-"""``/v1/responses/{response_id}``: what is under way in the background, and what is kept."""
+"""``/v1/responses/{response_id}``: responses in the background and stored ones."""
 
 from __future__ import annotations
 
@@ -22,20 +22,24 @@ from pdmesh_gateway.http.sse import KEEP_ALIVE
 from pdmesh_gateway.sampling import invalid
 from pdmesh_gateway.serving import Serving
 
-#: Items of one page of ``input_items``.
+#: Limit of the items on one page of ``input_items``.
 MAX_PAGE = 100
 
 
 class StoredResponses:
-    """Responses by tenant and id: asked for, streamed again, cancelled, deleted."""
+    """Endpoints of responses by tenant and id: get, stream again, cancel, delete."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self.kept = ResponseStore(serving.config.kept_responses_bytes, time.monotonic)
-        self.runs: dict[tuple[str, str], BackgroundResponse] = {}  # under way, by tenant and id
+        #: Running responses by tenant and id.
+        self.runs: dict[tuple[str, str], BackgroundResponse] = {}
 
     def get(self, tenant: str, response_id: str, *, status: int = 404) -> KeptResponse:
-        """Return a tenant's own response. Raises RequestRejected: 404 where a path names it, 400 where a body does."""
+        """Return a stored response of the tenant.
+
+        Raises RequestRejected with ``status``: 404 for a path, 400 for a body.
+        """
         kept = self.kept.get(tenant, response_id)
         if kept is not None:
             return kept
@@ -51,7 +55,7 @@ class StoredResponses:
         raise RequestRejected(message, status=status, param=param, code=code)
 
     async def one(self, exchange: Exchange) -> None:
-        """``GET`` and ``DELETE /v1/responses/{response_id}``."""
+        """Answer ``GET`` and ``DELETE /v1/responses/{response_id}``."""
         key = _key_of(exchange)
         run = self.runs.get(key)
         if exchange.scope["method"] == "DELETE":
@@ -69,7 +73,10 @@ class StoredResponses:
             await exchange.respond(self.get(*key).response)
 
     async def cancel(self, exchange: Exchange) -> None:
-        """``POST /v1/responses/{response_id}/cancel``: of one in the background; one that has ended stays as it is."""
+        """Answer ``POST /v1/responses/{response_id}/cancel``: cancel a response in the background.
+
+        One that has ended is unchanged.
+        """
         key = _key_of(exchange)
         if (run := self.runs.get(key)) is not None:
             await run.cancel()
@@ -79,7 +86,7 @@ class StoredResponses:
         await exchange.respond(kept.response)
 
     async def input_items(self, exchange: Exchange) -> None:
-        """``GET /v1/responses/{response_id}/input_items``, page by page."""
+        """Answer ``GET /v1/responses/{response_id}/input_items``, page by page."""
         kept = self.get(*_key_of(exchange))
         items = [_listed(item, kept.response_id, i) for i, item in enumerate(await items_in(kept.input_items))]
         if _query(exchange, "order") != "asc":
@@ -101,12 +108,13 @@ class StoredResponses:
         )
 
     async def tell(self, exchange: Exchange, log: EventLog, number: int) -> None:
-        """Send a response's events from a number on. Raises RequestRejected if these are no longer there."""
+        """Send a response's events from ``number`` on. Raises RequestRejected if these were dropped."""
         async for events in log.read(number, idle_s=self._serving.config.sse_keep_alive_s or math.inf):
             if not exchange.started:
                 await exchange.start_events()
             await exchange.send_events(events or KEEP_ALIVE)
-        if not exchange.started:  # the client has all events, and there will be no more
+        if not exchange.started:
+            # The client has all events, and no more will come.
             await exchange.start_events()
         await exchange.send_events(b"", more=False)
 
@@ -115,13 +123,14 @@ class StoredResponses:
         if (run := self.runs.get(key)) is None:
             self.get(*key)
         else:
-            await run.cancel()  # it is kept now, with what there is of it
+            # Cancelling stores the response with the output so far.
+            await run.cancel()
         self.kept.delete(*key)
         await exchange.respond_json(ResponseDeleted(id=key[1]))
 
 
 async def items_in(text: bytes) -> list[ItemObject]:
-    """Return items of JSON that was kept; off the loop if they are large."""
+    """Return items from stored JSON, read on a thread if it is large."""
     items: list[ItemObject]
     if len(text) <= INLINE_BYTES:
         items = read_in_pieces(text)
@@ -131,7 +140,7 @@ async def items_in(text: bytes) -> list[ItemObject]:
 
 
 def _listed(item: ItemObject, response_id: str, index: int) -> dict[str, Any]:
-    """An input item as it is listed: with an id and a type, and a message's text as parts."""
+    """Return an input item for a list: with an id and a type, and a message's text as parts."""
     kind = kind_of(item)
     listed = {"id": f"{kind}_{response_id.removeprefix('resp_')}-in{index}", **item, "type": kind}
     if kind == "message":
@@ -143,12 +152,12 @@ def _listed(item: ItemObject, response_id: str, index: int) -> dict[str, Any]:
 
 
 def _key_of(exchange: Exchange) -> tuple[str, str]:
-    """The tenant of a request, and the response that its path names."""
+    """Return the tenant of a request and the response that its path names."""
     return exchange.known_client.name, exchange.scope["path_params"]["response_id"]
 
 
 def _number_after(exchange: Exchange) -> int:
-    """The number of the first event that a client asks for. Raises RequestRejected."""
+    """Return the number of the first event that a client asks for. Raises RequestRejected."""
     after = _query(exchange, "starting_after") or ""
     if after and not (after.isdecimal() and len(after) < 10):
         raise invalid("starting_after", "`starting_after` must be an event's `sequence_number`.")
