@@ -1,5 +1,5 @@
-"""The HTTP edge's vocabulary: what OpenAI's and vLLM's clients send and get, as msgspec structs.
+"""Requests and answers of OpenAI's and vLLM's APIs, as msgspec structs.
 
-Fields that we honour are here, and those that change nothing. What becomes of others says
-`pdmesh_gateway.http.unknown`. Ranges are checked in `pdmesh_gateway.sampling`, so that every refusal names its field.
+The structs have the fields that affect an answer, and known fields without effect. `pdmesh_gateway.http.unknown`
+handles all others. `pdmesh_gateway.sampling` checks ranges, so that every refusal names its field.
 """

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: what clients send and get."""
+"""Requests and answers of ``/v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -13,28 +13,35 @@ from pdmesh_gateway.protocol.usage import Usage
 
 
 class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A part of a message's content. Parts that are no text are refused by name."""
+    """A part of a message's content. Parts that are not text are refused by name.
+
+    ``thinking`` is reasoning in the form of Mistral's API. ``data`` is reasoning that only its server can read.
+    """
 
     type: str
     text: str | None = None
     refusal: str | None = None
-    thinking: Any = None  # reasoning, as Mistral's API has it
+    thinking: Any = None
     signature: Inert[str | None] = None
-    data: Inert[str | None] = None  # reasoning that only its server can read
+    data: Inert[str | None] = None
 
 
 class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One message; what a template may look at."""
+    """A message, with the fields that a template may read.
+
+    ``reasoning`` is another name of ``reasoning_content``. ``refusal`` is the text of an answer that refuses.
+    ``function_call`` is the older form of a single call.
+    """
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same, under its other name
+    reasoning: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
-    refusal: str | None = None  # an answer's text, where it refuses
-    function_call: dict[str, Any] | None = None  # a call as it was before there were several
+    refusal: str | None = None
+    function_call: dict[str, Any] | None = None
 
 
 class FunctionDefinition(msgspec.Struct, kw_only=True):
@@ -56,7 +63,11 @@ class ChatTool(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/chat/completions``."""
+    """``POST /v1/chat/completions``.
+
+    ``thinking_token_budget`` is vLLM's limit of the reasoning tokens. With ``echo`` the answer begins with the part
+    that the request contains.
+    """
 
     messages: list[ChatMessage]
     max_tokens: int | None = None
@@ -72,8 +83,8 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     tools: Annotated[list[dict[str, Any]] | None, shaped(ChatTool), neutral([])] = None
     tool_choice: Annotated[Any, neutral("none", "auto")] = None
     parallel_tool_calls: Annotated[bool | None, neutral(True)] = None
-    thinking_token_budget: int | None = None  # vLLM's: reasoning ends after so many tokens
-    echo: Annotated[bool | None, neutral(False)] = None  # what of the answer was given comes with it
+    thinking_token_budget: int | None = None
+    echo: Annotated[bool | None, neutral(False)] = None
     include_reasoning: Annotated[bool | None, neutral(True)] = None
     reasoning_effort: str | None = None
     mm_processor_kwargs: Inert[dict[str, Any] | None] = None
@@ -86,7 +97,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatTopLogprob(msgspec.Struct):
-    """A token that could have been drawn. Log-probabilities are natural; ``bytes`` are those of its UTF-8."""
+    """A token that could have been drawn, with its natural log-probability and its UTF-8 ``bytes``."""
 
     token: str
     logprob: float
@@ -94,7 +105,7 @@ class ChatTopLogprob(msgspec.Struct):
 
 
 class ChatTokenLogprob(msgspec.Struct):
-    """A token that was drawn, and the most likely ones at its place."""
+    """A drawn token, and the likeliest tokens at its position."""
 
     token: str
     logprob: float
@@ -103,13 +114,13 @@ class ChatTokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """An entry for each token of a choice, or of a chunk of one."""
+    """Log-probabilities of each token of a choice or chunk."""
 
     content: list[ChatTokenLogprob]
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A called function's name and JSON arguments; a piece of these in a chunk."""
+    """A called function's name and JSON arguments; in a chunk, a piece of the arguments."""
 
     name: str | None = None
     arguments: str | None = None
@@ -124,7 +135,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class ToolCallDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What is new of a call; its first one has id, type and name."""
+    """New part of a call. The first part has id, type and name."""
 
     index: int
     id: str | None = None
@@ -133,28 +144,32 @@ class ToolCallDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What is new of an answer."""
+    """New part of an answer. ``reasoning`` is another name of ``reasoning_content``."""
 
     content: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same, under its other name
+    reasoning: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 
 class ResponseMessage(msgspec.Struct, kw_only=True):
-    """The answer. It is never a refusal; its content is null where it only calls tools."""
+    """The answer, which is never a refusal. ``content`` is null if the answer only calls tools.
+
+    ``reasoning`` is another name of ``reasoning_content``.
+    """
 
     role: str = "assistant"
     content: str | None
     refusal: None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same, under its other name
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """One answer. ``finish_reason`` is ``stop``, ``tool_calls`` or ``length``; ``stop_reason`` the string or token id
-    that ended it.
+    """An answer. ``finish_reason`` is ``stop``, ``tool_calls`` or ``length``.
+
+    ``stop_reason`` is the string or token id that ended the answer.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""``/v1/completions``: what clients send and get."""
+"""Requests and answers of ``/v1/completions``."""
 
 from __future__ import annotations
 
@@ -11,28 +11,35 @@ from pdmesh_gateway.protocol.prompt_logprobs import PromptLogprobList
 from pdmesh_gateway.protocol.sampling_fields import SamplingFields
 from pdmesh_gateway.protocol.usage import Usage
 
-#: vLLM's and OpenAI's default for completions; a chat goes on to the end of the context.
+#: Default of vLLM and OpenAI for completions. A chat may use the rest of the context.
 DEFAULT_COMPLETION_TOKENS = 16
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/completions``."""
+    """``POST /v1/completions``.
+
+    With ``max_tokens`` null an answer may use the rest of the context. ``max_completion_tokens`` is the name in chats
+    and takes precedence.
+    """
 
     prompt: str | list[str | int | list[int]] | None = None
-    max_tokens: int | msgspec.UnsetType | None = msgspec.UNSET  # null: up to the end of the context
-    max_completion_tokens: int | None = None  # a chat's name for it; wins over `max_tokens`, as there
+    max_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
+    max_completion_tokens: int | None = None
     best_of: Annotated[int | None, neutral(1)] = None
     echo: Annotated[bool | None, neutral(False)] = None
     logprobs: int | None = None
 
     @property
     def asked_tokens(self) -> int | msgspec.UnsetType | None:
-        """The longest completion that is asked for, by whichever name."""
+        """The limit of the completion, by whichever name it is given."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """An entry for each token; offsets are characters of the text. A prompt's first token has no probability."""
+    """Log-probabilities of each token; offsets are characters of the text.
+
+    A prompt's first token has no probability.
+    """
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -41,7 +48,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """A choice of a completion, like `ChatChoice`; with several prompts, choices of the first come first."""
+    """A choice of a completion, like `ChatChoice`. With several prompts, the choices of the first prompt come first."""
 
     index: int
     text: str

@@ -1,4 +1,4 @@
-"""``/v1/embeddings``: what clients send and get."""
+"""Requests and answers of ``/v1/embeddings``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from pdmesh_gateway.protocol.fields import Inert, neutral
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/embeddings``: one or several inputs, as text or token ids."""
+    """``POST /v1/embeddings``: one or several inputs, as text or token ids.
+
+    ``encoding_format`` is float, or base64 of little-endian float32. ``truncation_side`` is left, which keeps the end,
+    or right.
+    """
 
     model: str | None = None
     input: str | list[str | int | list[int]] | None = None
-    encoding_format: Annotated[str | None, neutral("float")] = None  # float, or base64 of little-endian float32
+    encoding_format: Annotated[str | None, neutral("float")] = None
     dimensions: int | None = None
     user: Inert[str | None] = None
     truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None  # left, which keeps the end, or right
+    truncation_side: str | None = None
     add_special_tokens: bool | None = None
     priority: Inert[int | None] = None
     request_id: Inert[str | None] = None
@@ -27,7 +31,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 class EmbeddingObject(msgspec.Struct, kw_only=True):
-    """One input's embedding: a list of numbers, or their bytes in base64."""
+    """Embedding of one input: a list of numbers, or their bytes in base64."""
 
     object: str = "embedding"
     index: int

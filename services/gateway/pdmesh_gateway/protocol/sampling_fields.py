@@ -1,4 +1,4 @@
-"""How an answer is drawn and what it is held to: what all requests for a generation may say."""
+"""Fields that all requests for a generation share: sampling and constraints."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from pdmesh_gateway.protocol.fields import Inert, neutral
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``stream_options``: what a stream tells beside the text."""
+    """``stream_options``: contents of a stream besides text.
+
+    With ``continuous_usage_stats``, vLLM's extension of ``include_usage``, every chunk has the usage so far.
+    """
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM: with `include_usage`, usage so far in every chunk
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -27,9 +30,9 @@ class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``response_format``: the form of an answer. ``structures`` and ``triggers`` describe a structural tag.
+    """``response_format``: the format of an answer. ``structures`` and ``triggers`` describe a structural tag.
 
-    Other servers have ``schema`` beside the type ``json_object``, or in place of ``json_schema``.
+    Other servers accept ``schema`` with the type ``json_object``, or in place of ``json_schema``.
     """
 
     #: Names of the field and of its schema, for errors.
@@ -44,7 +47,10 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's ``structured_outputs``: one of `KINDS`. A field that is not known is a constraint, so it is refused."""
+    """vLLM's ``structured_outputs``: one of `KINDS`. An unknown field is a constraint, so it is refused.
+
+    ``grammar`` is GBNF or Lark. ``disable_any_whitespace`` false allows blanks and line breaks in JSON.
+    """
 
     CLOSED: ClassVar[bool] = True
 
@@ -53,16 +59,16 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     json: Any = None
     regex: str | None = None
     choice: list[str] | None = None
-    grammar: str | None = None  # GBNF or Lark
+    grammar: str | None = None
     json_object: bool | None = None
     structural_tag: Any = None
-    disable_any_whitespace: bool | None = None  # false allows blanks and line breaks in JSON
+    disable_any_whitespace: bool | None = None
     disable_fallback: bool | None = None
     whitespace_pattern: str | None = None
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What chat and completions have in common."""
+    """Fields that chats and completions share. ``truncation_side`` is left, which keeps the end, or right."""
 
     model: str | None = None
     temperature: float | None = None
@@ -85,11 +91,11 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: Inert[StreamOptions | None] = None
     return_token_ids: Annotated[bool | None, neutral(False)] = None
     truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None  # left, which keeps the end, or right
+    truncation_side: str | None = None
     add_special_tokens: bool | None = None
     priority: Inert[int | None] = None
     request_id: Inert[str | None] = None
-    # Ours: service level targets, milliseconds. Headers of the same meaning win: x-slo-ttft-ms, x-slo-tpot-ms.
+    # Latency targets of pdmesh, in milliseconds. The headers x-slo-ttft-ms and x-slo-tpot-ms take precedence.
     slo_ttft_ms: Inert[float | None] = None
     slo_tpot_ms: Inert[float | None] = None
     user: Inert[str | None] = None
@@ -110,6 +116,6 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def sampling_fields_of(request: msgspec.Struct, **own: Any) -> SamplingFields:
-    """Return what a request of another dialect says by the same names, and ``own`` fields."""
+    """Return the fields that a request of another dialect has by the same names, with ``own`` fields added."""
     names = set(request.__struct_fields__).intersection(SamplingFields.__struct_fields__)
     return SamplingFields(**{name: getattr(request, name) for name in names} | own)

@@ -1,8 +1,7 @@
-"""Reads an answer by its markers, however it is cut into pieces.
+"""Reading of an answer by its markers, however the text is cut into pieces.
 
-What reads a format is a *script*: a generator that takes from a `Reader` and waits, by yielding, for more text. All of
-the text goes to the writer: as text, as reasoning, as arguments or as markers. What looks like a call at first, and is
-none, is text.
+A format is read by a *script*: a generator that takes text from a `Reader` and yields to wait for more. All text goes
+to the writer, as text, reasoning, arguments or markers. Text that only looks like a call at first is text.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from pdmesh_gateway.stop import overlap
 T = TypeVar("T")
 Script: TypeAlias = Generator[None, None, T]
 
-#: Names of tools, as many characters at most.
+#: Characters of a tool's name, and the limit of their number.
 NAME_CHARS = r"A-Za-z0-9_.:/-"
 MAX_NAME_CHARS = 128
 
-#: More blanks than this between the parts of a call's head are no call's.
+#: Limit of blanks between the parts of a call's head.
 MAX_SPACES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Maybe:
-    """Text that may be there."""
+    """Optional text."""
 
     text: str
 
@@ -42,21 +41,25 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Characters that are remembered: at least one of ``pattern``, a regular expression of one character."""
+    """Characters that are captured: at least one of ``pattern``, a regular expression of one character."""
 
     pattern: str
 
 
-SPACE = Capture(r"\s")  # which may be missing, and is not remembered
+#: Blanks, which are optional and not captured.
+SPACE = Capture(r"\s")
 NAME = Capture(f"[{NAME_CHARS}]")
 
-#: One after another: text, one of several texts, and the above.
+#: Part of a sequence: text, one of several texts, or one of the above.
 Part: TypeAlias = str | tuple[str, ...] | Maybe | Ahead | Capture
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What `Reader.match` found: so many characters, with what was captured. Not ``is_whole`` if the text ended."""
+    """Match of `Reader.match`:
+
+    ``num_chars`` characters, and the captured ones. ``is_whole`` is false if the text ended early.
+    """
 
     num_chars: int
     captured: tuple[str, ...]
@@ -64,13 +67,17 @@ class Head:
 
 
 class Reader:
-    """The text of a choice that was not taken yet, and where what is taken goes to."""
+    """The text of a choice that was not taken yet, and the writer for text that is taken.
+
+    ``is_over``: no more text comes. ``is_cut``: a limit or a stop token ended the text, not the model.
+    ``reasoning_chars``: see `ItemParser.reasoning_chars`.
+    """
 
     def __init__(self, writer: ItemWriter) -> None:
         self.writer = writer
         self.buffer = ""
-        self.is_over = False  # nothing comes any more
-        self.is_cut = False  # a limit or a stop token ended the text, and not the model
+        self.is_over = False
+        self.is_cut = False
         self.reasoning_chars: int | None = None
 
     def take(self, num_chars: int) -> str:
@@ -78,23 +85,24 @@ class Reader:
         return taken
 
     def text(self, num_chars: int | None = None) -> None:
-        """Take as text so many characters, or all there are."""
+        """Take ``num_chars`` characters as text; None takes all."""
         self.writer.text(self.take(len(self.buffer) if num_chars is None else num_chars))
 
     def begin_call(self, head: Head) -> None:
-        """Take the head of a call, which is of the tool whose name was captured first."""
+        """Take the head of a call. The first capture is the tool's name."""
         self.writer.begin_call(head.captured[0])
         self.mark(head.num_chars)
 
     def mark(self, num_chars: int) -> None:
-        """Take what is part of no item."""
+        """Take ``num_chars`` characters that are part of no item."""
         self.writer.marker(self.take(num_chars))
 
     def until(self, markers: Sequence[str], sink: Callable[[str], None], *, is_inside: bool = False) -> Script[bool]:
-        """Give ``sink`` all that comes before one of ``markers``, which is not taken; False if there is none.
+        """Pass the text before the first of ``markers`` to ``sink``, and return True; False if the text ends without
+        one.
 
-        Where the text is over within a marker, that is text too, unless it was cut there, or ``is_inside`` what only a
-        marker can end.
+        The marker is not taken. If the text ends within a marker, the beginning of the marker is text. Two cases
+        differ: the text was cut there, or ``is_inside`` a part that only a marker can end.
         """
         while True:
             found = [at for marker in markers if (at := self.buffer.find(marker)) >= 0]
@@ -112,9 +120,10 @@ class Reader:
             yield
 
     def match(self, *parts: Part) -> Script[Head | None]:
-        """Return what of the text ``parts`` are, and take nothing; None if it begins otherwise.
+        """Return the match of ``parts`` at the beginning of the text, without taking it; None if the text begins
+        differently.
 
-        Where the text is over before, it is a head that is not whole.
+        If the text ends within ``parts``, the match is not whole.
         """
         while True:
             head = _match(self.buffer, parts, is_over=self.is_over)
@@ -123,9 +132,9 @@ class Reader:
             yield
 
     def call_head(self, *parts: Part) -> Script[Head | None]:
-        """Return the head of a call as `match` does; None, too, if the text is over before the tool's name is whole.
+        """Return the head of a call as `match` does; also None if the text ends before the tool's name is whole.
 
-        A head that was cut becomes a marker, and not text.
+        In this case a text that was cut is taken as a marker.
         """
         head = yield from self.match(*parts)
         if head is None or head.captured:
@@ -135,12 +144,12 @@ class Reader:
         return None
 
     def follows(self, *parts: Part) -> Script[bool]:
-        """Whether ``parts`` follow, all of them."""
+        """Return whether ``parts`` follow completely."""
         head = yield from self.match(*parts)
         return head is not None and head.is_whole
 
     def skip(self, *parts: Part) -> Script[bool]:
-        """Take ``parts`` as markers if they follow, or begin to where the text is over. False if they do not."""
+        """Take ``parts`` as markers, as far as the text has them; return whether all of them follow."""
         head = yield from self.match(*parts)
         if head is None:
             return False
@@ -156,7 +165,7 @@ class Reader:
             yield
 
     def rest(self) -> Script[None]:
-        """Take all that comes as text."""
+        """Take all further text as text."""
         while True:
             self.text()
             if self.is_over:
@@ -164,11 +173,11 @@ class Reader:
             yield
 
     def json_object(self) -> Script[bool]:
-        """Take an object as the arguments of the call that has begun; False if it is not whole."""
+        """Take an object as the arguments of the open call; return False if the text ends within it."""
         depth, in_string, escaped = 0, False, False
         while True:
             end: int | None = None
-            # The character after a backslash that came before is none of them.
+            # If the last piece ended with a backslash, the first character here is escaped.
             for found in _JSON_MARKS.finditer(self.buffer, int(escaped)):
                 char = found[0][0]
                 if char == '"':
@@ -192,7 +201,7 @@ class Reader:
 
 
 class ScriptParser:
-    """An `ItemParser` by a script."""
+    """An `ItemParser` that runs a script."""
 
     def __init__(self, script: Callable[[Reader], Script[None]], writer: ItemWriter) -> None:
         self._reader = Reader(writer)
@@ -255,7 +264,7 @@ _JSON_MARKS = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
 
 
 def _ends_escaped(text: str, escaped: bool) -> bool:
-    """Whether the character that follows ``text`` is escaped, where the first one of it was or was not."""
+    """Return whether the character after ``text`` is escaped. ``escaped``: the first character of ``text`` is."""
     num_backslashes = len(text) - len(text.rstrip("\\"))
     if escaped and num_backslashes == len(text):
         num_backslashes -= 1

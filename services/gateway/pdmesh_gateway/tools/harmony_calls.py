@@ -1,7 +1,7 @@
-"""``<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…``: gpt-oss.
+"""``<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…``: the format of gpt-oss.
 
-An answer is a row of messages, each with a header that names its channel and, of a call, the function that it is for.
-What is in ``analysis`` is reasoning, other text is text.
+An answer is a sequence of messages. Each has a header that names its channel and, for a call, the function. Messages of
+``analysis`` are reasoning; other text is text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pdmesh_gateway.tools.format import CallableTool, ToolFormat, json_value, li
 CHANNEL, MESSAGE, CONSTRAIN = "<|channel|>", "<|message|>", "<|constrain|>"
 START, END, CALL, RETURN = "<|start|>", "<|end|>", "<|call|>", "<|return|>"
 
-#: How an answer begins that is one, and how its reasoning does, ends, and is followed by another message.
+#: Beginning of the answer proper; beginning and end of reasoning, and the text that follows it.
 FINAL = f"{CHANNEL}final{MESSAGE}"
 ANALYSIS = ReasoningMarkers(f"{CHANNEL}analysis{MESSAGE}", END, f"{START}assistant")
 
@@ -32,7 +32,7 @@ class _Header(NamedTuple):
 
 
 class Harmony(ToolFormat):
-    """An answer makes one call, by which it ends."""
+    """Calls as messages. An answer makes at most one call, which ends it."""
 
     name = "harmony"
     markers = (CHANNEL, MESSAGE, CONSTRAIN, START, *_ENDS)
@@ -46,7 +46,7 @@ class Harmony(ToolFormat):
         yield from self.read_messages(reader, schemas, thinks=False)
 
     def read_messages(self, reader: Reader, schemas: Mapping[str, Mapping[str, Any]], *, thinks: bool) -> Script[None]:
-        """Read a whole answer; it begins within reasoning if it ``thinks``. Without a header, it is text."""
+        """Read a whole answer, which begins within reasoning if it ``thinks``. An answer without a header is text."""
         header = _Header("analysis", "") if thinks else (yield from _header(reader))
         while header is not None:
             if header.channel == "analysis" and not header.function:
@@ -69,13 +69,13 @@ class Harmony(ToolFormat):
 
 
 def _end_reasoning(reader: Reader) -> None:
-    """Note where the answer proper begins, if it has not yet."""
+    """Record the beginning of the answer proper, if it is not known yet."""
     if reader.reasoning_chars is None:
         reader.reasoning_chars = reader.writer.num_chars
 
 
 def _header(reader: Reader) -> Script[_Header | None]:
-    """Take a message's header; None if there is none, or no end of it."""
+    """Take and return a message's header; None if there is none, or if it does not end."""
     begun = yield from reader.match(SPACE, (START, CHANNEL, "to="))
     if begun is None or not begun.is_whole:
         if begun is not None and reader.is_cut:

@@ -12,14 +12,17 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 def json_head(arguments: tuple[str, ...], *before: Part) -> tuple[Part, ...]:
-    """Return the parts of a call that is an object, up to its arguments, which go by one of the names given."""
+    """Return the parts of a call that is an object, up to its arguments.
+
+    ``arguments`` are possible names of the arguments.
+    """
     keys = tuple(f'"{name}"' for name in arguments)
     colon = (SPACE, ":", SPACE)
     return (*before, "{", SPACE, '"name"', *colon, '"', NAME, '"', SPACE, ",", SPACE, keys, *colon, Ahead("{"))
 
 
 def json_call(tool: CallableTool, arguments: str) -> str:
-    """Return a call that is an object, in Lark."""
+    """Return a Lark expression of a call that is an object."""
     head = f'{{"name": "{tool.name}", "{arguments}": '
     return f'{literal(head)} {json_value(tool.schema)} "}}"'
 
@@ -53,9 +56,9 @@ class Hermes(ToolFormat):
 
 
 def free_text(trigger: str, call: str, most: int, *hidden: str) -> str:
-    """Return the rule of an answer that is text, with up to ``most`` calls in it, each of which begins by ``trigger``.
+    """Return the rule of an answer that is text with up to ``most`` calls. Each call begins with ``trigger``.
 
-    The text around them has none of ``hidden`` in it: it would be read as the beginning of a call.
+    The text around the calls contains none of ``hidden``, which would be read as the beginning of a call.
     """
     rest = f"REST: {without(*hidden)}\n"
     if is_special(trigger):

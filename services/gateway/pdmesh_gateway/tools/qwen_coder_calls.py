@@ -1,6 +1,6 @@
 """``<tool_call><function=name><parameter=p>value</parameter></function></tool_call>``: Qwen3-Coder, Qwen3.5.
 
-Values of texts are written as they are, others as JSON, so what a value means depends on its schema.
+Text values are written unquoted, others as JSON, so the meaning of a value depends on its schema.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END = "<function=", "</function>"
 PARAMETER, VALUE_END = "<parameter=", "</parameter>"
 
-#: Names of parameters; a schema with others is written without its names.
+#: Names of parameters. A schema with other names is written without them.
 _KEY = Capture(r"[^<>\n]")
 
 
@@ -74,7 +74,7 @@ def _read_parameters(reader: Reader, schema: Mapping[str, Any]) -> Script[None]:
 
 
 def _read_value(reader: Reader, schema: Any) -> Script[bool]:
-    """Read a parameter's value to its end; False if it has none."""
+    """Read a parameter's value to its end; return False if the text ends within it."""
     value = _Value(reader.writer, schema)
     is_whole = yield from reader.until(("\n" + VALUE_END, VALUE_END), value.push, is_inside=True)
     if is_whole:
@@ -87,7 +87,7 @@ def _read_value(reader: Reader, schema: Any) -> Script[bool]:
 
 
 class _Value:
-    """A value on its way to JSON. Texts are written as they come, others when they are whole."""
+    """Converter of a value to JSON. Texts are written piece by piece, other values when they are whole."""
 
     def __init__(self, writer: ItemWriter, schema: Any) -> None:
         self._writer = writer
@@ -109,7 +109,7 @@ class _Value:
         self._writer.arguments('"', drawn="")
 
     def cut(self) -> None:
-        """Write what there is, though it is not whole."""
+        """Write the incomplete value."""
         if not self._begun:
             self._writer.arguments(self._held)
 
@@ -129,7 +129,7 @@ def _is_json(value: str) -> bool:
 
 
 def is_text(schema: Any) -> bool:
-    """Whether values are texts, or null, and so are written as they are."""
+    """Return whether all values are texts or null, and are therefore written unquoted."""
     if not isinstance(schema, Mapping):
         return False
     if (options := _any_of(schema)) is not None:
@@ -194,7 +194,7 @@ def _parameter_rules(number: int, schema: Mapping[str, Any]) -> list[str]:
 
 
 def _texts(schema: Mapping[str, Any]) -> list[str] | None:
-    """Return what texts, written as they are, fit the schema: as Lark strings and regular expressions; None for all."""
+    """Return Lark strings and regular expressions of the unquoted texts that fit a schema; None if all do."""
     if (options := _any_of(schema)) is not None:
         found: list[str] = []
         for option in options:

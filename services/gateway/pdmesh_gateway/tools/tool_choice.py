@@ -1,4 +1,4 @@
-"""Tools that a request brings, and which of them its answer may call."""
+"""Tools of a request, and the choice of tools that its answer may call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdmesh_gateway.templates import check_nesting
 from pdmesh_gateway.tools.answer_reader import MAX_NAME_CHARS, NAME_CHARS
 from pdmesh_gateway.tools.format import CallableTool
 
-#: Tools of one request.
+#: Limit of the tools of one request.
 MAX_TOOLS = 256
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -31,16 +31,20 @@ _NAME = re.compile(f"[{NAME_CHARS}]{{1,{MAX_NAME_CHARS}}}")
 class Tool:
     """A function that an answer may call.
 
-    Its arguments are an object that fits ``parameters``, a JSON schema. None: it takes none.
+    The arguments are an object that fits ``parameters``, a JSON schema; None: no arguments. ``strict``: a schema that
+    cannot be obeyed is an error instead of a warning.
     """
 
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] | None = None
-    strict: bool = False  # a schema that cannot be obeyed is an error, not a warning
+    strict: bool = False
 
     def for_template(self) -> dict[str, Any]:
-        """Return the tool as chat templates know it, with the parameters' type and properties, which most need."""
+        """Return the tool as chat templates expect it.
+
+        Missing type and properties are added, because most templates need them.
+        """
         given = self.parameters or {}
         missing = {key: value for key, value in _NO_PARAMETERS.items() if key not in given}
         described = {} if self.description is None else {"description": self.description}
@@ -50,15 +54,18 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """Whether an answer calls tools, and which ones it may."""
+    """Whether an answer calls tools, and which.
+
+    ``allowed`` has names; None allows all. ``is_named``: exactly one call of the only allowed tool is required.
+    """
 
     mode: Literal["none", "auto", "required"] = "auto"
-    allowed: tuple[str, ...] | None = None  # names; None: all
-    is_named: bool = False  # required, and one call of the only one allowed
+    allowed: tuple[str, ...] | None = None
+    is_named: bool = False
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
-    """Raise RequestRejected for tools that could not be called, and for a choice of none that is there."""
+    """Raise RequestRejected for tools that cannot be called, and for a choice that names a missing tool."""
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"`tools` has {len(tools)} tools; {MAX_TOOLS} are allowed.")
     names: set[str] = set()
@@ -84,9 +91,9 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
 async def calls_of(
     tools: Sequence[Tool], choice: ToolChoice, checker: GrammarChecker, *, most: int
 ) -> tuple[Calls, list[str]]:
-    """Return the calls that an answer may make, ``most`` at most, and warnings of what it cannot be held to.
+    """Return the calls that an answer may make, at most ``most``, and warnings of constraints that are not obeyed.
 
-    Raises RequestRejected for a strict tool whose schema cannot be obeyed.
+    Raises RequestRejected for a strict tool whose schema cannot be obeyed, or if compiling takes too long.
     """
     allowed = [tool for tool in tools if choice.allowed is None or tool.name in choice.allowed]
     callables: list[CallableTool] = []
@@ -120,5 +127,5 @@ async def calls_of(
 
 
 def with_any_arguments(calls: Calls) -> Calls:
-    """Return the same calls, whose arguments are held to no schema but to be an object."""
+    """Return the same calls with any object allowed as arguments."""
     return replace(calls, tools=tuple(CallableTool(name=tool.name, schema=ANY_OBJECT) for tool in calls.tools))
