@@ -30,7 +30,7 @@ FORMATS: Mapping[str, ToolFormat] = {each.name: each for each in _FORMATS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls:
-    """What tools an answer may call: one at least if ``required``, and ``most`` at most."""
+    """Tools that an answer may call: at most ``most`` calls, and at least one if ``required``."""
 
     tools: tuple[CallableTool, ...]
     required: bool
@@ -39,19 +39,23 @@ class Calls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """How a model's answers are written, with calls of ``tools``.
+    """Format of a model's answers: reasoning, text and calls of tools.
 
-    ``tells_tools``: the system message lists tools, and says how to call them. The template shows none, or it is not
-    known how the model calls them.
+    ``tells_tools``: the system message lists the tools and explains how to call them. This is needed if the template
+    shows none, or if the model's way of calling them is unknown.
+
+    ``reasoning``: markers of reasoning, used if the model ``reasons``. ``channels``: parser of answers that are
+    messages of several channels, None for other models. ``max_calls``: limit of calls in one answer. ``textless_ids``:
+    ids of the tokens that are no text to a grammar, by the text of each token.
     """
 
     tools: ToolFormat = Hermes()  # noqa: RUF009 (has no state)
     tells_tools: bool = False
     reasons: bool = False
-    reasoning: ReasoningMarkers = THINK  # where it does
-    channels: Harmony | None = None  # if answers are messages of several channels, what reads them
-    max_calls: int = MAX_CALLS  # of an answer
-    textless_ids: Mapping[str, int]  # of tokens that are no text to a grammar, by what they read as
+    reasoning: ReasoningMarkers = THINK
+    channels: Harmony | None = None
+    max_calls: int = MAX_CALLS
+    textless_ids: Mapping[str, int]
 
     def reasoning_after(self, prompt: str) -> ReasoningStart:
         """Return how the answer to a prompt, given as text, begins."""
@@ -65,7 +69,7 @@ class AnswerFormat:
         return frozenset(self.textless_ids[marker] for marker in markers if marker in self.textless_ids)
 
     def parser(self, writer: ItemWriter, begins: ReasoningStart, calls: Calls | None) -> ItemParser:
-        """Return what reads an answer."""
+        """Return a parser of one answer that reports its items to ``writer``."""
         if begins is ReasoningStart.NONE and calls is None:
             return PlainText(writer)
         schemas = {tool.name: tool.schema for tool in calls.tools} if calls is not None else {}
@@ -87,16 +91,17 @@ class AnswerFormat:
         return self.reasons and self.reasoning.close in self.textless_ids
 
     def num_thought_tokens(self, prompt: Sequence[int]) -> int:
-        """Return how many tokens of reasoning end a prompt within which it has begun."""
+        """Return the number of prompt tokens after the last marker that opens reasoning; 0 without one."""
         opens = self.textless_ids.get(self.reasoning.open)
         return next((number for number, token_id in enumerate(reversed(prompt)) if token_id == opens), 0)
 
     def grammar(
         self, begins: ReasoningStart, calls: Calls | None, given: str, max_reasoning_tokens: int | None = None
     ) -> str:
-        """Return what an answer is held to: by its calls and, where it makes none, by the grammar ``given``.
+        """Return the grammar that an answer must obey; empty if any text will do.
 
-        Reasoning ends after ``max_reasoning_tokens``, if these are given.
+        The answer makes one of ``calls`` or obeys ``given``; if calls are required, ``given`` is ignored. Reasoning
+        ends after ``max_reasoning_tokens`` if this is not None.
         """
         if calls is None and (begins is ReasoningStart.NONE or not (given or max_reasoning_tokens is not None)):
             return given
@@ -123,19 +128,19 @@ class AnswerFormat:
         return json.dumps({"grammars": grammars})
 
     def _marker(self, text: str) -> str:
-        """Return what is just ``text``, in Lark, of which parts may be special tokens."""
+        """Return a Lark expression that matches exactly ``text``, with special tokens by id."""
         parts = [text] if text in self.textless_ids else [part for part in _TOKENS.split(text) if part]
         return " ".join(
             f"<[{self.textless_ids[part]}]>" if part in self.textless_ids else json.dumps(part) for part in parts
         )
 
     def _reasoning_rules(self, begins: ReasoningStart) -> tuple[str, str]:
-        """Return how an answer begins, and what the text of the answer proper is, in Lark."""
+        """Return the Lark expression that begins an answer, and the regular expression of the text proper."""
         if begins is ReasoningStart.NONE:
             return "", "/(?s:.*)/"
         if begins is ReasoningStart.BEGUN:
             return "think ", "/(?s:.*)/"
-        # What begins as reasoning does would be read as such.
+        # Text that begins with the marker of reasoning would be read as reasoning.
         return "think? ", f"/(?s:.*)/ & ~/(?s:\\s*{regex(self.reasoning.open)}.*)/"
 
     def _think_rules(self, begins: ReasoningStart, max_tokens: int | None) -> list[str]:
@@ -157,12 +162,12 @@ class AnswerFormat:
 #: Special tokens of gpt-oss's kind within a marker.
 _TOKENS = re.compile(r"(<\|\w+\|>)")
 
-#: After reasoning. Not for ever, as a model might.
+#: Blanks after reasoning: bounded, because a model may write them without end.
 _BLANKS = r"BLANKS: /\s{0,4}/"
 
 
 def _grammars_of(grammar: str) -> list[dict[str, Any]]:
-    """Return the parts of a grammar of llguidance's, the first of which is where it starts."""
+    """Return the parts of a grammar of llguidance; the first part holds the start rule."""
     if not grammar.lstrip().startswith("{"):
         return [{"lark_grammar": grammar}]
     parts: list[dict[str, Any]] = json.loads(grammar)["grammars"]
@@ -170,9 +175,9 @@ def _grammars_of(grammar: str) -> list[dict[str, Any]]:
 
 
 def find_format(tokenizer: ModelTokenizer, setting: str) -> AnswerFormat:
-    """Return the format of a checkpoint's answers; ``setting`` names that of calls if it is not empty.
+    """Return the format of a checkpoint's answers.
 
-    Raises ConfigError.
+    ``setting`` names the format of calls; if it is empty, the template and the vocabulary decide. Raises ConfigError.
     """
     if setting and setting not in FORMATS:
         raise ConfigError(f"gateway.tool_format is {setting!r}: use one of {', '.join(FORMATS)}")

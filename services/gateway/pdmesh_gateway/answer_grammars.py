@@ -1,7 +1,7 @@
-"""Structured output: from ``response_format`` and vLLM's ``structured_outputs`` to a grammar, checked before anything
-waits for it.
+"""Structured output: turn ``response_format`` and vLLM's ``structured_outputs`` into a grammar, and check the grammar
+before the request is queued.
 
-JSON is compact by default: where blanks are allowed, a model may write them for ever.
+JSON is compact by default: where blanks are allowed, a model may write them without end.
 """
 
 from __future__ import annotations
@@ -28,31 +28,33 @@ from pdmesh_gateway.schemas import ANY_OBJECT, Obeyed
 QuestionT = TypeVar("QuestionT")
 AnswerT = TypeVar("AnswerT")
 
-#: A schema's own size, and what it may hold; OpenAI allows 5,000 properties, of which compiling takes seconds.
+#: Limits of a schema: its size and its contents. OpenAI allows 5,000 properties, but compiling so large a schema takes
+#: seconds.
 MAX_SCHEMA_BYTES = 64 * 1024
 MAX_PROPERTIES = 1000
 MAX_ENUM_VALUES = 1000
 MAX_DEPTH = 64
-#: Of what there must be at least: lists of a million compile, and take seconds a token.
+#: Limit of a schema's lower bounds: lists of a million items compile, and then take seconds a token.
 MAX_LEAST = 10_000
 _LEAST = ("minItems", "minLength", "minProperties", "minContains")
 
-#: Compiling takes longer than this only for what is meant to.
+#: Limit of the time to compile: only schemas that are written to be slow take longer.
 COMPILE_LIMIT_S = 2.0
 
-#: Grammars of which it is known whether they can be obeyed, the latest.
+#: Sizes of the caches: verdicts on grammars, and schemas reduced to the part that can be obeyed.
 MAX_KEPT = 4096
 MAX_KEPT_SCHEMAS = 256
 
-#: Dropped constraints that one schema's warnings name.
+#: Limit of the dropped constraints that one schema's warnings name.
 MAX_WARNINGS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerConstraint:
-    """What a request asks for: a ``grammar``, or JSON that fits a ``schema``. ``param`` names the field.
+    """Constraint that a request sets on its answer: a ``grammar``, or JSON that fits a ``schema``.
 
-    ``text`` is a grammar in GBNF or Lark.
+    ``param`` names the request's field. ``text`` is a grammar in GBNF or Lark, not converted yet. ``blanks`` allows
+    white space between the parts of JSON; the regular expression ``pattern`` says which.
     """
 
     param: str
@@ -61,22 +63,28 @@ class AnswerConstraint:
     schema: Any = None
     strict: bool = False
     blanks: bool = False
-    pattern: str | None = None  # matches white space
+    pattern: str | None = None
 
 
 class GrammarChecker:
-    """Checks grammars: each is compiled once, off the event loop. All questions to ``judge`` block."""
+    """Checker of grammars, which compiles each grammar once, off the event loop.
+
+    The methods of ``judge`` block, so they run on a thread. One compilation runs at a time: hard grammars delay only
+    requests with grammars.
+    """
 
     def __init__(self, judge: GrammarProcess) -> None:
         self._judge = judge
-        self._problems: dict[bytes, str | None] = {}  # by digest
-        self._obeyed: dict[bytes, Obeyed] = {}  # likewise
-        self._limiter = anyio.CapacityLimiter(1)  # whoever asks for hard ones waits for their own kind
+        #: Verdicts by the digest of the grammar.
+        self._problems: dict[bytes, str | None] = {}
+        #: Results by the digest of the schema.
+        self._obeyed: dict[bytes, Obeyed] = {}
+        self._limiter = anyio.CapacityLimiter(1)
 
     async def grammar(self, fields: SamplingFields) -> tuple[str, list[str]]:
-        """Return the grammar that answers are held to (empty without one), and warnings of dropped constraints.
+        """Return the grammar that answers must obey, and warnings of dropped constraints.
 
-        Raises RequestRejected naming the field.
+        The grammar is empty if the request sets no constraint. Raises RequestRejected naming the field.
         """
         asked = asked_for(fields)
         if asked is None:
@@ -86,9 +94,9 @@ class GrammarChecker:
         return grammar, warnings
 
     async def grammar_of(self, asked: AnswerConstraint) -> tuple[str, list[str]]:
-        """Return the grammar that is asked for, unchecked, and warnings of dropped constraints.
+        """Return the grammar of a constraint, unchecked, and warnings of dropped constraints.
 
-        Raises RequestRejected.
+        Raises RequestRejected for a schema that is malformed, or strict with parts that cannot be obeyed.
         """
         if asked.text:
             return await self._converted(asked.text, asked.param), []
@@ -135,12 +143,12 @@ class GrammarChecker:
             return answer
 
     async def check(self, param: str, grammar: str) -> None:
-        """Raise RequestRejected, naming the field that asks for it, if a grammar cannot be obeyed."""
+        """Raise RequestRejected naming ``param`` if a grammar cannot be obeyed."""
         if (problem := await self.problem(grammar)) is not None:
             raise invalid(param, f"`{param}` {problem}")
 
     async def problem(self, grammar: str) -> str | None:
-        """Return what is wrong with a grammar, to be said of what asks for it; None if it can be obeyed."""
+        """Return why a grammar cannot be obeyed, worded to follow the field's name; None if it can be."""
         if len(grammar) > MAX_GRAMMAR_BYTES:
             return f"makes a grammar of more than {MAX_GRAMMAR_BYTES} bytes."
         digest = hashlib.blake2b(grammar.encode("utf-8", "surrogatepass")).digest()
@@ -153,7 +161,7 @@ class GrammarChecker:
                 self._keep(digest, None if problem is None else f"cannot be obeyed: {problem}")
                 return self._problems[digest]
             self._judge.give_up()
-        # Not kept: on a busy machine the same grammar may be compiled in time when it is asked for again.
+        # Not cached: on a busy machine the same grammar may compile in time at the next request.
         return f"takes longer than {COMPILE_LIMIT_S:g} s to compile: make it simpler."
 
     def _keep(self, digest: bytes, problem: str | None) -> None:
@@ -163,7 +171,7 @@ class GrammarChecker:
 
 
 def asked_for(fields: SamplingFields) -> AnswerConstraint | None:
-    """Return what a request asks its answer to be held to, if anything. Raises RequestRejected."""
+    """Return the constraint that a request sets on its answer; None without one. Raises RequestRejected."""
     options, wanted = fields.structured_outputs, fields.response_format
     if options is not None and (asked := _of_options(options)) is not None:
         if wanted is not None and wanted.type != "text":
@@ -188,7 +196,10 @@ def asked_for(fields: SamplingFields) -> AnswerConstraint | None:
 
 
 def read_schema(schema: Any, param: str) -> Any:
-    """Return a schema, given as an object or its text, that is not too large. Raises RequestRejected."""
+    """Return a schema that is given as an object or as JSON text.
+
+    Raises RequestRejected if it is too large or unreadable.
+    """
     if isinstance(schema, str):
         if len(schema) > MAX_SCHEMA_BYTES:
             raise _too_large(param)
@@ -203,15 +214,16 @@ def read_schema(schema: Any, param: str) -> Any:
 
 
 def json_grammar(schema: Any, param: str, *, blanks: bool = False, pattern: str | None = None) -> str:
-    """Return the grammar of JSON that fits a schema. Raises RequestRejected.
+    """Return the grammar of JSON that fits a schema. Raises RequestRejected if llguidance cannot read the schema.
 
-    The JSON is compact, but for ``blanks``, or what the regular expression ``pattern`` allows between its parts.
+    The JSON is compact unless ``blanks`` is set, or ``pattern``, the regular expression of white space between its
+    parts.
     """
     try:
         if pattern is not None:
             return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": pattern})
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": blanks})
-    except ValueError as error:  # as of numbers that are too large
+    except ValueError as error:
         raise invalid(param, f"`{param}` has a schema that cannot be read: {error}") from None
 
 
@@ -246,7 +258,10 @@ def _choice(choices: Sequence[str], param: str) -> str:
 
 
 def _structural_tag(given: Any, param: str) -> str:
-    """Text with tagged parts, in vLLM's first form: ``structures`` of begin, schema and end, and ``triggers``."""
+    """Return the grammar of text with tagged parts. Raises RequestRejected.
+
+    ``given`` has vLLM's first form: ``structures`` of begin, schema and end, and ``triggers``.
+    """
     try:
         tag = msgspec.convert(json.loads(given) if isinstance(given, str) else given, _StructuralTag, strict=False)
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
@@ -278,7 +293,7 @@ class _StructuralTag(msgspec.Struct):
 
 
 def check_size(schema: Any, param: str) -> None:
-    """Raise RequestRejected for a schema that is deeper or larger than any that is meant to be obeyed."""
+    """Raise RequestRejected for a schema that is too large or nested too deep."""
     num_properties = num_values = 0
     level: list[Any] = [schema]
     for _ in range(MAX_DEPTH):

@@ -1,7 +1,7 @@
-"""Keys at the edges: who a client is, what it may ask for, and how much.
+"""API keys: identify each client, check its scopes, and limit its requests and tokens.
 
-The file of keys is read again when it has changed, which is looked at when a key is checked. A file that is wrong then
-leaves the keys as they were; one that holds none any more lets nobody in.
+Checking a key reloads the file of keys if it has changed. If the new file is wrong, the previous keys stay in use; if
+it holds no key, no client may enter.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pdmesh.watched_file import WatchedFile
 
 log = structlog.get_logger()
 
-#: Who enters where no key is needed.
+#: Key of every client where no key is required.
 ANYBODY = ApiKey(name="", hash="", scopes=SCOPES)
 
 
 class Allowance:
-    """A rate limit of units a minute, at most a minute's at once. Charging afterwards may leave a debt."""
+    """Rate limit in units a minute. A burst may use up to one minute's units; charging afterwards may leave a debt."""
 
     def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
         self.per_minute = per_minute
@@ -34,7 +34,7 @@ class Allowance:
         self._at_s = clock()
 
     def wait_s(self) -> float:
-        """Seconds until a unit is available again; 0 is now."""
+        """Return the seconds until a unit is available; 0 if one is available now."""
         self._refill()
         return 0.0 if self._level >= 1 else (1 - self._level) * 60 / self.per_minute
 
@@ -49,7 +49,7 @@ class Allowance:
 
 
 class Client:
-    """One key and what was used of it."""
+    """An API key with its current use."""
 
     def __init__(self, key: ApiKey, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -68,13 +68,13 @@ class Client:
         return self.key.share
 
     def change(self, key: ApiKey) -> None:
-        """Its entry was changed: what it has used of a limit that stays is not forgotten."""
+        """Replace the entry of the key. Use that counts against an unchanged limit is kept."""
         self.key = key
         self._requests = self._allowance(self._requests, key.requests_per_minute)
         self._tokens = self._allowance(self._tokens, key.tokens_per_minute)
 
     def check_scope(self, scope: str) -> None:
-        """Raises RequestRejected (403)."""
+        """Raise RequestRejected (403) if the key lacks ``scope``."""
         if scope not in self.key.scopes:
             raise RequestRejected(
                 f"The key {self.name!r} may not do this: it needs the scope {scope!r}.",
@@ -83,7 +83,7 @@ class Client:
             )
 
     def check_service_level(self, priority: int, slo: Slo) -> None:
-        """Check what a request asks for beyond its turn. Raises RequestRejected."""
+        """Raise RequestRejected if the key may not ask for this priority or for so short a time to first token."""
         low, high, least_ms = self.key.min_priority, self.key.max_priority, self.key.min_slo_ttft_ms
         if (low is not None and priority < low) or (high is not None and priority > high):
             raise RequestRejected(
@@ -101,9 +101,10 @@ class Client:
 
     @contextmanager
     def generating(self, *, num_choices: int, num_prompt_tokens: int) -> Generator[Callable[[int], None]]:
-        """One request within the block; tell the function that it yields of its output tokens.
+        """Count one request of ``num_choices`` choices as running within the block.
 
-        Raises RequestRejected (429).
+        Yields a function that charges output tokens; call it with their number. Raises RequestRejected (429) if a limit
+        is reached.
         """
         most = self.key.max_concurrent_requests
         if most is not None and self._num_running + num_choices > most:
@@ -139,26 +140,27 @@ class Client:
 
 
 class ApiKeys:
-    """The keys one of which a client must show. Everybody may enter where neither a key nor a file of keys is set."""
+    """Set of accepted API keys. If neither a key nor a file of keys is set, every client may enter."""
 
     def __init__(self, security: SecurityConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError if there is a file of keys that cannot be used, or that holds none."""
+        """Raise ConfigError if the file of keys cannot be used or holds no key."""
         self._clock = clock
         path = security.api_keys_file
         self._file = None if path is None else WatchedFile(path, "security.api_keys_file", clock)
         self._single = security.api_key
-        self._clients: dict[str, Client] = {}  # by hash
+        #: Clients by the hash of the key.
+        self._clients: dict[str, Client] = {}
         self._anybody = Client(ANYBODY, clock)
         self._take(self._read())
         if self._file is not None and not self._clients:
             raise ConfigError(f"{self._file.where} contains no key: create one with `pdmesh keys new NAME`")
 
     def __bool__(self) -> bool:
-        """Whether a key is needed."""
+        """Return whether a key is required."""
         return self._file is not None or bool(self._clients)
 
     def check(self, authorization: str | None, api_key: str | None = None) -> Client:
-        """Return the client that an ``Authorization`` header, or else an ``x-api-key``, belongs to.
+        """Return the client of an ``Authorization`` header or, without one, of an ``x-api-key``.
 
         Raises RequestRejected (401).
         """
@@ -170,7 +172,7 @@ class ApiKeys:
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorized("You didn't provide an API key: send it as `Authorization: Bearer KEY`.")
-        # Looked up by hash: how long that takes tells nothing of a key.
+        # The lookup is by hash, so its duration reveals nothing about a key.
         client = self._clients.get(hash_key(key.strip()))
         if client is None:
             raise _unauthorized("Incorrect API key provided.")
@@ -197,7 +199,7 @@ class ApiKeys:
         self._clients = clients
 
     def _read(self) -> list[ApiKey]:
-        """Raises ConfigError."""
+        """Return the keys of the settings and of the file. Raises ConfigError."""
         keys: list[ApiKey] = []
         if self._single:
             key = _sendable(self._single, "security.api_key")
@@ -209,14 +211,14 @@ class ApiKeys:
 
 
 def _lines(text: str, where: str) -> list[ApiKey]:
-    """Keys as they are, one a line (``#`` begins a comment), without limits."""
+    """Return the keys of a plain file: one key a line, without limits. ``#`` begins a comment line."""
     lines = dict.fromkeys(line.strip() for line in text.splitlines())
     hashes = [hash_key(_sendable(line, where)) for line in lines if line and not line.startswith("#")]
     return [ApiKey(name=f"key-{digest[7:15]}", hash=digest) for digest in hashes]
 
 
 def _sendable(key: str, where: str) -> str:
-    """Return a key as `header_text` reads it from a header. Raises ConfigError if no header can carry it."""
+    """Return a key as `header_text` would read it from a header. Raises ConfigError if no header can carry it."""
     key = header_text(key.strip().encode("utf-8", "surrogateescape"))
     if not key or any((char < " " and char != "\t") or char == "\x7f" for char in key):
         raise ConfigError(f"{where} has a key that no header can carry: use letters, digits and marks")
@@ -224,7 +226,7 @@ def _sendable(key: str, where: str) -> str:
 
 
 def header_text(value: bytes) -> str:
-    """Return the value of a header, which clients write in UTF-8 or, by older rules, in Latin-1."""
+    """Return the value of a header: UTF-8 or else, by the older rules, Latin-1."""
     try:
         return value.decode()
     except UnicodeDecodeError:

@@ -1,7 +1,6 @@
-"""Byte-level vocabularies, as GPT-2, Llama 3 and Qwen have them: each token stands for bytes, wherever it is.
+"""Byte-level vocabularies of GPT-2, Llama 3 and Qwen: each token stands for the same bytes at every position.
 
-So a text is put together from what its tokens stand for, which is looked up once for each token, and only what is not
-a whole character by itself is decoded as it comes.
+The text of a token that is whole characters is looked up in a table. Only other tokens pass an incremental decoder.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 def decoder_types(tokenizer: Tokenizer) -> list[str]:
-    """Return the kinds of a tokenizer's decoders, in their order."""
+    """Return the types of a tokenizer's decoders, in order."""
     if tokenizer.decoder is None:
         return []
     decoder: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
@@ -26,12 +25,12 @@ def decoder_types(tokenizer: Tokenizer) -> list[str]:
 
 
 class ByteLevelVocabulary:
-    """What the tokens of a tokenizer stand for whose only decoder is ``ByteLevel``."""
+    """Bytes and texts of the tokens of a tokenizer whose only decoder is ``ByteLevel``."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._bytes: dict[int, bytes] = {}  # at most the vocabulary
-        #: Of tokens that are whole characters, of those that were looked up.
+        self._bytes: dict[int, bytes] = {}
+        #: Texts of the tokens looked up so far that are whole characters.
         self.texts: dict[int, str] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
@@ -46,7 +45,10 @@ class ByteLevelVocabulary:
 
 
 class ByteLevelDetokenizer:
-    """A `pdmesh_gateway.detokenizer.Detokenizer` for byte-level vocabularies."""
+    """A `pdmesh_gateway.detokenizer.Detokenizer` for byte-level vocabularies.
+
+    ``prompt_tail`` is decoded first and not shown, because a prompt may end within a character.
+    """
 
     def __init__(
         self,
@@ -59,13 +61,15 @@ class ByteLevelDetokenizer:
         self._texts = vocabulary.texts
         self._hidden_ids = hidden_ids
         self._decoder = _utf8_decoder(errors="replace")
-        self._is_whole = True  # what was pushed; else the decoder has the beginning of a character
-        for token_id in prompt_tail:  # it may end within a character
+        self._is_whole = True
+        for token_id in prompt_tail:
             self.push(token_id)
         self._flushable = False
 
     def push(self, token_id: int) -> str:
-        """The text that is certain with this token: no character that a later token may complete."""
+        """Add a token and return the text that is now certain: a character that a later token may complete is held
+        back.
+        """
         if token_id in self._hidden_ids:
             return ""
         self._flushable = True
@@ -76,14 +80,17 @@ class ByteLevelDetokenizer:
         return text
 
     def flush(self) -> str:
-        """What was held back, at the end of the generation."""
+        """Return the text that was held back, at the end of the generation."""
         text = self._decoder.decode(b"", final=True) if self._flushable else ""
         self._flushable = False
         return text
 
 
 def _bytes_of(piece: str) -> bytes:
-    """What a vocabulary's entry stands for; one that is not of the alphabet, as added tokens may be, is itself."""
+    """Return the bytes of a vocabulary's entry.
+
+    An entry outside the alphabet, such as an added token, is its own UTF-8.
+    """
     try:
         return bytes([_BYTE_OF_CHAR[char] for char in piece])
     except KeyError:
@@ -91,7 +98,10 @@ def _bytes_of(piece: str) -> bytes:
 
 
 def _alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: printable Latin-1 stays, the others follow from U+0100 on."""
+    """Return the byte of each of GPT-2's stand-in characters.
+
+    Printable Latin-1 stands for itself; the other bytes follow from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}

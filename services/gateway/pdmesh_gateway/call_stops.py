@@ -1,4 +1,4 @@
-"""Stop strings in answers with calls of tools: they act on text and on reasoning, and not within calls."""
+"""Stop strings in answers with calls of tools: they apply to text and reasoning, and not within calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pdmesh_gateway.stop import StopFinder
 
 
 class CallStops(StopFinder):
-    """Finds stop strings with the answer's parser. Text that may become a call is held back."""
+    """Finder of stop strings that reads the answer with its parser. Text that may become a call is held back."""
 
     def __init__(self, stops: Sequence[str], include_stop: bool, parser: Callable[[ItemWriter], ItemParser]) -> None:
         super().__init__(stops, include_stop)
@@ -26,7 +26,10 @@ class CallStops(StopFinder):
         return shown if found is not None else shown + super().flush()[0], found
 
     def _search(self, *, check: bool) -> tuple[str, str | None]:
-        """Return the text to show of all that was read and, if one was found, the stop string."""
+        """Search the spans read since the last call; return the text to show and, if one was found, the stop string.
+
+        No stop string reaches across a call.
+        """
         shown = ""
         for piece, is_text in self._spans.take_spans():
             if is_text:
@@ -34,7 +37,7 @@ class CallStops(StopFinder):
                 shown += more
                 if found is not None:
                     return shown, found
-            else:  # no stop string reaches across a call
+            else:
                 shown += super().flush()[0] + piece
         return shown, None
 

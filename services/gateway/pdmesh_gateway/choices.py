@@ -1,4 +1,4 @@
-"""One generation of a job: its tokens become text, and end where a stop string does."""
+"""A generation of a job: its tokens become text, which ends at a stop string."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from pdmesh_gateway.stop import StopFinder
 
 @dataclass(slots=True, kw_only=True)
 class Delta:
-    """What is new of one choice."""
+    """New tokens, text and state of one choice.
+
+    ``text_offsets``: for each token, the number of the choice's characters before it. ``embedding``: set if the request
+    asks for one instead of text, see `pdmesh.wire.messages.TokenOut`.
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list[int])
-    text_offsets: list[int] = field(default_factory=list[int])  # of each token: the choice's characters before it
+    text_offsets: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprobs | None] = field(default_factory=list[TokenLogprobs | None])
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    embedding: bytes = b""  # where one was asked for, and no text: see `pdmesh.wire.messages.TokenOut`
+    embedding: bytes = b""
 
     def extend(self, later: Delta) -> None:
         """Add a later delta, but not its text: the caller joins the pieces."""
@@ -35,14 +39,14 @@ class Delta:
 
 
 class GenerationFailed(RequestRejected):
-    """An instance could not go on with a generation."""
+    """Error of a generation that an instance could not continue."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=500, code="generation_failed")
 
 
 class GrammarFailed(RequestRejected):
-    """An answer cannot be held to its grammar any further: too complex, or no token can follow."""
+    """Error of an answer whose grammar became too complex, or allows no token that the model has."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(
@@ -54,14 +58,17 @@ class GrammarFailed(RequestRejected):
 
 @dataclass(slots=True, kw_only=True)
 class Choice:
-    """One generation of a job, from tokens to text."""
+    """A generation of a job, from tokens to text.
+
+    ``num_characters`` counts the text so far, including the text that stop strings hold back.
+    """
 
     index: int
     transcript: Transcript
     detokenizer: Detokenizer
     stop: StopFinder
     num_tokens: int = 0
-    num_characters: int = 0  # of the text so far, with what stop strings hold back
+    num_characters: int = 0
     finish_reason: str | None = None
 
     @property
@@ -75,7 +82,8 @@ class Choice:
         for token in tokens:
             finish = None if token.finish_reason is None else _finish_of(token.finish_reason)
             if finish == "error":
-                if params.grammar and token.token_id is not None:  # with any other failure no token comes
+                # Only a failed grammar comes with a token.
+                if params.grammar and token.token_id is not None:
                     raise GrammarFailed(self.num_tokens + 1)
                 raise GenerationFailed(token.error or "The generation was aborted.")
             delta.embedding = token.embedding
@@ -85,8 +93,8 @@ class Choice:
                 delta.token_ids.append(token.token_id)
                 delta.text_offsets.append(self.num_characters)
                 delta.logprobs.append(token.logprobs)
-                # A token that stands for the end is no text, unless its text was asked for. The last one of an answer
-                # that its grammar ended is text like any other.
+                # A token that ends the generation is no text, unless its text was asked for. The last token of an
+                # answer that its grammar ended is text.
                 is_last_text = params.grammar and token.stop_token_id is None
                 is_end = finish == "stop" and not (is_last_text and token.token_id not in params.eos_token_ids)
                 if not is_end or self.stop.include_stop:
@@ -114,7 +122,7 @@ class Choice:
 
 
 def _finish_of(reason: FinishReason) -> str:
-    """OpenAI's word for how a generation ended."""
+    """Return OpenAI's word for the reason that ended a generation."""
     match reason:
         case FinishReason.STOP:
             return "stop"

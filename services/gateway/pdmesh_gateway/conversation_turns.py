@@ -1,6 +1,6 @@
-"""Conversations put together from pieces, as messages that chat templates know.
+"""Conversations assembled from pieces into the messages that chat templates expect.
 
-Dialects that give a conversation as blocks or items, rather than as messages, say one piece after the other.
+Dialects whose requests are blocks or items, rather than messages, pass the pieces in order.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pdmesh_gateway.conversations import Conversation
 from pdmesh_gateway.sampling import invalid
 from pdmesh_gateway.templates import check_nesting, nested_too_deep
 
-#: Longer conversations are put together on a thread.
+#: Largest number of parts that is assembled on the event loop; longer conversations use a thread.
 INLINE_PARTS = 256
 
 
 async def built(
     convert: Callable[[], Conversation], *, num_parts: int, most: int, param: str, num_messages: int | None = None
 ) -> Conversation:
-    """Return the conversation that ``convert`` makes of ``num_parts`` parts, on a thread if these are many.
+    """Return the conversation that ``convert`` makes of ``num_parts`` parts, on a thread if there are many parts.
 
-    Raises RequestRejected naming ``param`` for more than ``most`` messages, or parts where messages are not counted,
-    and for values that are nested too deep.
+    Raises RequestRejected naming ``param`` if there is no message, if there are more than ``most``, or if values are
+    nested too deep. ``num_messages`` is None where parts are counted instead.
     """
     number, what = (num_parts, "parts") if num_messages is None else (num_messages, "messages")
     if not number:
@@ -45,7 +45,7 @@ async def built(
 
 
 def reasoning_variables(given: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
-    """Return a template's variables. An ``effort`` of reasoning sets some that are not given."""
+    """Return the template's variables. An ``effort`` of reasoning adds defaults for variables that are not given."""
     variables = dict(given or {})
     if effort is not None:
         variables.setdefault("reasoning_effort", effort)
@@ -55,7 +55,7 @@ def reasoning_variables(given: Mapping[str, Any] | None, effort: str | None) -> 
 
 
 class TurnBuilder:
-    """Collects pieces into messages: what one side says in a row is one message, as templates expect."""
+    """Builder of messages: consecutive pieces of one side become one message, as templates expect."""
 
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = []
@@ -71,7 +71,7 @@ class TurnBuilder:
         return bool(self._messages) and self._messages[-1]["role"] == "assistant"
 
     def text(self, role: str, text: str) -> None:
-        """Add what ``role`` says: to the message before, if that is its own."""
+        """Add text of ``role``, to the last message if that is of the same side."""
         last = self._messages[-1] if self._messages else None
         if last is None or _side_of(last["role"]) != _side_of(role):
             self._messages.append({"role": role, "content": text})
@@ -79,7 +79,7 @@ class TurnBuilder:
             last["content"] = f"{last['content']}\n{text}" if last["content"] else text
 
     def reasoning(self, text: str) -> None:
-        """Add what the assistant thought before it says or does what comes next."""
+        """Add reasoning of the assistant that precedes the next text or call."""
         answer = self._answer(fresh=True)
         answer["reasoning_content"] = answer.get("reasoning_content", "") + text
 
@@ -90,15 +90,18 @@ class TurnBuilder:
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def result(self, call_id: str, text: str) -> None:
-        """Add what a tool answered."""
+        """Add a tool's result."""
         self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return all of it."""
+        """Return the messages."""
         return self._messages
 
     def _answer(self, *, fresh: bool = False) -> dict[str, Any]:
-        """The assistant's message that goes on here; ``fresh``: one that has said nothing yet."""
+        """Return the assistant's message to extend, and begin one if the last message is not the assistant's.
+
+        ``fresh`` also begins one if the last message already has text or calls.
+        """
         last = self._messages[-1] if self._messages else None
         if last is None or last["role"] != "assistant" or (fresh and (last["content"] or "tool_calls" in last)):
             last = {"role": "assistant", "content": ""}
@@ -107,9 +110,9 @@ class TurnBuilder:
 
 
 def arguments_of(given: Any) -> dict[str, Any] | str:
-    """Return a call's arguments as the object that templates want; the text of it, if an answer was cut in it.
+    """Return a call's arguments as the object that templates expect; as text if they are not a JSON object.
 
-    No arguments are an empty object. Raises RecursionError for an object that is nested too deep.
+    Missing arguments are an empty object. Raises RecursionError for an object that is nested too deep.
     """
     if isinstance(given, dict):
         return given
@@ -125,5 +128,5 @@ def arguments_of(given: Any) -> dict[str, Any] | str:
 
 
 def _side_of(role: str) -> str:
-    """Return whose turn a message is: a system and a developer message are both instructions."""
+    """Return the side of a role: a system and a developer message are both instructions."""
     return "system" if role == "developer" else role

@@ -1,7 +1,7 @@
-"""Conversations, whichever dialect they came in: from messages and tools to a prompt, and to the items of its answer.
+r"""Conversations of every dialect: turn messages and tools into a prompt, and the answer into items.
 
-An endpoint makes a `Conversation` and `SamplingFields` of its dialect's request, `prepare`\\ s it, and renders the item
-events of the answers that follow.
+An endpoint makes a `Conversation` and `SamplingFields` of its dialect's request, `prepare`\\ s them, and renders the
+item events of the answers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,15 @@ from pdmesh_gateway.tools.tool_choice import Tool, ToolChoice, calls_of, check_t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What a dialect's request comes to."""
+    """A dialect's request in the form that all dialects share.
 
-    messages: list[dict[str, Any]]  # as templates know them: content is text, a call's arguments are an object
+    ``messages`` are as templates expect them: content is text, and a call's arguments are an object. ``template`` is
+    the client's own template, and ``variables`` are further variables for it. ``token_ids`` is the prompt if the client
+    sends tokens; then nothing is rendered. ``add_special_tokens`` is off because templates write special tokens
+    themselves. ``warnings`` are sent along with the answer.
+    """
+
+    messages: list[dict[str, Any]]
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
@@ -36,26 +42,28 @@ class Conversation:
     max_reasoning_tokens: int | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool = False  # templates write them themselves
-    template: str | None = None  # the client's own
-    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further ones for the template
+    add_special_tokens: bool = False
+    template: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
     truncation: Truncation | None = None
-    token_ids: Sequence[int] | None = None  # of the prompt, where the client has them: nothing is rendered
-    warnings: tuple[str, ...] = ()  # of the request
+    token_ids: Sequence[int] | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def shown_tools(self) -> tuple[Tool, ...]:
-        """The tools that the model is told of: all, also those that it may not call now, or none."""
+        """The tools that the prompt lists: all tools, also if a choice of tool excludes some; none if no tool may be
+        called.
+        """
         return self.tools if self.tool_choice.mode != "none" else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A conversation ready to be answered."""
+    """A conversation ready to be answered. ``warnings`` name the constraints that answers cannot be held to."""
 
     prompt: Sequence[int]
     grammar: str = ""
-    warnings: tuple[str, ...] = ()  # what of it answers cannot be held to
+    warnings: tuple[str, ...] = ()
     answer_format: AnswerFormat
     reasoning: ReasoningStart = ReasoningStart.NONE
     calls: Calls | None = None
@@ -68,28 +76,31 @@ class Prepared:
 
     @property
     def call_parser(self) -> Callable[[ItemWriter], ItemParser] | None:
-        """What reads an answer, if that may call tools."""
+        """The parser of an answer that may call tools; None if it may not."""
         return None if self.calls is None else self._parser
 
     def _parser(self, writer: ItemWriter) -> ItemParser:
         return self.answer_format.parser(writer, self.reasoning, self.calls)
 
     def answer(self, job: GenerationJob, index: int) -> ChoiceItems:
-        """Return what turns the deltas of one of the job's choices into items."""
+        """Return the converter of one choice's deltas into items."""
         return ChoiceItems(
             self._parser, ItemWriter(f"{job.request_id}-{index}", shows_reasoning=self.include_reasoning)
         )
 
 
 async def prompt_of(serving: Serving, conversation: Conversation) -> list[int]:
-    """Return a conversation as token ids, of any number. Raises RequestRejected."""
+    """Return a conversation as token ids, of any number. Raises RequestRejected if it cannot be rendered."""
     _, token_ids = await _rendered(serving, conversation)
     return token_ids
 
 
 async def _rendered(serving: Serving, conversation: Conversation) -> tuple[str, list[int]]:
-    """Return a conversation as text and as token ids. Raises RequestRejected."""
-    if conversation.tools:  # they may be as large as a body
+    """Return a conversation as text and as token ids. Raises RequestRejected.
+
+    Tools are checked on a thread, because they may be as large as the body of a request.
+    """
+    if conversation.tools:
         await anyio.to_thread.run_sync(check_tools, conversation.tools, conversation.tool_choice)
     else:
         check_tools((), conversation.tool_choice)
@@ -111,7 +122,11 @@ async def _rendered(serving: Serving, conversation: Conversation) -> tuple[str, 
 
 
 async def prepare(serving: Serving, conversation: Conversation, fields: SamplingFields) -> Prepared:
-    """Return the prompt, and what answers are held to, by tools and by ``fields``. Raises RequestRejected."""
+    """Return the prompt and the grammar of the answers, from tools and ``fields``. Raises RequestRejected.
+
+    If the tools' schemas make a grammar that cannot be obeyed, their arguments may be any objects, with a warning;
+    strict tools and a constraint of the request's own are rejected instead.
+    """
     text, token_ids = await _rendered(serving, conversation)
     prompt = serving.check_prompt(token_ids, what="messages", truncation=conversation.truncation)
     answer_format, checker = serving.answer_format, serving.grammars
@@ -161,8 +176,11 @@ async def prepare(serving: Serving, conversation: Conversation, fields: Sampling
 
 
 def _for_template(conversation: Conversation, tools: ToolFormat) -> list[dict[str, Any]]:
-    """Return messages with the ids of calls that the family's templates accept, and the tool behind each result."""
-    names: dict[str, str] = {}  # of called tools, by the call's id
+    """Return messages with call ids in the form that the model's templates accept, and with the tool's name at each
+    result.
+    """
+    # Names of called tools by call id.
+    names: dict[str, str] = {}
 
     def adapted(message: dict[str, Any]) -> dict[str, Any]:
         changes: dict[str, Any] = {}

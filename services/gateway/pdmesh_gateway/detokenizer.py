@@ -1,7 +1,7 @@
-"""Token ids to text, as they come.
+"""Incremental conversion of token ids to text.
 
-``tokenizers``' own ``DecodeStream`` is not used: it keeps an ever longer buffer while a model emits bytes that never
-form a character, and raises where a byte-fallback decoder changes its mind about bytes it has shown already.
+``DecodeStream`` of ``tokenizers`` is not used, because its buffer grows while a model emits bytes that never form a
+character. Also, ``DecodeStream`` raises where a byte-fallback decoder reinterprets bytes that were shown already.
 """
 
 from __future__ import annotations
@@ -13,32 +13,34 @@ from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
 
-#: A UTF-8 character that is not complete yet is at most three bytes, each of which may show as one U+FFFD.
+#: An incomplete UTF-8 character has at most three bytes, and each byte may show as one U+FFFD.
 _MAX_PENDING = 3
 
-#: Tokens decoded again with each new one, and how far the window grows before it is cut back to that. At least 12
-#: bytes: three pending characters of three bytes, and three bytes until UTF-8 is in step again after a cut.
+#: Number of last tokens that each cut keeps for decoding, and number of tokens that triggers a cut. At least 12 bytes
+#: are needed: three pending characters of three bytes, and three bytes until UTF-8 is in step again after a cut.
 _KEEP = 16
 _GROW = 48
 
 
 class Detokenizer(Protocol):
-    """One generation's text. The concatenated results of `push` and `flush` are the decoded whole."""
+    """The text of one generation. The results of `push` and `flush`, concatenated, are the decoded text."""
 
     def push(self, token_id: int) -> str:
-        """Return the text that is certain with this token: no character that a later token may complete."""
+        """Add a token and return the text that is now certain: a character that a later token may complete is held
+        back.
+        """
         ...
 
     def flush(self) -> str:
-        """Return what was held back, at the end of the generation."""
+        """Return the text that was held back, at the end of the generation."""
         ...
 
 
 class WindowDetokenizer:
-    """A `Detokenizer` for any vocabulary: with each token the last ones are decoded again.
+    """A `Detokenizer` for any vocabulary, which decodes a window of the last tokens again with each token.
 
-    The end of the prompt is decoded along, so that a leading space which a decoder strips from the first token of a
-    text is kept in the middle of one.
+    The window begins with the end of the prompt: a decoder strips a leading space from the first token of a text, and
+    the answer does not begin a text. Tokens in ``hidden_ids`` show no text.
     """
 
     def __init__(
@@ -49,21 +51,24 @@ class WindowDetokenizer:
         prompt_tail: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._hidden_ids = hidden_ids  # special tokens, where they are not wanted
+        self._hidden_ids = hidden_ids
         self._window = [token_id for token_id in prompt_tail[-_KEEP:] if token_id not in hidden_ids]
-        self._text = self._decode()  # of the window
-        self._shown = len(self._text) - _num_pending(self._text)  # characters of it that were returned before
+        #: Text of the window, and the number of characters of it that were returned before.
+        self._text = self._decode()
+        self._shown = len(self._text) - _num_pending(self._text)
         self._flushable = False
 
     def push(self, token_id: int) -> str:
-        """The text that is certain with this token: no character that a later token may complete."""
+        """Add a token and return the text that is now certain: a character that a later token may complete is held
+        back.
+        """
         if token_id in self._hidden_ids:
             return ""
         self._window.append(token_id)
         text = self._decode()
         if not text.startswith(self._text[: self._shown]):
-            # A byte-fallback decoder shows a whole run of bytes as U+FFFD once one of them is wrong, also those it had
-            # decoded before. What was shown stays; the run begins anew with this token.
+            # A byte-fallback decoder shows a whole run of bytes as U+FFFD once one byte is wrong, also bytes that it
+            # decoded before. Shown text stays; the run begins anew with this token.
             self._window = [token_id]
             self._shown = 0
             text = self._decode()
@@ -77,7 +82,7 @@ class WindowDetokenizer:
         return delta
 
     def flush(self) -> str:
-        """What was held back, at the end of the generation."""
+        """Return the text that was held back, at the end of the generation."""
         delta = self._text[self._shown :] if self._flushable else ""
         self._shown = len(self._text)
         return delta

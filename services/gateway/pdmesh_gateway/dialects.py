@@ -14,11 +14,15 @@ from pdmesh_gateway.http.openai_errors import OPENAI_ERRORS, ErrorShape
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """A family of requests and answers, such as Anthropic's."""
+    """A family of requests and answers, such as Anthropic's.
+
+    ``operation`` is OpenTelemetry's `gen_ai.operation.name`. ``paths`` are HTTP paths, each with all paths below it, or
+    methods of gRPC.
+    """
 
     name: str
-    operation: str  # OpenTelemetry's `gen_ai.operation.name`
-    paths: tuple[str, ...]  # HTTP paths, with all below them; or methods of gRPC
+    operation: str
+    paths: tuple[str, ...]
     errors: ErrorShape = OPENAI_ERRORS
 
 
@@ -32,12 +36,12 @@ GRPC_EMBEDDINGS = Dialect("grpc_embeddings", "embeddings", ("/pdmesh.api.v1.Infe
 
 DIALECTS = (CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, GRPC, GRPC_EMBEDDINGS)
 
-#: Probes, the page, and unknown paths.
+#: Dialect of probes, the web page, and unknown paths.
 NO_DIALECT = Dialect("none", "", ())
 
 
 def dialect_of(path: str) -> Dialect:
-    """Return the dialect that has ``path`` or a path above it; `NO_DIALECT` if there is none."""
+    """Return the dialect that owns ``path`` or a path above it; `NO_DIALECT` if there is none."""
     for dialect in DIALECTS:
         if any(path == own or path.startswith(own + "/") for own in dialect.paths):
             return dialect

@@ -1,4 +1,4 @@
-"""Embeddings, whichever edge they are asked at: a prefill of each prompt, and nothing after it."""
+"""Embeddings of the HTTP and gRPC edges: each prompt is a prefill without decoding."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.sampling import invalid
 from pdmesh_gateway.serving import Serving
 
-if TYPE_CHECKING:  # a gateway without embeddings needs no numpy
+# A gateway without embeddings needs no numpy.
+if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-#: As in OpenAI's API.
+#: Limit of inputs, which is OpenAI's.
 MAX_INPUTS = 2048
 
-#: How the last token's hidden state is asked for.
+#: Sampling parameters that ask for the last token's hidden state.
 EMBEDS = SamplingParams(max_tokens=1, temperature=0.0, embeds=True)
 
 
 def check_inputs(number: int, *, what: str) -> None:
-    """Raises RequestRejected naming the field if a request has too many inputs, or none."""
+    """Raise RequestRejected naming the field if a request has too many inputs, or none."""
     if not 1 <= number <= MAX_INPUTS:
         raise invalid(what, f"`{what}` has {number} entries; 1 to {MAX_INPUTS} are allowed.")
 
@@ -33,9 +34,9 @@ def check_inputs(number: int, *, what: str) -> None:
 async def embeddings(
     serving: Serving, client: Client, job: GenerationJob, dimensions: int | None
 ) -> AsyncIterator[npt.NDArray[np.float32]]:
-    """Yield the embedding of each of a job's prompts, of which so many are under way at once as one request may have.
+    """Yield the embedding of each of a job's prompts, in order. Raises RequestRejected.
 
-    Raises RequestRejected.
+    At most as many prompts run at once as one request may have.
     """
     num_done = 0
     for part in serving.parts_of(job.prompts):
@@ -46,7 +47,7 @@ async def embeddings(
 
 
 async def _hidden(serving: Serving, client: Client, job: GenerationJob) -> list[bytes]:
-    """Return the hidden state of each prompt's last token."""
+    """Return the hidden state of each prompt's last token. Raises GenerationFailed if an instance returns none."""
     found = [b""] * job.num_choices
     async with serving.generation(client, job) as generation:
         async for batch in generation.deltas():

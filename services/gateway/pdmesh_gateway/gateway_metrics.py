@@ -1,4 +1,4 @@
-"""Prometheus metrics of the gateway, in the shapes that dashboards for vLLM know, under our prefix.
+"""Prometheus metrics of the gateway, in the shapes that dashboards for vLLM expect, under our prefix.
 
 The latency histograms and the gauges that routers read are exposed a second time under vLLM's own names.
 """
@@ -24,22 +24,22 @@ from pdmesh_gateway.transcripts import Transcripts
 
 PREFIX = "pdmesh"
 
-# Bucket bounds are vLLM's, so that its dashboards draw the same.
+# Bucket bounds equal vLLM's, so that its dashboards draw the same.
 _TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _REFUSAL_BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)
 _E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _LENGTH_BUCKETS = tuple(scale * step for scale in (1, 10, 100, 1000, 10_000, 100_000) for step in (1, 2, 5))
 
-#: Of the latest tokens, for the percentiles on the page. Dashboards read the histograms of ``/metrics``.
+#: Number of latest tokens in the percentiles on the page. Dashboards read the histograms of ``/metrics``.
 NUM_LATENCIES = 2048
 
-#: Requests of one frame that the page draws a dot for.
+#: Limit of the requests that the page draws as dots in one frame.
 NUM_NEW = 256
 
 
 class RecentLatencies:
-    """The latest TTFTs, ITLs and TPOTs of this gateway, in seconds, and how many output tokens it has delivered."""
+    """The latest TTFTs, ITLs and TPOTs of this gateway in seconds, and the number of output tokens delivered."""
 
     def __init__(self) -> None:
         self._ttft_s: deque[float] = deque(maxlen=NUM_LATENCIES)
@@ -59,7 +59,10 @@ class RecentLatencies:
         self._new_tpot_s.append(tpot_s)
 
     def take_new(self) -> dict[str, list[float] | int]:
-        """Return TTFTs and TPOTs since the last call, at most `NUM_NEW` of each, and output tokens since the start."""
+        """Return and clear the TTFTs and TPOTs since the last call, at most `NUM_NEW` of each.
+
+        The number of output tokens in the result counts from the start.
+        """
         new: dict[str, list[float] | int] = {
             "ttfts_s": list(self._new_ttft_s),
             "tpots_s": list(self._new_tpot_s),
@@ -70,7 +73,7 @@ class RecentLatencies:
         return new
 
     def percentiles(self) -> dict[str, dict[str, float] | None]:
-        """Median and 99th percentile of each; None of what has not been measured."""
+        """Return the median and 99th percentile of TTFT and ITL; None for one without a measurement."""
         return {"ttft_s": _percentiles(self._ttft_s), "itl_s": _percentiles(self._itl_s)}
 
 
@@ -88,7 +91,8 @@ class GatewayMetrics:
         self.latencies = RecentLatencies()
         self.registry = CollectorRegistry()
 
-        aliased: list[Collector] = []  # metrics with a second name, which is vLLM's
+        # Metrics that are also exposed under vLLM's name.
+        aliased: list[Collector] = []
 
         def histogram(name: str, text: str, buckets: Sequence[float], *, has_alias: bool = True) -> Histogram:
             made = Histogram(f"{PREFIX}:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
@@ -197,7 +201,10 @@ class GatewayMetrics:
         self.registry.register(Aliases(*aliased, rejections, self._success, mesh))
 
     def tokens_out(self, num_tokens: int, now_s: float, started_s: float, last_s: float | None) -> None:
-        """Tokens of one generation were delivered together; ``last_s`` is when the ones before were."""
+        """Record ``num_tokens`` tokens of one generation delivered together.
+
+        ``last_s`` is the time of the previous delivery, None for the first.
+        """
         self.latencies.num_output_tokens += num_tokens
         if last_s is None:
             self._ttft.observe(now_s - started_s)
@@ -218,7 +225,7 @@ class GatewayMetrics:
         e2e_s: float,
         slo: Slo,
     ) -> None:
-        """A generation ended well; ``slo`` is what its client asked for."""
+        """Record a generation that ended well; ``slo`` is the target of its request."""
         tpot_s = tpot_between_s(ttft_s, e2e_s, num_tokens)
         if slo != NO_SLO:
             met = keeps_slo(slo, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
@@ -236,14 +243,16 @@ class GatewayMetrics:
             self.latencies.finished(tpot_s)
 
     def answered(self, *, max_tokens: int, n: int, num_longest_tokens: int, num_preemptions: int) -> None:
-        """All choices of a client's request ended; what was asked for, and the output tokens of the longest."""
+        """Record a client's request whose choices have all ended: its parameters and the longest choice's output
+        tokens.
+        """
         self._preempted.observe(num_preemptions)
         self._asked_tokens.observe(max_tokens)
         self._asked_choices.observe(n)
         self._longest.observe(num_longest_tokens)
 
     def refused(self, reason: RejectReason, took_s: float) -> None:
-        """A request was refused for want of room or time."""
+        """Record a request that was refused for lack of room or time."""
         self._rejections[reason].inc()
         if reason is RejectReason.OVERLOADED:
             self._refusal.observe(took_s)
@@ -252,16 +261,16 @@ class GatewayMetrics:
         self._responses.labels(path, str(status)).inc()
 
     def failed(self, where: str, error: str) -> None:
-        """A request failed by a bug: at which path or method, and the error's type."""
+        """Record a request that failed by a bug: ``where`` is the path or method, ``error`` the error's type."""
         self._failures.labels(where, error).inc()
 
     def exposition(self) -> bytes:
-        """The text format of ``/metrics``."""
+        """Return the metrics in the text format of ``/metrics``."""
         return generate_latest(self.registry)
 
 
 class _OutputTokens(Collector):
-    """The counter of tokens, which costs each of them no lock."""
+    """Counter of output tokens that takes no lock per token."""
 
     def __init__(self, model: str, latencies: RecentLatencies) -> None:
         self._model = model
@@ -274,7 +283,7 @@ class _OutputTokens(Collector):
 
 
 class _MeshCollector(Collector):
-    """The gauges that routers read, from the scheduler's last report."""
+    """Collector of the gauges that routers read, from the scheduler's last report."""
 
     def __init__(self, model: str, mesh_state: Callable[[], MeshStatus | None]) -> None:
         self._model = model

@@ -1,7 +1,8 @@
-"""The gateway's long-lived stream to the scheduler: register, submit, cancel, and what comes back.
+"""The gateway's long-lived stream to the scheduler: register, submit, cancel, and receive commands.
 
-While the scheduler is gone, running generations go on (their tokens do not pass through it); cancels are not lost,
-because the requests that are still waited for are named at the next registration and the others freed.
+While the scheduler is unreachable, running generations continue, because tokens do not pass through it. Cancels of that
+time are not lost: the next registration names the requests that are still waited for, and the scheduler frees the
+others.
 """
 
 from __future__ import annotations
@@ -41,28 +42,31 @@ log = structlog.get_logger()
 
 METHOD = "/pdmesh.v1.Scheduler/Gateway"
 
-#: For the scheduler to say how the mesh is.
+#: Time for the scheduler to answer a request for the state of the mesh.
 REFRESH_LIMIT_S = 0.25
 
-#: Without a word from the scheduler for so many heartbeats, each of which it answers, the stream is given up.
+#: Number of unanswered heartbeats after which the gateway ends the stream; the scheduler answers each heartbeat.
 SILENT_BEATS = 15
 
-#: Another scheduler hears of the instances one after the other. Where they hold contexts together, those may be as long
-#: for so many seconds as the scheduler before it said: longer ones wait there, instead of being refused here.
+#: Instances register one after the other with a new scheduler. Contexts that several instances hold together may be as
+#: long as the previous scheduler allowed for this time, so that long requests wait instead of being refused.
 REGISTER_AGAIN_S = 30.0
 
 
 class Outlook(Enum):
-    """What a new request may wait for."""
+    """State of the mesh for a new request: ready, or the reason to wait.
 
-    READY = auto()  # nothing
-    COMING = auto()  # an instance that is being started again
+    ``COMING``: an instance is being started again.
+    """
+
+    READY = auto()
+    COMING = auto()
     NO_SCHEDULER = auto()
     NO_INSTANCE = auto()
 
 
 class Waiting(Protocol):
-    """Receives what the scheduler says of the generations that the gateway waits for."""
+    """Receiver of the scheduler's commands about the generations that the gateway waits for."""
 
     def waiting(self) -> tuple[tuple[RequestId, Epoch], ...]: ...
 
@@ -78,10 +82,13 @@ class Waiting(Protocol):
 
 
 class GatewaySession:
-    """`run` keeps the stream up; the other methods never block."""
+    """The stream to the scheduler. `run` keeps it connected; only `wait_changed` and `refresh` wait."""
 
     def __init__(self, gateway_id: GatewayId, address: str, security: SecurityConfig, *, token_address: str) -> None:
-        """``address`` is the scheduler's, or those of several; workers reach us at ``token_address``."""
+        """Connect later, in `run`, to the scheduler or schedulers at ``address``.
+
+        Workers reach this gateway at ``token_address``.
+        """
         self._gateway_id = gateway_id
         self._token_address = token_address
         self._address = address
@@ -89,20 +96,23 @@ class GatewaySession:
         self._session: Session[GatewayUp, GatewayDown] | None = None
         self.is_connected = False
         self._changed = anyio.Event()
-        #: Ever made; the last of them may have broken.
+        #: Number of streams made so far; the last one may have ended.
         self.num_connections = 0
-        #: Whom the last of them was made to.
+        #: Id of the scheduler at the other end of the last stream.
         self.scheduler_id: str | None = None
-        #: The scheduler's last word on the mesh; None while it is gone.
+        #: The scheduler's last report on the mesh; None while the scheduler is unreachable.
         self.state: MeshStatus | None = None
-        self._longest_context = 0  # that it served, by its last word
-        self._longest_before, self._before_until_s = 0, 0.0  # by the scheduler before, and until when that holds
+        #: Longest context in the last report that named one.
+        self._longest_context = 0
+        #: Longest context that the previous scheduler served, and the time until which this is used.
+        self._longest_before, self._before_until_s = 0, 0.0
         self._num_reports = 0
-        self._is_asked = False  # for another word, out of turn
+        #: Whether a report was asked for out of turn and has not come yet.
+        self._is_asked = False
 
     @property
     def unready_reason(self) -> str | None:
-        """Why the mesh cannot take a request now, if it cannot."""
+        """The reason why the mesh cannot take a request now; None if it can."""
         if not self.is_connected:
             return "the scheduler cannot be reached"
         if self.state is None:
@@ -111,14 +121,14 @@ class GatewaySession:
 
     @property
     def max_model_len(self) -> int:
-        """The longest context that the mesh serves, in tokens; 0 if nobody says."""
+        """The longest context that the mesh serves, in tokens; 0 if unknown."""
         if self.state is None or not self.state.max_model_len:
             return 0
         return max(self.state.max_model_len, self._longest_of_before)
 
     @property
     def new_weights(self) -> str:
-        """The identity of the weights that new requests are placed on, by the scheduler's last word."""
+        """The identity of the weights for new requests, by the scheduler's last report; empty if unknown."""
         return "" if self.state is None else self.state.new_weights
 
     @property
@@ -127,7 +137,7 @@ class GatewaySession:
 
     @property
     def outlook(self) -> Outlook:
-        """What there is to wait for, for a new request."""
+        """The state of the mesh for a new request."""
         if not self.is_connected:
             return Outlook.NO_SCHEDULER
         if self.unready_reason is None:
@@ -140,7 +150,10 @@ class GatewaySession:
             await self._changed.wait()
 
     async def refresh(self) -> None:
-        """Ask for `state` as it is now, and wait for it for a moment; whoever asks meanwhile waits for the same."""
+        """Ask the scheduler for its current report, and wait at most `REFRESH_LIMIT_S` for it.
+
+        Concurrent callers share one report.
+        """
         asked_at = self._num_reports
         if not self._is_asked:
             self._is_asked = self._post(GatewayHeartbeat())
@@ -149,29 +162,35 @@ class GatewaySession:
                 await self._changed.wait()
 
     def submit(self, message: Submit) -> None:
-        """Hand a request to the scheduler. Raises RequestRejected if it is gone or does not read."""
+        """Send a request to the scheduler.
+
+        Raises RequestRejected if the scheduler is unreachable or reads too slowly.
+        """
         if not self._post(message):
             raise RequestRejected("The scheduler cannot be reached.", status=503, code="unavailable", retry_after_s=1)
 
     def cancel(self, request_id: RequestId, epoch: Epoch, *, num_output_tokens: int) -> None:
-        """Free what a request holds. While the scheduler is gone there is nobody to tell: see the module's text."""
+        """Ask the scheduler to free a request. Without a scheduler nothing is sent: see the module's docstring."""
         self._post(EventMessage.of(RequestCancelled(self._gateway_id, request_id, epoch, num_output_tokens)))
 
     def ask_activity(self) -> None:
-        """Ask for the next `Activity`. While the scheduler is gone it is asked when it is back."""
+        """Ask for the next `Activity`.
+
+        Without a scheduler nothing is sent; the next stream asks again if a page is open.
+        """
         self._post(NextActivity())
 
     def _post(self, message: GatewayUp) -> bool:
         return self.is_connected and self._session is not None and self._session.post(message)
 
     async def run(self, waiting: Waiting, watchers: ActivityHub) -> None:
-        """Connect, and connect again whenever the stream ends, until cancelled."""
+        """Connect, and reconnect whenever the stream ends, until cancelled."""
         async with open_scheduler_channel(self._address, self._security) as channel:
             talk = _Talk(self, channel, waiting, watchers)
             self._session = Session(channel, METHOD, GatewayDown, talk, answer_limit_s=channel.answer_limit_s)
             await self._session.run()
 
-    # For `_Talk`.
+    # Methods for `_Talk`.
 
     def registration(self, waiting: Waiting, unreached_leader: str) -> RegisterGateway:
         return RegisterGateway(
@@ -217,7 +236,7 @@ class GatewaySession:
 
 @dataclass(frozen=True, slots=True)
 class _Talk:
-    """What is said on the stream (`pdmesh.wire.session.Talk`)."""
+    """The gateway's side of the stream's protocol (`pdmesh.wire.session.Talk`)."""
 
     link: GatewaySession
     channel: SchedulerChannel
@@ -265,7 +284,8 @@ class _Talk:
                 self.waiting.on_finished(command)
 
     def overflowed(self) -> None:
-        pass  # registering again tells it what is waited for
+        """Do nothing: the stream ends, and the next registration names the requests that are still waited for."""
+        pass
 
     def lost(self) -> None:
         if self.link.was_silent:

@@ -1,4 +1,4 @@
-"""GBNF, the grammars of llama.cpp, in a spelling that llguidance converts."""
+"""Conversion of GBNF, llama.cpp's grammar language, into the form that llguidance converts."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ _PIECE = re.compile(
 _RULE = re.compile(r"^[ \t]*([A-Za-z0-9_-]+)[ \t]*::=", re.MULTILINE)
 _CHAR = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\(.)|(.)", re.DOTALL)
 _SHORT = {"n": "\n", "r": "\r", "t": "\t"}
-_ANY = "[\\x00-\U0010ffff]"  # a line break, too, unlike the dot of regular expressions
+#: Any character, line breaks included; the dot of regular expressions excludes them.
+_ANY = "[\\x00-\U0010ffff]"
 
 
 class Converted(msgspec.Struct, frozen=True, kw_only=True):
-    """A grammar for llguidance, or why there is none."""
+    """A grammar for llguidance, or the reason why there is none."""
 
     grammar: str = ""
     problem: str = ""
 
 
 def converted(grammar: str) -> Converted:
-    """Convert a grammar as `lark_of` does. llguidance takes quadratic time for some."""
+    """Convert a grammar by `lark_of`, with an error as the ``problem``. llguidance takes quadratic time for some
+    grammars.
+    """
     try:
         return Converted(grammar=lark_of(grammar))
     except (ValueError, RecursionError) as error:
@@ -34,7 +37,10 @@ def converted(grammar: str) -> Converted:
 
 
 def lark_of(grammar: str) -> str:
-    """Return a grammar for llguidance from GBNF, or from Lark, which stays as it is. Raises ValueError."""
+    """Return a grammar for llguidance from GBNF or Lark. Raises ValueError.
+
+    Only GBNF is rewritten; its rules except ``root`` are renamed.
+    """
     names = {name: f"rule-{number}" for number, name in enumerate(_RULE.findall(grammar)) if name != "root"}
     if "::=" not in grammar or "%llguidance" in grammar:
         return grammar_from("grammar", grammar)
@@ -59,7 +65,7 @@ def _respelled(piece: re.Match[str], names: dict[str, str]) -> str:
 
 
 def _text(inner: str) -> str:
-    """Return a literal: control characters, which literals cannot have, are sets of one."""
+    """Return a literal in Lark. Control characters, which literals cannot contain, become sets of one character."""
     parts = [""]
     for char in map(_char, _CHAR.finditer(inner)):
         if (char < " " and char not in "\n\r\t") or char == "\x7f":
@@ -72,7 +78,7 @@ def _text(inner: str) -> str:
 
 
 def _set(inner: str) -> str:
-    """Return the inside of a set. A dash behind a character makes a range with the next one."""
+    """Return the inside of a set. A dash after a character makes a range with the next character."""
     found = list(_CHAR.finditer(inner))
     parts: list[str] = []
     index = 0
@@ -89,7 +95,7 @@ def _in_set(char: str) -> str:
 
 
 def _char(piece: re.Match[str]) -> str:
-    """Return the character that an escape, or the character itself, stands for. Raises ValueError."""
+    """Return the character that an escape or a plain character stands for. Raises ValueError."""
     short, plain = piece[4], piece[5]
     if plain is not None:
         return plain

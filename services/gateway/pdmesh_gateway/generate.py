@@ -1,4 +1,4 @@
-"""Requests of clients at the scheduler: submitted, resumed, cancelled, and told what it says of them."""
+"""Client requests at the scheduler: submit, resume and cancel them, and apply the scheduler's commands."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from pdmesh_gateway.transcripts import Transcripts
 
 log = structlog.get_logger()
 
-#: What became of a generation whose client went away.
+#: Outcome of a generation whose client disconnected.
 CANCELLED = "cancelled"
 
-#: How long a new request waits for a scheduler that is gone for a moment. Those under way wait until their deadline.
+#: How long a new request waits for an unreachable scheduler. Running requests wait until their deadline.
 CONNECT_GRACE_S = 60.0
 
-#: When to come again, where no instance is usable: about what one needs to start.
+#: Seconds that clients are told to wait if no instance is usable: about the start of an instance.
 RETRY_AFTER_S = 5.0
 
 
 class Generator:
-    """Starts generations and keeps their transcripts; answers the scheduler about them."""
+    """Starter of generations and keeper of their transcripts; applies the scheduler's commands to them."""
 
     def __init__(
         self,
@@ -72,24 +72,25 @@ class Generator:
         self.metrics = metrics
 
     def new_request_id(self) -> RequestId:
-        """128 random bits, and whose it is: never used again. What its client calls it is its label."""
+        """Return a new id: this gateway's id and 128 random bits. The client's own id is the request's label."""
         return request_id_of(self._gateway_id, secrets.token_hex(16))
 
     def owns(self, request_id: RequestId) -> bool:
-        """Whether a request is, or was, one of this gateway's."""
+        """Return whether this gateway made a request's id."""
         return is_request_of(self._gateway_id, request_id)
 
     @asynccontextmanager
     async def open(self, job: GenerationJob) -> AsyncGenerator[TextStream]:
-        """Submit a job; whatever of it has not ended when the block is left is cancelled.
+        """Submit a job and yield the stream of its text. Leaving the block cancels the choices that have not ended.
 
-        Raises RequestRejected if the scheduler cannot be reached, no instance is usable, or no token comes for
+        Raises RequestRejected if the scheduler is unreachable, no instance is usable, or no token comes for
         ``job.max_wait_s``.
         """
         mailbox: Mailbox[Transcript] = Mailbox()
         choices: list[Choice] = []
         span = self._span(job)
-        outcome = CANCELLED  # unless the block is left with an error
+        # The outcome if the block is left without an error.
+        outcome = CANCELLED
         is_failure = False
         try:
             await self._wait_ready(job.max_wait_s)
@@ -109,7 +110,8 @@ class Generator:
                     of_prompt.append(choice)
                 choices += of_prompt
                 self._submit_when_possible(*(choice.transcript for choice in of_prompt))
-                await anyio.lowlevel.checkpoint()  # many choices must not hold up other clients
+                # Many choices must not delay other clients.
+                await anyio.lowlevel.checkpoint()
             with anyio.move_on_after(job.max_wait_s) as scope:
                 yield TextStream(self, job, choices, mailbox, span, scope)
             if scope.cancelled_caught:
@@ -131,9 +133,9 @@ class Generator:
             self._ended(job, choices, span, outcome, is_failure=is_failure)
 
     async def _wait_ready(self, limit_s: float) -> None:
-        """Wait until the mesh takes new requests, as long as an instance or a scheduler is expected to come.
+        """Wait until the mesh takes new requests, as long as an instance or a scheduler can be expected to start.
 
-        Raises RequestRejected if nobody is, or after ``limit_s``.
+        Raises RequestRejected when neither is expected any more, or after ``limit_s``.
         """
         link = self._link
         grace_s = {Outlook.NO_SCHEDULER: CONNECT_GRACE_S, Outlook.NO_INSTANCE: self._no_instance_grace_s}
@@ -152,28 +154,30 @@ class Generator:
             )
 
     def finish(self, transcript: Transcript) -> None:
-        """Forget a request whose client has all it wants; cancel it where it still runs."""
+        """Forget a request; cancel it at the scheduler if it has not ended."""
         if not transcript.finished:
             transcript.finished = True
             self._link.cancel(transcript.request_id, transcript.epoch, num_output_tokens=len(transcript.output))
         self._transcripts.remove(transcript)
 
     def resume_stalled(self, transcript: Transcript) -> None:
-        """Submit a request again of which a token was lost on the way: nobody has told of its end, so it is cancelled.
+        """Cancel a request that lost a token on the way, and submit it again.
 
-        It may be what does not get through; not where the scheduler is another one than it was, or gone, or where
-        nothing at all could come from the instance.
+        The request gets a share of the blame, because its tokens may be the cause. No blame is given if the scheduler
+        changed or is unreachable, or if nothing could arrive from the instance.
         """
-        self._link.cancel(transcript.request_id, transcript.epoch, num_output_tokens=0)  # its last epoch tells
+        # The request's last epoch reports the output tokens, so this one reports none.
+        self._link.cancel(transcript.request_id, transcript.epoch, num_output_tokens=0)
         transcript.unheard = transcript.source or transcript.unheard
         is_same = self._link.is_connected and transcript.submitted_on == self._link.num_connections
         may_be_its_own = is_same and not self._transcripts.was_unreachable(transcript)
         self.resume(transcript, "a token was lost on the way", blame=SHARED_BLAME if may_be_its_own else 0.0)
 
     def resume(self, transcript: Transcript, reason: str, *, blame: float = 0.0, retracted: bool = False) -> None:
-        """Submit a request again, from its transcript and under the next epoch. ``retracted``: nothing has failed.
+        """Submit a request again, from its transcript and under the next epoch.
 
-        It fails instead if it got too much of the blame (`Transcript.restart`).
+        The request fails instead if it has too much blame (`Transcript.restart`). ``retracted``: the scheduler took its
+        memory for other requests and nothing failed.
         """
         tell = log.debug if retracted else log.warning
         tell("resuming", request_id=transcript.request_id, epoch=transcript.epoch, reason=reason)
@@ -200,7 +204,10 @@ class Generator:
         return self._tracing.start(REQUEST, job.traceparent, job.received_at, request_attributes(job, self._model))
 
     def _ended(self, job: GenerationJob, choices: list[Choice], span: Span, outcome: str, *, is_failure: bool) -> None:
-        """Tell span and log how a request ended; ``outcome`` is that of the choices that did not finish."""
+        """Record the end of a request in metrics, span and log.
+
+        ``outcome`` is the finish reason of choices that did not finish.
+        """
         num_output_tokens = sum(choice.num_tokens for choice in choices)
         if choices and all(choice.is_done for choice in choices):
             longest = max(choice.num_tokens for choice in choices)
@@ -231,7 +238,7 @@ class Generator:
             duration_s=round(time.time() - job.received_at, 6),
         )
 
-    # What the scheduler says (`pdmesh_gateway.gateway_session.Waiting`).
+    # Callbacks of the scheduler's stream (`pdmesh_gateway.gateway_session.Waiting`).
 
     def waiting(self) -> tuple[tuple[RequestId, Epoch], ...]:
         return self._transcripts.waiting()
@@ -262,33 +269,40 @@ class Generator:
         self._tell(command, drawn)
 
     def _tell(self, command: GatewayCommand, what: Callable[[Transcript], None]) -> None:
-        """Do ``what`` with the request that the scheduler speaks of; if that fails, the request does, alone."""
+        """Call ``what`` with the transcript that a command names. An error fails this request alone."""
         transcript = self._transcripts.current(command.request_id, command.epoch)
         if transcript is not None:
             try:
                 what(transcript)
-            except Exception as error:  # all requests share the scheduler's stream
+            except Exception as error:
+                # All requests share the scheduler's stream.
                 transcript.break_off(error)
 
     def on_connected(self) -> None:
-        """Tell a scheduler that is new of all that nobody seems to work on.
+        """Submit to a new scheduler the requests that no instance has begun to stream.
 
-        One that was sent a request in this epoch knows what became of it, or starts it again under the next: by now it
-        may be freeing what it had of it, or never had it (`unbegun`).
+        A request that was submitted to this scheduler in its present epoch is left alone. The scheduler knows its state
+        or restarts it under the next epoch, also if the submission was lost (`unbegun`).
         """
         for transcript in self._transcripts.unopened():
             if transcript.submitted_to != self._link.scheduler_id:
                 self._submit_when_possible(transcript)
 
     def _submit_when_possible(self, transcript: Transcript, *others: Transcript) -> None:
-        """Now, or when there is a scheduler: a request under way waits for one until its deadline."""
+        """Submit a request now, or at the next connection.
+
+        A running request waits for a scheduler until its deadline.
+        """
         try:
             self._submit(transcript, *others)
         except RequestRejected:
             log.info("waiting for the scheduler", request_id=transcript.request_id, epoch=transcript.epoch)
 
     def _submit(self, transcript: Transcript, *others: Transcript) -> None:
-        """Send a request to the scheduler, with ``others`` of the same prompt. Raises RequestRejected."""
+        """Send a request to the scheduler, with ``others`` of the same prompt.
+
+        Raises RequestRejected without a scheduler.
+        """
         submit = Submit(
             generation=transcript.generation(self._transcripts.arithmetic_of(transcript)),
             priority=transcript.priority,
@@ -347,7 +361,7 @@ class Generator:
 
 
 def _stops(job: GenerationJob) -> StopFinder:
-    """Return what ends a choice at the job's stop strings."""
+    """Return the finder of the job's stop strings."""
     if job.stop and job.call_parser is not None:
         return CallStops(job.stop, job.include_stop, job.call_parser)
     return StopFinder(job.stop, job.include_stop)

@@ -1,9 +1,11 @@
-"""Compiles strangers' grammars within limits, in a process that answers a JSON line on stdin by one on stdout.
+"""A process that compiles clients' grammars within limits: it answers each JSON line on stdin by a JSON line on stdout.
 
-A string is a grammar, answered by its problem or null. An array of one is a schema, answered by an `Obeyed`. An object
-has the ``text`` of a grammar in GBNF or Lark, answered by a `Converted`.
-A process of its own, because the library's limits do not bound all: some schemas never end, or take all memory and
-then the process with it. The tokenizer is read once.
+* A string is a grammar; the answer is its problem or null.
+* An array of one is a schema; the answer is an `Obeyed`.
+* An object has the ``text`` of a grammar in GBNF or Lark; the answer is a `Converted`.
+
+The process is separate because the library's own limits do not cover all grammars: some schemas never finish, or take
+all memory and kill the process. The tokenizer is read once.
 """
 
 from __future__ import annotations
@@ -28,35 +30,40 @@ from pdmesh_gateway.schemas import Obeyed, obeyed
 
 CPU_LIMIT_S = 2
 MEMORY_LIMIT_BYTES = 2 * 1024**3
-#: Of an `Obeyed`, which gateways keep. Its schema is of no use beyond `MAX_GRAMMAR_BYTES`; the rest is room for paths.
+#: Limit of an `Obeyed`, because gateways cache them. Its schema is useless beyond `MAX_GRAMMAR_BYTES`; the rest is room
+#: for paths.
 MAX_ANSWER_BYTES = 4 * MAX_GRAMMAR_BYTES
-#: Streams beside it come first where cores are short.
+#: Gives streams on the same cores precedence.
 NICENESS = 5
 _ANYTHING = json.dumps({"grammars": [{"json_schema": {}}]})
 TOO_MUCH = "it takes too much time or memory."
 
 
 class GrammarProcess:
-    """Judges grammars, one at a time, for a model's tokenizer. Used by threads."""
+    """Client of the process that checks grammars for a model's tokenizer, one at a time.
+
+    The methods block: use threads.
+    """
 
     def __init__(self, directory: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._command = [sys.executable, "-m", "pdmesh_gateway.grammar_process", str(directory), str(vocab_size)]
         self._command += map(str, eos_token_ids)
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._given_up: subprocess.Popen[bytes] | None = None  # killed, but perhaps not dead yet
+        # A process that was killed and may not have ended yet.
+        self._given_up: subprocess.Popen[bytes] | None = None
 
     def prepare(self) -> None:
-        """Start the process if it does not run, and return once it has read the tokenizer. Blocking.
+        """Start the process if it does not run, and wait until it has read the tokenizer.
 
-        Raises InstanceUnavailable if it ends instead.
+        Raises InstanceUnavailable if the process ends instead.
         """
         with self._lock:
             if self._process is not None:
                 if self._process is not self._given_up and self._process.poll() is None:
                     return
                 self._end(self._process)
-            process = self._process = subprocess.Popen(  # which on Linux does not fork
+            process = self._process = subprocess.Popen(  # does not fork on Linux
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
             assert process.stdout is not None
@@ -65,24 +72,24 @@ class GrammarProcess:
                 raise InstanceUnavailable("the process that compiles grammars has ended as it started")
 
     def problem(self, grammar: str) -> str | None:
-        """Return what is wrong with a grammar, in a sentence; None if it can be obeyed. Blocking; after `prepare`."""
+        """Return the reason why a grammar cannot be obeyed, in a sentence; None if it can. Call `prepare` first."""
         answer = self._ask(grammar)
         return TOO_MUCH if answer is None else msgspec.json.decode(answer, type=str | None)
 
     def obeyed(self, schema: Any) -> Obeyed | None:
-        """Return what of a schema can be obeyed; None if that takes too much time or memory. Blocking."""
+        """Return the part of a schema that can be obeyed; None if this takes too much time or memory."""
         answer = self._ask([schema])
         if answer is None or len(answer) > MAX_ANSWER_BYTES:
             return None
         return msgspec.json.decode(answer, type=Obeyed)
 
     def converted(self, text: str) -> Converted | None:
-        """Return a grammar from GBNF or Lark; None if that takes too much time or memory. Blocking."""
+        """Return a grammar from GBNF or Lark; None if this takes too much time or memory."""
         answer = self._ask({"text": text})
         return None if answer is None else msgspec.json.decode(answer, type=Converted)
 
     def _ask(self, question: Any) -> bytes | None:
-        """Return the answer to a question; None if the process ended instead."""
+        """Return the answer to a question; None if the process does not run or ends instead of answering."""
         with self._lock:
             process = self._process
             if process is None:
@@ -93,7 +100,7 @@ class GrammarProcess:
                 process.stdin.write(json.dumps(question).encode() + b"\n")
                 process.stdin.flush()
                 answer = process.stdout.readline()
-            except OSError:  # it was ended
+            except OSError:
                 answer = b""
             if not answer:
                 self._end(process)
@@ -101,7 +108,7 @@ class GrammarProcess:
             return answer
 
     def give_up(self) -> None:
-        """End what runs, so that a question that is being asked returns soon."""
+        """Kill the process, so that a question under way returns soon."""
         process = self._given_up = self._process
         if process is not None:
             process.kill()
@@ -123,12 +130,13 @@ class GrammarProcess:
 
 
 def main() -> int:
-    """Judge grammars until stdin ends; returns the exit code. The kernel ends it if one goes beyond the limits."""
+    """Answer questions until stdin ends, and return the exit code. The kernel kills the process at the limits."""
     directory, vocab_size, *eos_token_ids = sys.argv[1:]
     grammars = Grammars(Path(directory), vocab_size=int(vocab_size), eos_token_ids=list(map(int, eos_token_ids)))
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
-    grammars.problem(_ANYTHING)  # reads the tokenizer
+    # Reads the tokenizer.
+    grammars.problem(_ANYTHING)
     sys.stdout.buffer.write(b"\n")
     sys.stdout.buffer.flush()
     for line in sys.stdin.buffer:

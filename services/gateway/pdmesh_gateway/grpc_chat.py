@@ -1,4 +1,4 @@
-"""Conversations, grammars and items over gRPC: from protobuf to the gateway's own words and back."""
+"""Conversations, grammars and items over gRPC: conversion between protobuf and the gateway's own types."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def conversation_of(chat: pb.Chat) -> Conversation:
 
 
 def structured_outputs_of(request: pb.GenerateRequest) -> StructuredOutputs | None:
-    """Return what a request's answer is held to; None if nothing is asked for."""
+    """Return the constraint of a request's answer; None without one."""
     if not request.HasField("grammar"):
         return None
     given = request.grammar
@@ -69,7 +69,7 @@ def structured_outputs_of(request: pb.GenerateRequest) -> StructuredOutputs | No
 
 
 def add_events(response: pb.GenerateResponse, events: Sequence[ItemEvent]) -> None:
-    """Add what is new of an answer to a response, whose text is that of the text items alone."""
+    """Add an answer's new events to a response, and set its text to the new text of text items."""
     response.text = "".join(
         event.text for event in events if isinstance(event, TextAdded) and event.kind is ItemKind.TEXT
     )

@@ -1,4 +1,4 @@
-"""What stands before every call of the gRPC edge: the key, before a message is read, and messages that are none."""
+"""Checks before every call of the gRPC edge: the API key, before a message is read, and malformed messages."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from pdmesh_gateway.auth import ApiKeys
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
-#: Of each method of the health service, calls at once: a probe without a key takes no place from one with a key.
+#: Limit of concurrent calls per method of the health service: probes without a key take no place of calls with one.
 MAX_PROBES = 64
 
-#: For a probe to say what it asks.
+#: Time for a probe to send its message.
 PROBE_LIMIT_S = 5.0
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Probes carry no key, as over HTTP, and are few at once; all else needs one, reflection too."""
+    """Interceptor that requires a key for every call, reflection included, except probes, whose number is limited."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
-        self._num_probes: Counter[str] = Counter()  # by method
+        #: Running probes by method.
+        self._num_probes: Counter[str] = Counter()
 
     async def intercept_service(
         self,
@@ -52,9 +53,12 @@ class Guard(grpc.aio.ServerInterceptor):
         return None if handler is None else _careful(handler)
 
     def _probe(self, method: str, handler: _Handler) -> _Handler:
-        """``handler`` of one message, which it has to be sent soon, for so many callers at once.
+        """Return ``handler`` with limits for calls without a key:
 
-        As a handler of streams, for one of a single message is called when that is there, and has no say until then.
+        `MAX_PROBES` at once, each with `PROBE_LIMIT_S` for its message.
+
+        The result is a handler of streams. gRPC calls a handler of single messages only after the message has arrived,
+        which is too late to limit the wait.
         """
         answer: Any = handler.unary_unary or handler.unary_stream
 
@@ -71,7 +75,8 @@ class Guard(grpc.aio.ServerInterceptor):
                 request = None if data is grpc.aio.EOF else data
                 if request is None:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, NO_MESSAGE)
-                if (response := await answer(request, context)) is not None:  # else it has written
+                # A handler that writes to the context returns None.
+                if (response := await answer(request, context)) is not None:
                     await context.write(response)
             finally:
                 self._num_probes[method] -= 1
@@ -79,12 +84,12 @@ class Guard(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(probe, _parsed(handler), handler.response_serializer)
 
 
-#: What the end of a call says of a message that was expected.
+#: Message of a call that ends because a message is malformed or missing.
 NO_MESSAGE = "The message does not have the expected type."
 
 
 def _parsed(handler: _Handler) -> Callable[[bytes], Any]:
-    """What reads the messages of a handler: None if one is malformed."""
+    """Return a parser of the handler's messages that returns None for a malformed one."""
     parse = handler.request_deserializer
 
     def parsed(data: bytes) -> Any:
@@ -97,8 +102,9 @@ def _parsed(handler: _Handler) -> Callable[[bytes], Any]:
 
 
 def _careful(handler: _Handler) -> _Handler:
-    """``handler``, which ends a call with INVALID_ARGUMENT where a message is malformed; gRPC itself would log a
-    traceback and answer UNKNOWN.
+    """Return ``handler`` with malformed messages ending the call as INVALID_ARGUMENT.
+
+    Without this gRPC would log a traceback and answer UNKNOWN.
     """
     parsed = _parsed(handler)
 
@@ -117,7 +123,8 @@ def _careful(handler: _Handler) -> _Handler:
 
     if handler.unary_stream is not None:
         stream: Any = handler.unary_stream
-        if not inspect.isasyncgenfunction(stream):  # it writes to the context by itself
+        # The handler writes to the context by itself.
+        if not inspect.isasyncgenfunction(stream):
 
             async def one_to_written(request: Any, context: Any) -> None:
                 await stream(await checked(request, context), context)

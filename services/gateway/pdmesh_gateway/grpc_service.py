@@ -40,11 +40,11 @@ from pdmesh_gateway.text_stream import TextStream
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 (GENERATE,), (EMBED,) = GRPC.paths, GRPC_EMBEDDINGS.paths
 
-#: A message holds one prompt and its options: nobody, with or without a key, sends more than the model could read.
+#: Limits of a message, which holds one prompt and its options: no client can use more than the model can read.
 BYTES_PER_TOKEN = 16
 SPARE_BYTES = 1024 * 1024
 
-#: How often the health service looks at the mesh.
+#: Seconds between two updates of the health service.
 HEALTH_INTERVAL_S = 1.0
 
 _STATUS_OF_HTTP = {
@@ -60,24 +60,27 @@ _STATUS_OF_HTTP = {
 _FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
 
-#: Of calls after SIGTERM. `drain_s` ends them earlier, if it is set.
+#: Limit of calls after SIGTERM. `drain_s` ends them earlier if it is set.
 DRAIN_LIMIT_S = 30 * 86_400.0
 
 
 @asynccontextmanager
 async def serve_grpc(serving: Serving, security: SecurityConfig, stopping: anyio.Event) -> AsyncGenerator[int]:
-    """Serve within the block; yields the port. From ``stopping`` on no call is taken, and the block's end waits for
-    those that run; leaving it otherwise cancels them.
+    """Serve within the block; yields the port.
+
+    Once ``stopping`` is set no call is accepted, and the end of the block waits for running calls. Leaving the block
+    before that cancels them.
     """
     most_bytes = min(serving.config.max_body_bytes, SPARE_BYTES + BYTES_PER_TOKEN * serving.max_model_len)
     limits = [("grpc.max_receive_message_length", most_bytes)]
-    # Gateways that share their HTTP port share this one too.
+    # Gateways that share their HTTP port also share this one.
     limits.append(("grpc.so_reuseport", int(serving.config.listen_fd is not None)))
     given = {name for name, _ in limits}
     options = [option for option in GRPC_OPTIONS if option[0] not in given] + limits
+    # Probes call two methods, Check and Watch.
     server = grpc.aio.server(
         options=options,
-        maximum_concurrent_rpcs=serving.config.max_concurrent_requests + 2 * MAX_PROBES,  # Check and Watch
+        maximum_concurrent_rpcs=serving.config.max_concurrent_requests + 2 * MAX_PROBES,
         interceptors=[Guard(serving.keys)],
     )
     calls = _Calls()
@@ -94,7 +97,8 @@ async def serve_grpc(serving: Serving, security: SecurityConfig, stopping: anyio
         async with anyio.create_task_group() as stop:
             stop.start_soon(partial(server.stop, grace=DRAIN_LIMIT_S))
             await calls.ended()
-            await server.stop(grace=None)  # ends clients that watch the health service
+            # Ends calls that watch the health service.
+            await server.stop(grace=None)
         drained.set()
 
     async with anyio.create_task_group() as tasks:
@@ -111,7 +115,7 @@ async def serve_grpc(serving: Serving, security: SecurityConfig, stopping: anyio
 
 
 async def _report_health(serving: Serving, servicer: health.aio.HealthServicer) -> None:
-    """Tell the health service what ``/ready`` says."""
+    """Keep the health service's status equal to the answer of ``/ready``."""
     shown: Any = None
     while True:
         ready = serving.unready_reason is None
@@ -124,7 +128,7 @@ async def _report_health(serving: Serving, servicer: health.aio.HealthServicer) 
 
 
 class _Calls:
-    """Counts calls under way."""
+    """Counter of running calls."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -141,7 +145,7 @@ class _Calls:
             self._ended = anyio.Event()
 
     async def ended(self) -> None:
-        """Wait until no call is under way."""
+        """Wait until no call runs."""
         while self._number:
             await self._ended.wait()
 
@@ -152,7 +156,7 @@ class _Inference(pb_grpc.InferenceServicer):
         self._calls = calls
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        """A client that goes away cancels this coroutine, and with it the generation."""
+        """Yield the answer to a prompt or chat. A client that disconnects cancels this coroutine and the generation."""
         received_at, request_id = time.time(), self._serving.generator.new_request_id()
         async with self._told(context, GENERATE, request_id, request.request_id):
             fields = _fields(request)
@@ -215,7 +219,7 @@ class _Inference(pb_grpc.InferenceServicer):
     def _caller(
         self, context: Any, dialect: Dialect, fields: SamplingFields, request_id: str, received_at: float
     ) -> Caller:
-        """Return where a call comes from. Raises RequestRejected."""
+        """Return the caller of a method. Raises RequestRejected if its key or one of its targets is not accepted."""
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         client = self._serving.keys.check(metadata.get("authorization"))
         client.check_scope("generate")
@@ -233,7 +237,7 @@ class _Inference(pb_grpc.InferenceServicer):
 
     @asynccontextmanager
     async def _told(self, context: Any, where: str, request_id: str, label: str) -> AsyncGenerator[None]:
-        """End the call with an error, whatever goes wrong within the block."""
+        """Count a running call; end it with a status if the block raises."""
         with self._calls.one():
             try:
                 yield
@@ -244,7 +248,7 @@ class _Inference(pb_grpc.InferenceServicer):
                 await _abort(context, failure, request_id)
 
     async def _prepared(self, request: pb.GenerateRequest, fields: SamplingFields) -> Prepared:
-        """The prompt, and what its answer is held to. Raises RequestRejected."""
+        """Return the prompt and the constraints of its answer. Raises RequestRejected."""
         serving = self._serving
         serving.check_model(request.model or None)
         if request.HasField("chat"):
@@ -266,7 +270,7 @@ async def _prompt(serving: Serving, given: pb.GenerateRequest | pb.EmbedInput, *
 
 
 def _fields(request: pb.GenerateRequest) -> SamplingFields:
-    """The same fields as over HTTP, so that the same checks apply."""
+    """Return a request's fields as HTTP requests have them, so that the same checks apply."""
     sampling = request.sampling
 
     def optional(of: Any, *names: str) -> dict[str, Any]:
@@ -312,7 +316,7 @@ def _response(delta: Delta, generation: TextStream, *, with_logprobs: bool) -> p
 
 
 async def _abort(context: Any, error: RequestRejected, request_id: str) -> None:
-    """End the call with an error: its type, as over HTTP, and the request's id are in the trailing metadata."""
+    """End the call with an error. The trailing metadata holds its type, as over HTTP, and the request's id."""
     metadata: tuple[tuple[str, str], ...] = (("x-request-id", request_id), ("error-type", error.type))
     if error.retry_after_s is not None:
         metadata += (("retry-after-ms", str(round(1000 * error.retry_after_s))),)

@@ -1,7 +1,7 @@
-"""Conversations as a chat template takes them, whichever dialect they came in.
+"""Adaptation of conversations of every dialect to the chat template.
 
-Histories hold answers of this server or of another one: calls that were cut, instructions anywhere, turns of one side
-in a row. A template may refuse such messages, or drop some without a word. Trial renders find the dropped ones, and a
+Histories come from this server or another one. Calls may be cut, instructions may stand anywhere, and turns of one side
+may follow each other. A template may refuse such messages or silently drop some. Trial renders find the dropped ones; a
 refused conversation is rendered in plainer forms.
 """
 
@@ -20,7 +20,7 @@ from pdmesh_gateway.tools.writing import call_text, instructions, result_text, t
 
 Message = dict[str, Any]
 
-#: Properties of `ChatTemplate` that each further render of a refused conversation takes for false.
+#: Properties of `ChatTemplate` that each further render of a refused conversation assumes to be false.
 _PLAINER = (
     (
         "developers",
@@ -39,30 +39,34 @@ _INSTRUCTIONS = ("system", "developer")
 #: Separates the contents of merged messages.
 _BETWEEN = "\n"
 
-# Texts, names and a role of trials. Templates cut blanks around texts, and know no such role.
+# Texts, names and a role of trials. Templates strip blanks around texts, and do not know this role.
 _A, _B, _C, _D, _E, _F = (f"pdmesh-trial-{letter}" for letter in "abcdef")
 _TOOL, _OTHER_TOOL, _VALUE = "pdmesh_trial_tool", "pdmesh_trial_other", "pdmesh-trial-value"
 _BYSTANDER = "bystander"
 _CUT = '{"what": "pdmesh-trial-cut'
-_IDS = ("trialcall", "othercall")  # nine characters, as Mistral's templates ask for
+# Nine characters each, because Mistral's templates require this.
+_IDS = ("trialcall", "othercall")
 
 
 class ChatTemplate:
-    """A chat template. Each property says whether it shows one kind of message, by a trial render at first use."""
+    """A chat template.
+
+    Each property tells whether the template shows one kind of message, by a trial render at first use.
+    """
 
     def __init__(
         self, render: Callable[[Mapping[str, Any]], str], constants: Mapping[str, Any], *, is_for_tools: bool = False
     ) -> None:
-        """``constants`` are variables of every render. ``is_for_tools``: conversations come with tools."""
+        """``constants`` are variables of every render. ``is_for_tools``: trials pass a tool."""
         self._render = render
         self._constants = constants
         self._is_for_tools = is_for_tools
 
     def render(self, variables: Mapping[str, Any], *, tool_format: str, tells_tools: bool = False) -> str:
-        """Return a conversation as text. Raises TemplateFailed.
+        """Return a conversation as text. Raises TemplateFailed if the template refuses every form of the conversation.
 
-        ``variables`` have its ``messages`` and ``tools``. These are told in the instructions, with calls written in
-        ``tool_format``, if ``tells_tools`` or where the template does not show them.
+        ``variables`` include ``messages`` and ``tools``. The instructions list the tools, with calls written in
+        ``tool_format``, if ``tells_tools`` or if the template does not show tools.
         """
         messages: Sequence[Message] = [message for group in _groups(variables["messages"]) for message in group]
         refused = frozenset[str]()
@@ -109,7 +113,7 @@ class ChatTemplate:
 
     @cached_property
     def object_arguments(self) -> bool:
-        """Whether a call's arguments may be an object; or else they are its JSON."""
+        """Whether a call's arguments may be an object; otherwise the template expects JSON text."""
         return self._shows_call({"what": _VALUE})
 
     @cached_property
@@ -121,27 +125,27 @@ class ChatTemplate:
 
     @cached_property
     def cut_arguments(self) -> bool:
-        """Whether a call's arguments may be text that is no JSON, and are shown as they are."""
+        """Whether a call's arguments may be text that is not JSON, shown unchanged."""
         return self._shows([_user(_A), _calling(_CUT), _result(0, _B), _says(_C)], _CUT, _B)
 
     @cached_property
     def instructions(self) -> bool:
-        """Whether a system message in front is shown."""
+        """Whether a system message at the start is shown."""
         return self._shows([_system(_A), _user(_B)], _A, _B)
 
     @cached_property
     def lone_instructions(self) -> bool:
-        """Whether a system message is shown that nothing follows."""
+        """Whether a system message without any other message is shown."""
         return self._shows([_system(_A)], _A)
 
     @cached_property
     def later_instructions(self) -> bool:
-        """Whether system messages are shown wherever they stand."""
+        """Whether system messages are shown at any position."""
         return self._shows_anywhere("system")
 
     @cached_property
     def developers(self) -> bool:
-        """Whether a developer's message in front is shown, and otherwise than a message of an unknown role."""
+        """Whether a developer's message at the start is shown, and differently from a message of an unknown role."""
         messages = [_message("developer", _A), _user(_B)]
         text, other = self._trial(messages), self._trial([_message(_BYSTANDER, _A), _user(_B)])
         if text is None or _A not in text:
@@ -150,12 +154,12 @@ class ChatTemplate:
 
     @cached_property
     def later_developers(self) -> bool:
-        """Whether developers' messages are shown wherever they stand."""
+        """Whether developers' messages are shown at any position."""
         return self._shows_anywhere("developer")
 
     @cached_property
     def neighbours(self) -> bool:
-        """Whether messages of one side in a row are shown."""
+        """Whether consecutive messages of one side are shown."""
         return self._shows([_user(_A), _user(_B), _says(_C), _says(_D), _user(_E)], _A, _B, _C, _D, _E)
 
     @cached_property
@@ -186,7 +190,7 @@ class ChatTemplate:
 
 
 def _adapted(messages: Sequence[Message], takes: Callable[[str], bool], tool_format: str) -> list[Message]:
-    """Return messages in forms that a template takes. ``takes`` says so by the properties of `ChatTemplate`."""
+    """Return messages in forms that the template accepts. ``takes`` looks up a property of `ChatTemplate` by name."""
     adapted = _with_known_calls(messages, takes, tool_format)
     adapted = _with_leading_instructions(adapted, takes)
     if any(_is_neighbour(*pair) for pair in pairwise(adapted)) and not takes("neighbours"):
@@ -198,7 +202,7 @@ def _adapted(messages: Sequence[Message], takes: Callable[[str], bool], tool_for
 
 
 def _with_known_calls(messages: Sequence[Message], takes: Callable[[str], bool], tool_format: str) -> list[Message]:
-    """Return messages with their calls and results as the template takes them, or else as text."""
+    """Return messages with calls and results in the form that the template accepts, or as text if it accepts none."""
     has_calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
     if not has_calls:
         return list(messages)
@@ -226,7 +230,7 @@ def _with_text_calls(message: Message, tool_format: str) -> Message:
 
 
 def _with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
-    """Return a message whose calls have the arguments that ``convert`` makes of theirs."""
+    """Return a message with each call's arguments replaced by ``convert(arguments)``."""
     if not (calls := message.get("tool_calls")):
         return message
     converted = [{**call, "function": {**_function(call), "arguments": convert(_arguments(call))}} for call in calls]
@@ -234,12 +238,12 @@ def _with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
 
 
 def _whole(arguments: Any) -> Any:
-    """Return arguments as an object: of text, as much as is whole of it."""
+    """Return arguments as an object; cut text is completed to an object of its whole parts."""
     return msgspec.json.decode(whole_object(arguments)) if isinstance(arguments, str) else arguments
 
 
 def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
-    """Return messages of one call each. A call's result follows it."""
+    """Return messages with one call each, followed by the call's results."""
     single: list[Message] = []
     for group in _groups(messages):
         calling, *results = group
@@ -258,7 +262,7 @@ def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_leading_instructions(messages: list[Message], takes: Callable[[str], bool]) -> list[Message]:
-    """Return messages whose instructions stand where the template shows them, in a role that it knows."""
+    """Return messages with the instructions where the template shows them, in a role that the template knows."""
     if any(message.get("role") == "developer" for message in messages) and not takes("developers"):
         messages = [
             {**message, "role": "system"} if message.get("role") == "developer" else message for message in messages
@@ -279,7 +283,10 @@ def _with_leading_instructions(messages: list[Message], takes: Callable[[str], b
 
 
 def _with_instructions_of_the_user(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with the leading system message as part of the user's next one."""
+    """Return messages with the leading system message merged into the next message if that is the user's.
+
+    Otherwise the system message becomes a message of the user.
+    """
     told, following, *others = messages
     if following.get("role") != "user":
         return [{**told, "role": "user"}, following, *others]
@@ -287,7 +294,7 @@ def _with_instructions_of_the_user(messages: Sequence[Message]) -> list[Message]
 
 
 def _with_instructions(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return messages with ``text`` at the end of the instructions in front, which may be new."""
+    """Return messages with ``text`` appended to the instructions at the start, which are added if missing."""
     if messages and messages[0].get("role") in _INSTRUCTIONS:
         content = "\n\n".join(filter(None, [messages[0].get("content"), text]))
         return [{**messages[0], "content": content}, *messages[1:]]
@@ -295,9 +302,9 @@ def _with_instructions(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 def _groups(messages: Sequence[Message]) -> list[list[Message]]:
-    """Return messages in groups: one with calls and the results of these, or any other one.
+    """Return messages in groups: a message with calls and the results of these calls, or any other single message.
 
-    Templates expect results right behind their calls.
+    Templates expect results directly after their calls.
     """
     groups: list[list[Message]] = []
     by_call: dict[str, list[Message]] = {}
@@ -347,7 +354,7 @@ def _arguments(call: Mapping[str, Any]) -> Any:
 
 
 def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool with an empty description if it has none."""
+    """Return a tool with an empty name and description where they are missing."""
     return {**tool, "function": {"name": "", "description": "", **tool["function"]}}
 
 

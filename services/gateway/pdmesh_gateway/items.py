@@ -1,8 +1,7 @@
 """An answer as items: reasoning, text and calls of tools, as a stream of events that every dialect renders.
 
-A choice's deltas go through its `ChoiceItems`, which says what is new as `ItemEvent`s. Items of a choice are numbered
-from 0 and follow each other: one ends before the next begins. However the text is cut into deltas, the items are the
-same.
+`ChoiceItems` converts a choice's deltas to `ItemEvent`s. Items of a choice are numbered from 0 and follow each other:
+one ends before the next begins. The items do not depend on how the text is cut into deltas.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pdmesh_gateway.choices import Delta
 
 
 class ItemKind(StrEnum):
-    """What an item is."""
+    """Kind of an item."""
 
     REASONING = "reasoning"
     TEXT = "text"
@@ -28,7 +27,10 @@ class ItemKind(StrEnum):
 
 
 class ItemBegun(msgspec.Struct, frozen=True, gc=False):
-    """The item numbered ``item`` begins. A call has an ``id``, its tool's ``name``, and its number among calls."""
+    """Event: the item numbered ``item`` begins.
+
+    A call has an ``id``, its tool's ``name``, and its number among calls.
+    """
 
     item: int
     kind: ItemKind
@@ -38,7 +40,10 @@ class ItemBegun(msgspec.Struct, frozen=True, gc=False):
 
 
 class TextAdded(msgspec.Struct, frozen=True, gc=False):
-    """A piece of text, or of reasoning (``kind``); never empty. ``start``: characters of the answer drawn before it."""
+    """Event: a piece of text or reasoning (``kind``), never empty.
+
+    ``start``: characters of the answer before the piece.
+    """
 
     item: int
     kind: ItemKind
@@ -47,23 +52,26 @@ class TextAdded(msgspec.Struct, frozen=True, gc=False):
 
 
 class ArgumentsAdded(msgspec.Struct, frozen=True, gc=False):
-    """A piece of a call's arguments: text of a JSON object; never empty."""
+    """Event: a piece of a call's arguments, which are a JSON object; never empty.
+
+    ``call``: the call's number among calls.
+    """
 
     item: int
     text: str
-    call: int = 0  # its number among calls
+    call: int = 0
 
 
 class ItemEnded(msgspec.Struct, frozen=True, gc=False):
-    """Nothing is added to the item any more."""
+    """Event: the item is complete."""
 
     item: int
 
 
 class AnswerEnded(msgspec.Struct, frozen=True, gc=False):
-    """The choice has ended, by ``stop`` or ``length``; calls do not change that.
+    """Event: the choice has ended, by ``stop`` or ``length``. Calls do not change this reason.
 
-    With ``length`` the last item may be cut. An answer that ended within a call ended by ``length``, whatever cut it.
+    With ``length`` the last item may be cut. An answer that ended within a call always ended by ``length``.
     """
 
     finish_reason: str
@@ -75,7 +83,7 @@ ItemEvent = ItemBegun | TextAdded | ArgumentsAdded | ItemEnded | AnswerEnded
 
 
 class ItemWriter:
-    """Puts events together: an item ends where another kind begins. Take them with `take`."""
+    """Collector of item events: an item ends where another kind begins. `take` returns the collected events."""
 
     def __init__(self, call_seed: str = "", *, shows_reasoning: bool = True) -> None:
         self._call_seed = call_seed
@@ -83,9 +91,11 @@ class ItemWriter:
         self._events: list[ItemEvent] = []
         self._open: ItemKind | None = None
         self._num_items = 0
-        self._arguments: list[str] | None = None  # pieces of the last item, if that is a call
+        #: Pieces of the last item if it is a call.
+        self._arguments: list[str] | None = None
         self.num_calls = 0
-        self.num_chars = 0  # of the answer as it was drawn, in items or not
+        #: Number of characters of the answer as drawn, in items or not.
+        self.num_chars = 0
 
     def text(self, piece: str) -> None:
         self._add(ItemKind.TEXT, piece)
@@ -104,7 +114,7 @@ class ItemWriter:
         self.num_calls += 1
 
     def arguments(self, piece: str, drawn: str | None = None) -> None:
-        """Add to the call that has begun; ``drawn`` is the text it was made of, where that is another."""
+        """Add arguments to the open call. ``drawn`` is the text that they were made of, if different."""
         if piece:
             self._events.append(ArgumentsAdded(self._num_items - 1, piece, self.num_calls - 1))
             if self._arguments is not None:
@@ -112,18 +122,18 @@ class ItemWriter:
         self.num_chars += len(piece if drawn is None else drawn)
 
     def marker(self, drawn: str) -> None:
-        """Pass over text that is part of no item."""
+        """Count text that is part of no item."""
         self.num_chars += len(drawn)
 
     def end_item(self) -> None:
-        """End the item that is open, if one is."""
+        """End the open item, if any."""
         if self._open is not None:
             self._open = None
             self._events.append(ItemEnded(self._num_items - 1))
 
     @property
     def ends_within_call(self) -> bool:
-        """Whether the last item is a call whose arguments are not whole."""
+        """Whether the last item is a call with incomplete arguments."""
         return self._arguments is not None and not is_json_object("".join(self._arguments))
 
     def take(self) -> list[ItemEvent]:
@@ -147,26 +157,26 @@ class ItemWriter:
 
 
 def call_id(seed: str, number: int) -> str:
-    """Return the id of a choice's call: the same again for the same ``seed``, which only this choice has."""
+    """Return the id of a choice's call. The same ``seed``, which is unique to the choice, gives the same id."""
     return "call_" + hashlib.blake2b(f"{seed}-{number}".encode(), digest_size=12).hexdigest()
 
 
 class ItemParser(Protocol):
-    """Reads a choice's text as it comes and writes its items. It takes any text, and raises for none."""
+    """Parser of a choice's text, piece by piece, into items. Any text is accepted without an error."""
 
     @property
     def reasoning_chars(self) -> int | None:
-        """Number of characters up to where the answer proper begins; None while it has not."""
+        """Number of characters before the answer proper; None until the answer proper begins."""
 
     def push(self, text: str) -> None:
-        """Take a piece; what may still become a marker is held back."""
+        """Add a piece of text. Text that may become a marker is held back."""
 
     def end(self, *, is_cut: bool = False) -> None:
         """Write all text that was held back. ``is_cut``: a limit or a stop token ended the answer."""
 
 
 class PlainText:
-    """An `ItemParser` for answers that are text and nothing else."""
+    """An `ItemParser` for answers that are only text."""
 
     reasoning_chars = 0
 
@@ -177,29 +187,30 @@ class PlainText:
         self._writer.text(text)
 
     def end(self, *, is_cut: bool = False) -> None:
-        """Nothing is held back."""
+        """Do nothing: no text is held back."""
 
 
 class ChoiceItems:
-    """One choice from deltas to item events, and how many of its tokens were reasoning."""
+    """Converter of one choice's deltas into item events, which also counts the reasoning tokens."""
 
     def __init__(
         self, parser: Callable[[ItemWriter], ItemParser] = PlainText, writer: ItemWriter | None = None
     ) -> None:
         self._writer = writer or ItemWriter()
         self._parser = parser(self._writer)
-        self._offsets: list[int] = []  # of the tokens, while the answer may still be reasoning
+        #: Text offsets of the tokens so far, while the answer may still be reasoning.
+        self._offsets: list[int] = []
         self._num_reasoning_tokens = 0
 
     def advance(self, delta: Delta) -> list[ItemEvent]:
-        """Return what is new with ``delta``; the last one of a choice ends all its items."""
+        """Return the events of ``delta``. The last delta of a choice ends all its items."""
         parser = self._parser
         was_reasoning = parser.reasoning_chars is None
         if delta.text:
             parser.push(delta.text)
         finish_reason = delta.finish_reason
         if finish_reason is not None:
-            # A stop token may stand anywhere. Stop strings do not act within calls (`pdmesh_gateway.call_stops`).
+            # A stop token may occur anywhere. Stop strings do not apply within calls (`pdmesh_gateway.call_stops`).
             parser.end(is_cut=finish_reason == "length" or isinstance(delta.stop_reason, int))
             self._writer.end_item()
             if self._writer.ends_within_call:
@@ -213,7 +224,7 @@ class ChoiceItems:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Number of tokens up to the end of the reasoning; so far, while it goes on."""
+        """Number of reasoning tokens so far."""
         return self._num_reasoning_tokens
 
     def _count(self, delta: Delta) -> None:
@@ -224,7 +235,7 @@ class ChoiceItems:
 
 @dataclass(slots=True)
 class Item:
-    """A whole item: the text of one, or the arguments of a call, as the JSON text that was drawn."""
+    """A whole item: its text, or a call's arguments as the JSON text that was drawn."""
 
     kind: ItemKind
     id: str = ""
@@ -249,7 +260,7 @@ class WholeAnswer:
 
 
 def collect(events: Iterable[ItemEvent]) -> WholeAnswer:
-    """Return the answer that all events of a choice make."""
+    """Return the answer that is made of all events of a choice."""
     answer = WholeAnswer()
     pieces: list[list[str]] = []
     for event in events:

@@ -1,4 +1,4 @@
-"""What a client asked for, checked and tokenized."""
+"""A client's request for a generation, checked and tokenized."""
 
 from __future__ import annotations
 
@@ -14,28 +14,34 @@ from pdmesh_gateway.items import ItemParser, ItemWriter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
-    """What a client asked for, checked and tokenized."""
+    """A client's request for a generation, checked and tokenized.
 
-    request_id: str  # ours: never a client's, never used again
+    ``request_id`` is the gateway's own and unique; ``label`` is the client's name for the request. ``shown_ids`` are
+    special tokens that are shown even if special tokens are skipped. ``tenant`` and ``share`` are the name and the
+    share of the client's key. Only prompts with the same ``cache_salt`` share KV. The job fails if no token comes for
+    ``max_wait_s``. ``received_at`` is Unix time in seconds.
+    """
+
+    request_id: str
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     n: int = 1
     stop: tuple[str, ...] = ()
     include_stop: bool = False
-    #: What reads an answer that may call tools: stop strings do not act within calls.
+    #: Makes the parser of an answer that may call tools. Stop strings do not apply within calls.
     call_parser: Callable[[ItemWriter], ItemParser] | None = None
     skip_special_tokens: bool = True
-    shown_ids: frozenset[int] = frozenset()  # special tokens that are shown all the same
+    shown_ids: frozenset[int] = frozenset()
     priority: int = 0
     slo: Slo = NO_SLO
-    tenant: str = ""  # the name of the client's key
-    share: int = 1  # of that key
-    cache_salt: str = ""  # only prompts with the same one share KV
+    tenant: str = ""
+    share: int = 1
+    cache_salt: str = ""
     traceparent: str | None = None
-    max_wait_s: float = 3600.0  # the job ends if no token comes for this time
+    max_wait_s: float = 3600.0
     dialect: Dialect
-    label: str = ""  # what its client calls it
-    received_at: float = field(default_factory=time.time)  # Unix time, seconds
+    label: str = ""
+    received_at: float = field(default_factory=time.time)
 
     @property
     def num_choices(self) -> int:

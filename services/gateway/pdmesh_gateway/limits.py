@@ -1,4 +1,4 @@
-"""What the gateway holds at once, and what it refuses when that is full."""
+"""Limits of the requests and bytes that the gateway holds at once."""
 
 from __future__ import annotations
 
@@ -9,50 +9,56 @@ import anyio
 
 from pdmesh.errors import RequestRejected
 
-#: So much of a body is nobody's burden: small requests come in however many large ones are on their way.
+#: Size up to which a body is not limited as a large one, so that small requests arrive however many large ones do.
 SMALL_BODY_BYTES = 64 * 1024
 
-#: A body that has been on its way for longer gives way to others when there is no room for all.
+#: Minimum age of an arriving body that may be cancelled to make room for others.
 UPLOAD_GRACE_S = 2.0
 
 
 class Upload:
-    """A body on its way: tell it of every part that has come, and read within its ``scope``."""
+    """An arriving body.
+
+    `add` counts each part; receive it within ``scope``, which is cancelled if others need the room.
+
+    ``was_given_up`` is set in this case.
+    """
 
     def __init__(self, admission: RequestLimiter) -> None:
         self._admission = admission
         self.scope = anyio.CancelScope()
         self.began_s = anyio.current_time()
         self.num_bytes = 0
-        self.was_given_up = False  # others needed the room
+        self.was_given_up = False
 
     @property
     def num_large_bytes(self) -> int:
         return max(0, self.num_bytes - SMALL_BODY_BYTES)
 
     def add(self, num_bytes: int) -> None:
-        """Count what has come. Raises RequestRejected if there is no room for it."""
+        """Count an arrived part. Raises RequestRejected if there is no room for it."""
         self._admission.grow(self, num_bytes)
 
 
 class RequestLimiter:
-    """Counts requests under way and the bytes that are kept for them. Full means 429 with Retry-After.
+    """Limiter of running requests and of the bytes held for them. The error at a limit is 429 with Retry-After.
 
-    A body counts for what has come of it, not for what was announced. Large ones share half of all bytes. Where there
-    is no room the oldest body on its way is given up, so that nobody can keep others out by sending slowly.
+    A body counts by the bytes that have arrived, not by the announced length. Large bodies share half of all bytes. If
+    there is no room, the oldest arriving bodies are cancelled, so that no client can block others by sending slowly.
     """
 
     def __init__(self, *, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
-        self._uploads: dict[Upload, None] = {}  # oldest first
-        self._num_large_bytes = 0  # of these
+        #: Arriving bodies, oldest first, and the sum of their large bytes.
+        self._uploads: dict[Upload, None] = {}
+        self._num_large_bytes = 0
         self.num_requests = 0
         self.num_bytes = 0
 
     @contextmanager
     def upload(self) -> Generator[Upload]:
-        """A body that is received within the block."""
+        """Receive a body within the block."""
         upload = Upload(self)
         self._uploads[upload] = None
         try:
@@ -61,9 +67,10 @@ class RequestLimiter:
             self._end(upload)
 
     def grow(self, upload: Upload, num_bytes: int) -> None:
-        """See `Upload.add`."""
+        """Count ``num_bytes`` more of an upload: see `Upload.add`."""
         if upload not in self._uploads:
-            return  # it has just been given up
+            # The upload has just been cancelled.
+            return
         large_bytes = max(0, upload.num_bytes + num_bytes - SMALL_BODY_BYTES) - upload.num_large_bytes
         self._make_room(num_bytes, large_bytes, upload)
         upload.num_bytes += num_bytes
@@ -71,8 +78,9 @@ class RequestLimiter:
         self._num_large_bytes += large_bytes
 
     def _make_room(self, num_bytes: int, num_large_bytes: int, upload: Upload | None = None) -> None:
-        """Make room for so many bytes, so many of them of large bodies, by giving up the longest-running uploads
-        (but not ``upload``). Raises RequestRejected if these are not enough.
+        """Make room for ``num_bytes``, including ``num_large_bytes`` of large bodies.
+
+        Cancels the longest-running uploads except ``upload``. Raises RequestRejected if this is not enough.
         """
         excess = self.num_bytes + num_bytes - self._max_bytes
         large_excess = self._num_large_bytes + num_large_bytes - self._max_bytes // 2 if num_large_bytes else 0
@@ -101,7 +109,7 @@ class RequestLimiter:
 
     @contextmanager
     def hold(self, *, num_requests: int = 0, num_bytes: int = 0) -> Generator[None]:
-        """Count within the block. Raises RequestRejected."""
+        """Count requests and bytes within the block. Raises RequestRejected at a limit."""
         if self.num_requests + num_requests > self._max_requests:
             raise _overloaded(f"{self._max_requests} requests are under way")
         if num_bytes:

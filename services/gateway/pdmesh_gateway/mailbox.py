@@ -1,6 +1,6 @@
-"""How the task that tells a client what is new of its request waits for that.
+"""Wake-up of the task that sends a client the news of its request.
 
-It waits once a token, so a wait takes no cancel scope, and sets a timer only if none goes off soon enough.
+The task waits once a token. Therefore a wait uses no cancel scope, and sets a timer only if none fires soon enough.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Posted(Protocol):
-    """What has news: it is in its mailbox once, however many these are."""
+    """An object that may be in a mailbox, once, however often it is put."""
 
     is_posted: bool
 
@@ -22,9 +22,9 @@ T = TypeVar("T", bound=Posted)
 
 
 class Mailbox(Generic[T]):
-    """Wakes one consumer when any of its transcripts has something to say.
+    """Queue that wakes one consumer when any of its transcripts has news.
 
-    ``has_begun``: one of them has said something, so that the consumer may have a part of its answer.
+    ``has_begun``: a transcript has had news, so that the consumer may have sent a part of the answer.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,8 @@ class Mailbox(Generic[T]):
         self._ready: deque[T] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = math.inf  # when it goes off
+        #: Time at which the timer fires.
+        self._timer_s = math.inf
 
     def put(self, transcript: T) -> None:
         if not transcript.is_posted:
@@ -48,7 +49,10 @@ class Mailbox(Generic[T]):
         return transcript
 
     async def wait(self, until_s: float) -> bool:
-        """Wait until there is something to take, or until then; False if there is nothing, which may be before then."""
+        """Wait for a transcript to take, at most until ``until_s``; return whether there is one.
+
+        The wait may end early without one.
+        """
         if not self._ready:
             if until_s < self._timer_s:
                 self._set_timer(until_s)
@@ -57,7 +61,7 @@ class Mailbox(Generic[T]):
         return bool(self._ready)
 
     def close(self) -> None:
-        """Stop the timer: nobody waits any more."""
+        """Stop the timer. Call this when the consumer has stopped waiting."""
         if self._timer is not None:
             self._timer.cancel()
 

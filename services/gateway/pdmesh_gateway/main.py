@@ -1,4 +1,4 @@
-"""The gateway's composition root."""
+"""Composition root of the gateway."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ log = structlog.get_logger()
 
 
 def main(config: MeshConfig) -> int:
-    """Run a gateway until it is told to stop; the exit code."""
+    """Run a gateway until it is stopped; return the exit code."""
     return run_service("gateway", config, serve)
 
 
 async def serve(config: MeshConfig, context: ServiceContext) -> None:
-    """Build the gateway and serve. Raises ConfigError."""
+    """Build the gateway and serve until stopped. Raises ConfigError."""
     gateway = config.gateway
     if config.model is None:
         raise ConfigError("the gateway needs a model: set `model` to the directory or hub id that the workers serve")
@@ -99,9 +99,9 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
         )
         judge = GrammarProcess(directory, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         listener = open_listener(gateway)
-        # Where the port is shared, a client cannot know which gateway answers.
+        # Behind a shared port a client cannot know which gateway answers, so each gateway also has a port of its own.
         probes = None if gateway.listen_fd is None else bind_socket(LOOPBACK, 0, setting="gateway.listen_fd")
-        # The edge's clients show keys, not certificates of ours.
+        # Clients of the edge show keys, not certificates of the mesh.
         edge_security = replace(config.security, tls_ca=None)
         async with _ending(judge), anyio.create_task_group() as tasks:
             serving = Serving(
@@ -146,11 +146,12 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                     probes=probes,
                     linger_s=gateway.linger_s,
                 )
-            tasks.cancel_scope.cancel()  # calls of gRPC have ended, too
+            # Calls of gRPC have ended, too.
+            tasks.cancel_scope.cancel()
 
 
 async def _end_streams(context: ServiceContext, transcripts: Transcripts) -> None:
-    """Tell clients that still wait when the time to drain is over: a stream that must end does so with an error."""
+    """When the time to drain is over, fail all generations that still run, so that their streams end with an error."""
     await context.ending.wait()
     transcripts.fail_all(
         RequestRejected(
@@ -163,7 +164,10 @@ async def _end_streams(context: ServiceContext, transcripts: Transcripts) -> Non
 
 
 def token_host_of(config: MeshConfig) -> str:
-    """Return the host by which workers reach the token port. Raises ConfigError if a wildcard hides it."""
+    """Return the host by which workers reach the token port.
+
+    A wildcard is replaced by this machine's address towards the scheduler. Raises ConfigError if there is none.
+    """
     gateway = config.gateway
     if gateway.token_address is not None or not is_wildcard(gateway.token_host):
         return gateway.token_host
@@ -182,7 +186,7 @@ def _address(host: str, port: int) -> str:
 
 @asynccontextmanager
 async def _ending(judge: GrammarProcess) -> AsyncGenerator[None]:
-    """End the process that compiles grammars when the block is left."""
+    """Close the process that compiles grammars at the end of the block."""
     try:
         yield
     finally:

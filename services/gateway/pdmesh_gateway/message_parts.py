@@ -1,4 +1,4 @@
-"""Parts of messages as text, whichever dialect they came in."""
+"""Parts of messages as text, for every dialect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdmesh_gateway.sampling import invalid
 
 _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 
-#: Parts that text cannot stand for. They are refused, also in an answer.
+#: Parts that cannot become text. They are refused, also in an answer.
 _MEDIA = frozenset(
     {
         *("image", "image_url", "input_image", "output_image", "audio", "input_audio", "output_audio"),
@@ -21,21 +21,21 @@ _MEDIA = frozenset(
 #: Parts of an answer that hold reasoning.
 REASONING = frozenset({"thinking", "reasoning", "redacted_thinking"})
 
-#: Results of code that ran on a server have their text here.
+#: Fields with the text of code that ran on a server.
 _OUTPUTS = ("stdout", "stderr")
 
-#: Levels within a part that are searched for text.
+#: Depth to which a part is searched for text.
 _MAX_DEPTH = 8
 
-#: Kinds that one request's warnings name.
+#: Limit of the kinds that one request's warnings name.
 _MAX_WARNINGS = 8
 
 
 def text_of(content: Any, where: str, *, param: str, skipped: set[str] | None = None) -> str:
-    """Return a text, or parts of one, as text.
+    """Return a message's content as text.
 
-    Answers have parts that other servers' own tools left behind. With ``skipped``, these are left out but for the text
-    in them, and their kinds are added to it. Raises RequestRejected for other parts that are no text.
+    Answers contain parts of other servers' own tools. With ``skipped``, only the text within such parts is kept, and
+    their kinds are added to ``skipped``. Raises RequestRejected for other parts that are not text.
     """
     if isinstance(content, str):
         return content
@@ -46,14 +46,14 @@ def text_of(content: Any, where: str, *, param: str, skipped: set[str] | None = 
 
 
 def reasoning_of(part: Mapping[str, Any]) -> str:
-    """Return what a part of a kind in `REASONING` says: none if it is encrypted."""
+    """Return the text of a part of a kind in `REASONING`; empty if the part is encrypted."""
     return "\n".join(
         text for key in ("thinking", "reasoning", "summary", "content", "text") for text in _texts_in(part.get(key))
     )
 
 
 def skip_warnings(skipped: Collection[str], what: str) -> tuple[str, ...]:
-    """Return warnings that name kinds of ``what`` that were skipped."""
+    """Return a warning for each skipped kind of ``what``, at most `_MAX_WARNINGS`."""
     return tuple(f"{what} of type {kind[:64]} are skipped" for kind in sorted(skipped)[:_MAX_WARNINGS])
 
 
@@ -87,7 +87,7 @@ def _is_text_source(source: Any) -> bool:
 
 
 def _texts_in(value: Any, depth: int = 0) -> Iterator[str]:
-    """Yield the texts within a part's value: of parts, of documents, and of what a program has printed."""
+    """Yield the texts within a part's value: of parts, of documents, and of a program's output."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list) and depth < _MAX_DEPTH:
@@ -96,11 +96,13 @@ def _texts_in(value: Any, depth: int = 0) -> Iterator[str]:
                 yield from _texts_in(each, depth + 1)
     elif isinstance(value, Mapping) and depth < _MAX_DEPTH:
         yield from _strings(value, ("text", *_OUTPUTS))
-        if value.get("type") == "text":  # the source of a document
+        # The source of a document.
+        if value.get("type") == "text":
             yield from _strings(value, ("data",))
         for key in ("content", "source"):
             inner = value.get(key)
-            if key == "content" or not isinstance(inner, str):  # a source may be an address
+            # A source may also be an address.
+            if key == "content" or not isinstance(inner, str):
                 yield from _texts_in(inner, depth + 1)
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint's tokenizer and chat template."""
+"""Tokenizer and chat template of the checkpoint."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from pdmesh_gateway.templates import RequestTemplates, TemplateFailed, check_nes
 
 T = TypeVar("T")
 
-#: Texts shorter than this are worked on at once: tokenizing takes less than a trip to another thread and back.
+#: Shorter texts are processed inline, because tokenizing them takes less time than switching threads.
 INLINE_CHARS = 4096
 
-#: Longer ones take long enough to keep others waiting; they wait for each other.
+#: Texts longer than this are slow enough to delay others, so they have a limiter of their own.
 HEAVY_CHARS = 128 * 1024
 
-#: Decoding a token as it comes takes about as long as tokenizing so many characters.
+#: Number of characters whose tokenizing takes as long as decoding one token incrementally.
 DETOKENIZED_CHARS = 64
 
-#: More ids than any tokenizer has; the library takes memory and time for each up to the largest.
+#: Limit of token ids, above any tokenizer's: the library takes memory and time for each id up to the largest.
 MAX_VOCAB_SIZE = 1 << 24
 
-#: Placed in front of a conversation's last message to find where it ends (`continue_final_message`).
+#: Prefix of a conversation's last message, to find where the message ends (`continue_final_message`).
 _MARKER = "\ue000pdmesh-final\ue000"
 
-#: Name of the template that transformers renders conversations with tools by, if a checkpoint has several.
+#: Name by which transformers selects the template for conversations with tools, if a checkpoint has several.
 _TOOL_TEMPLATE = "tool_use"
 _MAX_TEMPLATES = 64
 
-#: Roles whose messages a template may move, so that they cannot be continued.
+#: Roles whose messages cannot be continued, because a template may move them.
 _MOVABLE = ("system", "developer", "tool")
 
 
 class ModelTokenizer:
-    """Text to token ids and back, and conversations to text."""
+    """Converter of text to token ids and back, and of conversations to text."""
 
     def __init__(
         self,
@@ -57,8 +57,11 @@ class ModelTokenizer:
         request_templates: RequestTemplates | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """``tool_template`` renders conversations with tools; None: ``template`` renders all."""
-        self.config = dict(config or {})  # what the checkpoint says of it
+        """``tool_template`` renders conversations with tools; if it is None, ``template`` renders all conversations.
+
+        ``config`` is the checkpoint's ``tokenizer_config.json``.
+        """
+        self.config = dict(config or {})
         self._tokenizer = tokenizer
         self._request_templates = request_templates
         self.template_source = template or ""
@@ -74,7 +77,7 @@ class ModelTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self.added_tokens = frozenset(token.content for token in added.values())
-        # llguidance takes special tokens, and others of this look, for no text: grammars must have their ids.
+        # llguidance does not treat special tokens, and others of this form, as text: grammars must name their ids.
         self.textless_ids = {
             token.content: token_id
             for token_id, token in added.items()
@@ -116,13 +119,13 @@ class ModelTokenizer:
         )
 
     def min_tokens_of(self, text: str) -> int:
-        """A lower bound of how many tokens ``text`` is, without tokenizing it."""
+        """Return a lower bound of the number of tokens in ``text``, without tokenizing."""
         return -(-len(text) // self._longest_token_chars)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of ``text``."""
+        """Return the token ids of ``text``."""
 
-        # A batch of one: unlike the plain call, the library lets go of the interpreter meanwhile.
+        # A batch of one, because the library releases the interpreter lock for batches only.
         def encode() -> list[int]:
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
@@ -135,7 +138,10 @@ class ModelTokenizer:
         return await self._work(decode, len(token_ids))
 
     async def offsets(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
-        """How many characters of the text that `decode` gives come before each token; a hidden one has none."""
+        """Return the number of characters before each token in the text of `decode`.
+
+        A hidden token has no characters.
+        """
 
         def offsets() -> list[int]:
             detokenizer = self.detokenizer((), skip_special_tokens=skip_special_tokens)
@@ -145,7 +151,7 @@ class ModelTokenizer:
         return await self._work(offsets, len(token_ids) * DETOKENIZED_CHARS)
 
     async def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Tokens as the vocabulary writes them (``token_strs`` of ``/tokenize``)."""
+        """Return tokens as the vocabulary writes them (``token_strs`` of ``/tokenize``)."""
 
         def pieces() -> list[str]:
             return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
@@ -153,7 +159,7 @@ class ModelTokenizer:
         return await self._work(pieces, len(token_ids))
 
     async def _work(self, work: Callable[[], T], size: int) -> T:
-        """Do ``work`` at once if its ``size`` is small, else on a thread, with others of that size only."""
+        """Run ``work`` inline if its ``size`` is small, else on a thread. Heavy work has a limiter of its own."""
         if size < INLINE_CHARS:
             return work()
         return await anyio.to_thread.run_sync(work, limiter=self._heavy if size > HEAVY_CHARS else self._light)
@@ -161,22 +167,23 @@ class ModelTokenizer:
     def detokenizer(
         self, prompt_tail: Sequence[int], *, skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()
     ) -> Detokenizer:
-        """An incremental decoder for one generation; ``shown_ids`` are special tokens that are not skipped."""
+        """Return an incremental decoder for one generation. ``shown_ids`` are special tokens that are not skipped."""
         hidden_ids = self.special_ids - shown_ids if skip_special_tokens else frozenset[int]()
         if self._byte_level is None or self._has_other_decoders:
             return WindowDetokenizer(self._tokenizer, hidden_ids=hidden_ids, prompt_tail=prompt_tail)
         return ByteLevelDetokenizer(self._byte_level, hidden_ids=hidden_ids, prompt_tail=prompt_tail)
 
     def token_text(self, token_id: int) -> str:
-        """One token on its own, as log-probabilities name it."""
+        """Return the text of a single token, for log-probabilities."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._tokenizer.decode([token_id], skip_special_tokens=False)
-            self._texts[token_id] = text  # at most the vocabulary
+            # Bounded by the vocabulary.
+            self._texts[token_id] = text
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for, also where they are only a part of a character."""
+        """Return the bytes of a token, which may be part of a character."""
         if self._byte_level is not None:
             return self._byte_level.bytes_of(token_id)
         piece = self._tokenizer.id_to_token(token_id)
@@ -200,8 +207,8 @@ class ModelTokenizer:
     ) -> str:
         """Return a conversation as the text that the model was trained on. Raises RequestRejected.
 
-        Calls that the template does not show are written in ``tool_format``. ``tells_tools``: tools are told in the
-        instructions even if the template shows them.
+        If the template does not show calls, they are written in ``tool_format``. ``tells_tools``: the instructions list
+        the tools even if the template shows them.
         """
         check_nesting(variables, "chat_template_kwargs")
         if continue_final_message:
@@ -235,7 +242,7 @@ class ModelTokenizer:
             text = await self._request_templates.render(template, everything, tool_format=tool_format)
         else:
             num_chars = sum(len(str(m.get("content"))) for m in messages)
-            # Tools, and arguments of calls, may be of any size.
+            # Tools, and arguments of calls, may have any size.
             is_small = num_chars < INLINE_CHARS and not tools and not any(m.get("tool_calls") for m in messages)
             text = await self._render_own(everything, tool_format, tells_tools=tells_tools, is_small=is_small)
         if not continue_final_message:
@@ -271,14 +278,14 @@ class ModelTokenizer:
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
-    """The library's tokenizer, tried out. Raises ConfigError."""
+    """Return the library's tokenizer after a trial. Raises ConfigError."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokenizer.decode_batch([tokenizer.encode_batch_fast(["a b"])[0].ids])
     except BaseException as error:
-        # The library raises a bare Exception, and at worst a PanicException, which is none.
+        # The library raises a bare Exception or a PanicException, which is not an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ConfigError(f"cannot read {path}: {error}") from error
@@ -304,9 +311,9 @@ def _compiled(
 
 
 def _read_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the checkpoint's templates by name; "default" is the one for conversations without tools.
+    """Return the checkpoint's templates by name; "default" is the template for conversations without tools.
 
-    Files come before ``tokenizer_config.json``, as in transformers.
+    Files take precedence over ``tokenizer_config.json``, as in transformers.
     """
     files = sorted((directory / "additional_chat_templates").glob("*.jinja"))[:_MAX_TEMPLATES]
     named = {path.stem: path for path in files}

@@ -1,7 +1,7 @@
-"""What the mesh does now, for whoever watches the page: one stream from the scheduler, shared by all watchers.
+"""Activity of the mesh for the web page: one stream from the scheduler, shared by all watchers.
 
-The scheduler is asked for its activity only while somebody watches. A frame is encoded once; a watcher that reads too
-slowly misses frames, and holds up neither the others nor the mesh.
+The scheduler is asked for its activity only while a page watches. A frame is encoded once. A watcher that reads too
+slowly misses frames, and delays neither the other watchers nor the mesh.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from pdmesh.errors import RequestRejected
 from pdmesh.wire.messages import Activity, GoneInstance, InstanceStatus, in_order
 from pdmesh_gateway.gateway_metrics import RecentLatencies
 
-#: Pages that may watch at once. Each costs an encoded frame's bytes a few times a second.
+#: Limit of pages that watch at once. Each costs an encoded frame's bytes a few times a second.
 MAX_WATCHERS = 32
 
-#: Frames that wait for one watcher; what comes when they are full is lost to it.
+#: Limit of the frames that wait for one watcher. The watcher misses the frames beyond.
 MAX_FRAMES_AHEAD = 8
 
 
 class ActivityHub:
-    """Hands the scheduler's frames to those who watch."""
+    """Distributor of the scheduler's frames to the watchers."""
 
     def __init__(self, model: str, latencies: RecentLatencies, ask: Callable[[], None]) -> None:
-        """``ask`` asks the scheduler for a frame; it never blocks. It is called for the first watcher alone: whoever
-        takes a frame from the scheduler asks for the next one while somebody watches.
+        """``ask`` requests a frame from the scheduler and never blocks.
+
+        The hub calls ``ask`` for the first watcher only. The caller of `publish` requests the next frame while
+        `is_watched`.
         """
         self._model = model
         self._latencies = latencies
@@ -39,11 +41,11 @@ class ActivityHub:
 
     @property
     def is_watched(self) -> bool:
-        """Whether anybody wants frames."""
+        """Whether any page watches."""
         return bool(self._watchers)
 
     def publish(self, activity: Activity) -> None:
-        """A frame of the scheduler's."""
+        """Encode a frame of the scheduler, and send it to each watcher that has room."""
         state = activity.state
         shown: list[InstanceStatus | GoneInstance] = [*state.instances, *state.gone]
         fields = {
@@ -65,12 +67,13 @@ class ActivityHub:
         }
         frame = b"data: " + msgspec.json.encode(fields) + b"\n\n"
         for watcher in tuple(self._watchers):
-            with suppress(anyio.WouldBlock, anyio.BrokenResourceError):  # it goes on with a frame that it can take
+            # A slow watcher continues with a later frame.
+            with suppress(anyio.WouldBlock, anyio.BrokenResourceError):
                 watcher.send_nowait(frame)
 
     @asynccontextmanager
     async def frames(self) -> AsyncGenerator[MemoryObjectReceiveStream[bytes]]:
-        """Frames as server-sent events, from now on. Raises RequestRejected (429) if too many watch."""
+        """Yield frames as server-sent events, from now on. Raises RequestRejected (429) at `MAX_WATCHERS`."""
         if len(self._watchers) >= MAX_WATCHERS:
             raise RequestRejected(
                 f"{MAX_WATCHERS} pages are already watching this gateway. Close one, or use another gateway.",
@@ -82,7 +85,8 @@ class ActivityHub:
         with send, receive:
             self._watchers[send] = None
             if len(self._watchers) == 1:
-                self._latencies.take_new()  # from before anybody watched
+                # Discards values from before this watcher.
+                self._latencies.take_new()
                 self._ask()
             try:
                 yield receive
@@ -93,13 +97,13 @@ class ActivityHub:
 def _instance(status: InstanceStatus) -> dict[str, Any]:
     """Return an instance's status in the page's words."""
     state = "serving" if status.state == "up" else status.state
-    # msgspec leaves out what has its default
+    # msgspec would omit fields that have their defaults.
     plain = {name: getattr(status, name) for name in status.__struct_fields__}
     return {**plain, "id": status.instance_id, "state": state}
 
 
 def _gone(gone: GoneInstance) -> dict[str, Any]:
-    """Return an instance that is not there as a row beside the others."""
+    """Return a missing instance as a row like the others, with zero counts."""
     nothing = (name for name in InstanceStatus.__struct_fields__ if name.startswith("num_"))
     plain = {name: getattr(gone, name) for name in gone.__struct_fields__}
     return {**dict.fromkeys(nothing, 0), **plain, "id": gone.instance_id, "gone": True}

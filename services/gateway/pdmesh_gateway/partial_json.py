@@ -1,4 +1,4 @@
-"""JSON that was cut: what there is of it, as a whole value."""
+"""Completion of JSON that was cut."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import msgspec
 
 
 def whole_object(text: str) -> bytes:
-    """The JSON object that ``text`` is or begins, without what is not whole in it; an empty one if it is no object."""
+    """Return the JSON object that ``text`` is or begins, without incomplete parts.
+
+    The result is an empty object if ``text`` begins no object.
+    """
     given = text.encode("utf-8", "replace")
     for candidate in (given, *_closed(given)):
         try:
@@ -18,17 +21,20 @@ def whole_object(text: str) -> bytes:
 
 
 def _closed(text: bytes) -> tuple[bytes, bytes]:
-    """The text with its brackets closed: all of it, should it end with a whole word or number, and what is surely whole
-    of it.
+    """Return two candidates for the completed text.
+
+    The first is the whole text with its brackets closed, which is right if the text ends with a whole word or number.
+    The second is only the part that is surely complete, closed.
     """
     closers = bytearray()
-    end, closed = 0, b""  # what is whole: so much of the text, and what closes it
+    # Length of the complete part, and the brackets that close it.
+    end, closed = 0, b""
     is_key = in_string = escaped = False
     for i, byte in enumerate(text):
         if in_string:
             if escaped:
                 escaped = False
-            elif byte == 0x5C:  # a backslash
+            elif byte == 0x5C:  # backslash
                 escaped = True
             elif byte == 0x22:
                 in_string = False
@@ -46,7 +52,8 @@ def _closed(text: bytes) -> tuple[bytes, bytes]:
             del closers[-1]
             is_key = False
             end, closed = i + 1, bytes(reversed(closers))
-        elif byte == 0x2C:  # a comma: what came before it is whole, also a number or a word
+        elif byte == 0x2C:
+            # Before a comma the value is complete, also a number or a word.
             end, closed = i, bytes(reversed(closers))
             is_key = closers.endswith(b"}")
         elif byte == 0x3A:

@@ -1,4 +1,4 @@
-"""How a model's embeddings are made, by what its checkpoint says: the files of sentence-transformers.
+"""Computation of embeddings as the checkpoint's files (sentence-transformers) describe it.
 
 An embedding is the hidden state of a text's last token, as models with causal attention are trained for
 (Qwen3-Embedding).
@@ -17,7 +17,8 @@ from pdmesh.engine.json_files import read_json_object
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh_gateway.sampling import invalid
 
-if TYPE_CHECKING:  # a gateway without embeddings needs no numpy
+# A gateway without embeddings needs no numpy.
+if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
@@ -27,16 +28,16 @@ _NORM_FLOOR = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooling:
-    """Whether and how there are embeddings."""
+    """Rules of a model's embeddings. ``refusal`` is the reason if there are none."""
 
-    refusal: str = ""  # why there are none
+    refusal: str = ""
     hidden_size: int
     normalizes: bool = True
-    #: What they may be cut to, being trained for that; empty: any size up to ``hidden_size``; None: nothing.
+    #: Sizes that the model is trained to be cut to. Empty allows any size up to ``hidden_size``; None allows no cut.
     dimensions: tuple[int, ...] | None = None
 
     def check(self, dimensions: int | None) -> None:
-        """Raises RequestRejected if there are no embeddings, or none of this size."""
+        """Raise RequestRejected if the model makes no embeddings, or none of this size."""
         if self.refusal:
             raise RequestRejected(self.refusal, param="model", code="unsupported_model")
         if dimensions is None or dimensions == self.hidden_size:
@@ -54,7 +55,7 @@ class Pooling:
             raise invalid("dimensions", f"`dimensions` must be from 1 to {self.hidden_size}, got {dimensions}.")
 
     def embedding(self, hidden: bytes, dimensions: int | None) -> npt.NDArray[np.float32]:
-        """Return the embedding that a last token's hidden state comes to."""
+        """Return the embedding of a text from its last token's hidden state."""
         import numpy as np
 
         vector: npt.NDArray[np.float32] = np.frombuffer(hidden, dtype="<f4")[:dimensions]
@@ -64,7 +65,7 @@ class Pooling:
 
 
 def load_pooling(directory: Path, setting: str) -> Pooling:
-    """Read how a checkpoint's embeddings are made. Raises ConfigError for files that are broken."""
+    """Return the rules of a checkpoint's embeddings. Raises ConfigError for files that are broken."""
     hidden_size = load_model_config(directory).hidden_size
     if setting == "off":
         return Pooling(refusal="This server makes no embeddings (gateway.embeddings is off).", hidden_size=hidden_size)
@@ -87,7 +88,7 @@ def load_pooling(directory: Path, setting: str) -> Pooling:
 
 
 def _modules(directory: Path) -> list[dict[str, Any]] | None:
-    """The parts that a text goes through; None if the checkpoint does not say."""
+    """Return the modules that process a text; None if the checkpoint does not list them. Raises ConfigError."""
     path = directory / "modules.json"
     if not path.exists():
         return None

@@ -1,6 +1,6 @@
-"""What of prompts may be computed once and used again: the hashes that a gateway sends with them.
+"""Prefix hashes of prompts, which a gateway sends along so that computed KV can be reused.
 
-A gateway alone has all that goes into a hash: the tokens, whose they are, and the salt that came with them.
+Only a gateway has all inputs of a hash: the tokens, their tenant, and the salt of the request.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ from pdmesh.engine.files import ModelInfo
 from pdmesh.model import GRANULE_TOKENS, PrefixHashes, SamplingParams
 from pdmesh.prefixes import PrefixHasher
 
-#: More are hashed on a thread: so many tokens take a millisecond or two.
+#: Longer prompts are hashed on a thread: this many bytes take a millisecond or two.
 INLINE_BYTES = 4 * 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPrefix:
-    """The hashes of a prompt, and what those of its output are made of."""
+    """Hashes of a prompt, and the state to continue them over its output.
+
+    With an empty ``root`` no KV of the prompt is reused or cached. ``tail`` has the packed tokens after the last full
+    granule. ``weights`` is the identity of the weights that compute the KV.
+    """
 
     hasher: PrefixHasher
-    root: bytes  # empty: none of its KV is used again, or kept
+    root: bytes
     granules: PrefixHashes = ()
-    tail: bytes = b""  # the packed tokens behind the last full granule
-    weights: str = ""  # identity of the weights that compute the KV
+    tail: bytes = b""
+    weights: str = ""
 
     def with_output(self, output: bytes) -> PrefixHashes:
         """Return the hashes of prompt and output; ``output`` is packed."""
@@ -36,10 +40,10 @@ class PromptPrefix:
 
 
 class Prefixes:
-    """Makes the hashes of one gateway's prompts.
+    """Maker of the hashes of one gateway's prompts.
 
-    ``sharing`` is `GatewayConfig.prefix_reuse`: which requests share KV. ``facts`` are about the model, as it is
-    served.
+    ``sharing`` is `GatewayConfig.prefix_reuse`: it determines which requests share KV. ``facts`` describe the served
+    model.
     """
 
     def __init__(self, mesh_token: str, sharing: str, info: ModelInfo, *facts: str) -> None:
@@ -52,10 +56,10 @@ class Prefixes:
     async def of(
         self, prompt: bytes, params: SamplingParams, *, tenant: str, salt: str, weights: str = ""
     ) -> PromptPrefix:
-        """Return the hashes of a prompt of packed tokens; none where KV that others computed would not do.
+        """Return the hashes of a prompt of packed tokens; none if KV of other requests must not be used.
 
-        ``weights`` is the identity of the weights that compute the KV. A salt is mixed in beside the tenant, and never
-        stands for it.
+        ``weights`` is the identity of the weights that compute the KV. A salt is hashed in addition to the tenant and
+        never replaces the tenant.
         """
         root = self._root(len(prompt) // 4, params, tenant, salt, weights)
         if not root:
@@ -67,7 +71,8 @@ class Prefixes:
         return PromptPrefix(self._hasher, root, granules, prompt[4 * GRANULE_TOKENS * len(granules) :], weights)
 
     def _root(self, num_tokens: int, params: SamplingParams, tenant: str, salt: str, weights: str) -> bytes:
-        if self._sharing == "off" or params.prompt_logprobs is not None:  # these come from computing all of the prompt
+        if self._sharing == "off" or params.prompt_logprobs is not None:
+            # Log-probabilities of the prompt require computing all of the prompt.
             return b""
         most = self._info.max_fixed_rope_tokens
         if most is not None and num_tokens > most:

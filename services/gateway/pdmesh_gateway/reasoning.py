@@ -1,4 +1,4 @@
-"""Reasoning before the answer proper, between markers as ``<think>`` and ``</think>``."""
+"""Reasoning before the answer proper, between markers such as ``<think>`` and ``</think>``."""
 
 from __future__ import annotations
 
@@ -10,30 +10,36 @@ from pdmesh_gateway.tools.answer_reader import SPACE, Reader, Script
 
 
 class ReasoningStart(StrEnum):
-    """Whether an answer begins with reasoning."""
+    """Whether an answer begins with reasoning.
+
+    ``POSSIBLE``: the model may write the opening marker. ``BEGUN``: the prompt ends within reasoning.
+    """
 
     NONE = "none"
-    POSSIBLE = "possible"  # by its first marker
-    BEGUN = "begun"  # the prompt ends within it
+    POSSIBLE = "possible"
+    BEGUN = "begun"
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarkers:
-    """What a family's models write before and behind their reasoning."""
+    """Markers of a model family before and after reasoning.
+
+    ``resumes`` is text after them, before the answer proper.
+    """
 
     open: str
     close: str
-    resumes: str = ""  # what comes behind them before the answer goes on
+    resumes: str = ""
 
     def begins_after(self, prompt: str) -> ReasoningStart:
-        """Return how the answer begins, by the end of its prompt."""
+        """Return how the answer to a prompt begins, by the end of the prompt."""
         end = prompt.rstrip()
         if end.endswith(self.open):
             return ReasoningStart.BEGUN
         return ReasoningStart.NONE if end.endswith(self.close) else ReasoningStart.POSSIBLE
 
     def read(self, reader: Reader, begins: ReasoningStart) -> Script[None]:
-        """Read up to where the answer proper begins."""
+        """Read up to the beginning of the answer proper."""
         if begins is ReasoningStart.POSSIBLE:
             head = yield from reader.match(SPACE, self.open)
             if head is not None and not head.is_whole and reader.is_cut:
@@ -58,5 +64,5 @@ FAMILIES = (THINK, ReasoningMarkers("[THINK]", "[/THINK]"))
 
 
 def markers_of(template: str, vocabulary: Collection[str]) -> ReasoningMarkers | None:
-    """Return what a checkpoint's models reason between; None if they do not."""
+    """Return a checkpoint's markers of reasoning; None if its models do not reason."""
     return next((each for each in FAMILIES if each.close in template or each.close in vocabulary), None)

@@ -1,9 +1,10 @@
-"""Remembers what the scheduler has just refused for want of time, and refuses its like before it costs anything.
+"""Cache of the scheduler's refusals for lack of time, which refuses similar requests without further work.
 
-With each refusal the scheduler says for how long it would refuse others like that request (`Reject.reject_ttl_s`).
-Until then these are told what that one was told: they are neither tokenized nor asked about. Then one is let in, and
-the answer to it decides again; the others are let in, too, unless that comes within `ANSWER_S`. What is said of one
-key, priority, target and size holds for no other, so nobody is turned away for what others ask for.
+With each refusal the scheduler reports how long it would refuse similar requests (`Reject.reject_ttl_s`). During this
+time they get the same answer, and are neither tokenized nor submitted. Afterwards one request is submitted, and its
+answer decides again. Further requests wait no longer than `ANSWER_S` for this decision.
+
+An entry holds for one key, priority, target and size only, so that no client is refused for other clients' requests.
 """
 
 from __future__ import annotations
@@ -13,36 +14,39 @@ from typing import NamedTuple
 
 from pdmesh.errors import RequestRejected
 
-#: A refusal takes no longer to come, unless somebody is overloaded otherwise.
+#: Time within which a refusal arrives, unless another part of the mesh is overloaded.
 ANSWER_S = 0.05
 
-#: Kinds that are kept: clients choose their targets.
+#: Limit of cached kinds, because clients choose their targets.
 MAX_KINDS = 1024
 
 
 class RequestKind(NamedTuple):
-    """Requests that the scheduler treats alike."""
+    """Key of requests that the scheduler treats alike. ``size`` is the body's size in doublings."""
 
     operation: str
     tenant: str
     priority: int
     slo_ttft_s: float | None
     slo_tpot_s: float | None
-    size: int  # of the body, in doublings
+    size: int
 
 
 class _Closed(NamedTuple):
+    """Refusal of a kind: all its requests until ``until_s``, then all but one in each `ANSWER_S` until ``over_s``."""
+
     until_s: float
-    over_s: float  # from when on nobody is refused; in between one is let in to ask
+    over_s: float
     answer: RequestRejected
 
 
 class RejectCache:
-    """Remembers which kinds of requests are refused now, and with what answer."""
+    """Cache of the kinds of requests that are refused now, with the answer of each."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._closed: dict[RequestKind, _Closed] = {}  # oldest first
+        #: Oldest first.
+        self._closed: dict[RequestKind, _Closed] = {}
         self._some_until_s = 0.0
 
     def __len__(self) -> int:
@@ -50,11 +54,14 @@ class RejectCache:
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody is refused."""
+        """Whether no request is refused."""
         return self._clock() >= self._some_until_s
 
     def check(self, kind: RequestKind) -> None:
-        """Raises RequestRejected (429)."""
+        """Raise RequestRejected (429) if this kind is refused now.
+
+        The first check after the refusal's time passes, and the next ones are refused for at most `ANSWER_S`.
+        """
         closed = self._closed.get(kind)
         if closed is None:
             return
@@ -72,7 +79,7 @@ class RejectCache:
             self._close(kind, _Closed(until_s, until_s, answer))
 
     def refused(self, kind: RequestKind, answer: RequestRejected) -> None:
-        """The scheduler refused one of this kind with an answer that holds for ``reject_ttl_s``."""
+        """Record the scheduler's refusal of a request of this kind, which holds for ``reject_ttl_s``."""
         self._closed.pop(kind, None)
         until_s = self._clock() + answer.reject_ttl_s
         self._close(kind, _Closed(until_s, until_s + answer.reject_ttl_s, answer))

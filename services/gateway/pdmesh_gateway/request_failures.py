@@ -1,7 +1,7 @@
-"""Failures that nobody foresaw: bugs of ours and of libraries, whatever they raise.
+"""Unexpected failures of requests: bugs of pdmesh and of libraries.
 
-At either edge one becomes an error in the shape of all others, with the request's id, is logged once with its
-traceback, and counted. It is the failure of one request: other requests, and the gateway, go on.
+Both edges turn such a failure into an error in the usual shape, with the request's id. The failure is logged once with
+its traceback, and counted. Only its request fails: other requests, and the gateway, continue.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from pdmesh_gateway.gateway_metrics import GatewayMetrics
 
 log = structlog.get_logger()
 
-#: What an edge catches. A library may raise a bare CancelledError where nobody was cancelled (grpc.aio does).
+#: Exceptions that an edge catches. grpc.aio raises a bare CancelledError where no task was cancelled.
 UNFORESEEN = (Exception, BaseExceptionGroup, asyncio.CancelledError)
 
 
 def failure_of(
     error: BaseException, metrics: GatewayMetrics, *, where: str, request_id: str, label: str = ""
 ) -> RequestRejected:
-    """What the client hears of an error. Raises it again if it is the cancellation of our own task."""
+    """Return the error for the client, and log an unexpected one. Reraises the cancellation of the current task.
+
+    A RequestRejected within an exception group is returned itself.
+    """
     task = asyncio.current_task()
     if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
         raise error
@@ -35,7 +38,7 @@ def failure_of(
 
 
 def internal_error(request_id: str) -> RequestRejected:
-    """The log has the details, the client does not."""
+    """Return the client's error for an unexpected failure. Only the log has the details."""
     return RequestRejected(
         f"Internal server error. See the server's log for request {request_id}.",
         status=500,

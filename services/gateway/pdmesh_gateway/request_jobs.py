@@ -1,4 +1,4 @@
-"""Makes a job of a request's checked fields, for HTTP and for gRPC."""
+"""Conversion of a request's checked fields to a job, for HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from pdmesh_gateway.serving import Serving, check_traceparent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The client of a request, and the fields that its transport carries beside the body."""
+    """The client of a request, and the fields that its transport carries besides the body.
+
+    ``request_id`` is the gateway's own, ``label`` the client's. ``received_at`` is Unix time in seconds.
+    """
 
     client: Client
     dialect: Dialect
-    request_id: str  # ours
-    label: str  # the client's own id
+    request_id: str
+    label: str
     slo: Slo
     traceparent: str | None
-    received_at: float  # Unix time, seconds
+    received_at: float
 
 
 async def generation_job(
@@ -45,10 +48,10 @@ async def generation_job(
     shown_ids: frozenset[int] = frozenset(),
     call_parser: Callable[[ItemWriter], ItemParser] | None = None,
 ) -> GenerationJob:
-    """Return the job of prompts that are answered as ``fields`` say. Raises RequestRejected.
+    """Return the job of prompts under a request's ``fields``. Raises RequestRejected.
 
-    ``what`` names the prompt in errors. Without ``max_tokens`` an answer has up to ``default_tokens``, and without both
-    it may fill the context.
+    ``what`` names the prompt in errors. Without ``max_tokens`` an answer has up to ``default_tokens``; without both it
+    may fill the context.
     """
     params = sampling_params(
         fields,
@@ -80,7 +83,7 @@ def job_of(
     shown_ids: frozenset[int] = frozenset(),
     call_parser: Callable[[ItemWriter], ItemParser] | None = None,
 ) -> GenerationJob:
-    """Return the job of prompts with these parameters. Raises RequestRejected."""
+    """Return the job of prompts with given parameters. Raises RequestRejected if the key does not allow its targets."""
     client, priority = caller.client, fields.priority or 0
     client.check_service_level(priority, caller.slo)
     return GenerationJob(

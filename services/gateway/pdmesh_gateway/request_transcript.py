@@ -1,16 +1,19 @@
-"""A transcript: what the gateway owns of a request, and the laws by which a token joins one.
+"""Transcripts: the gateway's state of a request, and the rules by which a token is added.
 
-A token is delivered if its epoch is current, its index is the next one, and it comes from the instance whose turn it
-is: an epoch belongs to whoever opens it, and passes to another only if the one whose turn it was has named it with its
-last token (`TokenOut.next_instance_id`). Until that one has spoken, the one that named it may name another (`TurnOver`:
-the receiver of its KV failed). An older epoch or index is dropped. A later index waits for the missing ones:
-the first token comes from the prefill instance and the second from the decode instance, on another stream, so they can
-overtake each other. If what is missing does not come within a grace period it is lost, and the request is resumed from
-its transcript under the next epoch. So it is if log-probabilities of its prompt's tokens are missing when a token
-comes: they come before it, on the same stream. Weights of one identity draw all tokens of a transcript: tokens of
-others are dropped.
+* A token is delivered if its epoch is current, its index is the next one, and its instance has the turn.
+* The first instance to speak in an epoch has the turn. The turn passes to the instance that is named with the last
+  token (`TokenOut.next_instance_id`). Until the named instance speaks, the previous one may name another (`TurnOver`),
+  because the receiver of its KV failed.
+* A token of an older epoch or index is dropped.
+* A token of a later index waits for the missing ones. The first token comes from the prefill instance and the second
+  from the decode instance, on another stream, so they may overtake each other.
+* If a missing token does not arrive within a grace period, it is lost. The request is resumed from its transcript
+  under the next epoch.
+* The same holds if log-probabilities of prompt tokens are missing when a token arrives, because these precede the
+  token on the same stream.
+* Weights of one identity draw all tokens of a transcript: tokens of other weights are dropped.
 
-Everything here is synchronous and belongs to the event loop.
+All of this is synchronous and runs on the event loop.
 """
 
 from __future__ import annotations
@@ -26,44 +29,64 @@ from pdmesh.wire.messages import Generation, PromptLogprobs, TokenLogprobs, Toke
 from pdmesh_gateway.mailbox import Mailbox
 from pdmesh_gateway.prompt_prefixes import PromptPrefix
 
-#: Tokens of one instance that wait for an earlier one. More than that and the earlier one is lost: its request would be
-#: resumed anyway.
+#: Limit of one instance's tokens that wait for an earlier one. Beyond it the earlier one counts as lost, and its
+#: request would be resumed anyway.
 MAX_AHEAD = 256
 
-#: Instances whose tokens wait. There are two, one to open an epoch and one to go on, unless something is wrong.
+#: Limit of instances whose tokens wait. Normally there are two: one that opens an epoch and one that continues.
 MAX_SOURCES_AHEAD = 4
 
 FIRST_EPOCH = Epoch(0)
 
-#: The blame that a request may get for restarts, without progress in between, before its client is told to try again.
-#: What kills each instance that computes it, alone, has killed four by then.
+#: Limit of a request's blame for restarts without progress; beyond it the client is told to try again. A request that
+#: alone kills each instance that computes it has killed four by then.
 MAX_BLAME = 3.0
 
-#: As many tokens may be drawn by computing the prompt again, where its decoding is what fails: they are no progress.
+#: Number of tokens that do not count as progress: computing the prompt again may draw them although decoding fails.
 NO_PROGRESS_TOKENS = 1
 
-#: How long a missing token may be late before its request is resumed: far more than two streams of one mesh differ.
+#: Time that a missing token may be late before its request is resumed. Two streams of one mesh differ by far less.
 STALL_GRACE_S = 2.0
 
-#: It doubles with each such restart without a token, up to this: where an instance's way to a gateway is broken, each
-#: computes the prompt again, and those up to `MAX_BLAME` must outlast what breaks a network for a while.
+#: The grace doubles with each such restart without a token, up to this limit. If an instance's way to the gateway is
+#: broken, each attempt computes the prompt again. The attempts up to `MAX_BLAME` should outlast a short network
+#: failure.
 MAX_STALL_GRACE_S = 30.0
 
-#: The same once the stream that it would come on broke: an instance that lives opens it again within a tenth of this.
+#: The grace after the token's stream broke. An instance that is alive reopens the stream within a tenth of this.
 BREAK_GRACE_S = 0.5
 
-#: The same where nothing had come on it for a while: then it is the way that is broken.
+#: The grace after the stream had been silent for a while, which means that the way is broken.
 SILENCE_GRACE_S = 0.2
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Transcript:
-    """One generation: the prompt and the tokens delivered so far."""
+    """A generation: the prompt, the tokens delivered so far, and the state of their delivery.
+
+    ``prompt`` is packed token ids. ``label`` is the client's name for the request. ``finished``: the last token was
+    delivered, the request failed, or the consumer has enough.
+
+    * ``num_tokens_before``: prompt tokens of this request's other choices that were submitted before.
+    * ``submitted_to``: the scheduler process that this epoch was last sent to.
+    * ``submitted_at_change``: `Transcripts.num_changes` when this epoch was submitted.
+    * ``unheard``: the instance that drew a token that did not arrive, for a request resumed for this reason.
+    * ``all_drawn``: the instance has reported its last token, so that any missing token is late or lost.
+    * ``source``: the instance whose stream the next token must come from; None until the epoch is opened.
+    * ``giver``: the instance that passed the turn to ``source``, until ``source`` speaks.
+    * ``drawn_by``: the instance that drew the last token.
+    * ``weights``: identity of the weights that drew all tokens; empty without tokens or if unknown.
+    * ``num_cached_tokens``: prompt tokens that were cached when the first token was drawn.
+    * ``num_preemptions``: restarts for lack of memory, a part of ``num_restarts``.
+    * ``num_fruitless``: blamed restarts since the last token.
+    * ``blame``: blame for restarts since the last progress.
+    * ``num_drawn``: tokens delivered in this epoch.
+    """
 
     request_id: RequestId
     gateway_id: GatewayId
     token_address: str
-    prompt: bytes  # packed token ids
+    prompt: bytes
     params: SamplingParams
     mailbox: Mailbox[Transcript]
     clock: Callable[[], float]
@@ -72,43 +95,44 @@ class Transcript:
     slo: Slo = NO_SLO
     tenant: str = ""
     share: int = 1
-    num_tokens_before: int = 0  # of the prompts of other choices of the same request, sent before
+    num_tokens_before: int = 0
     traceparent: str | None = None
-    label: str = ""  # what its client calls it
+    label: str = ""
     epoch: Epoch = FIRST_EPOCH
     output: array.array[int] = field(default_factory=lambda: array.array("i"))
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
-    #: Delivered, not yet taken by the consumer.
+    #: Delivered tokens that the consumer has not taken.
     inbox: list[TokenOut] = field(default_factory=list[TokenOut])
     failure: Exception | None = None
-    finished: bool = False  # the last token was delivered, or the request failed, or its consumer has enough
-    #: A token is known or suspected to be missing: when the request is resumed, unless it comes before.
+    finished: bool = False
+    #: The time at which the request is resumed, because a token is known or suspected to be missing.
     resume_at_s: float | None = None
-    #: Which connection to the scheduler this epoch was submitted on; None while it waits for one.
+    #: Number of the scheduler connection on which this epoch was submitted; None while it waits for one.
     submitted_on: int | None = None
-    submitted_to: str | None = None  # which scheduler process was last sent this epoch
-    submitted_at_change: int = 0  # `Transcripts.num_changes` when this epoch was submitted
-    unheard: InstanceId | None = None  # which instance drew what did not come, of one that is resumed for that
-    all_drawn: bool = False  # its instance says that there will be no more tokens: what is not here is late or lost
-    source: InstanceId | None = None  # whose stream the next token must come from; None until the epoch is opened
-    giver: InstanceId | None = None  # which named the source, until that speaks
-    drawn_by: InstanceId | None = None  # which instance drew the last token
-    weights: str = ""  # identity of the weights that drew all tokens; empty: there are none, or it was not said
-    num_cached_tokens: int = 0  # of the prompt: their KV was there when its first token was drawn
+    submitted_to: str | None = None
+    submitted_at_change: int = 0
+    unheard: InstanceId | None = None
+    all_drawn: bool = False
+    source: InstanceId | None = None
+    giver: InstanceId | None = None
+    drawn_by: InstanceId | None = None
+    weights: str = ""
+    num_cached_tokens: int = 0
     num_dropped: int = 0
     num_restarts: int = 0
-    num_preemptions: int = 0  # of these, for want of memory
-    num_fruitless: int = 0  # restarts since the last token that it may have caused
-    blame: float = 0.0  # for restarts since it last made progress
-    num_drawn: int = 0  # tokens delivered in this epoch
+    num_preemptions: int = 0
+    num_fruitless: int = 0
+    blame: float = 0.0
+    num_drawn: int = 0
     is_posted: bool = False
     began_s: float = field(init=False)
     _ahead: dict[InstanceId, dict[int, TokenOut]] = field(default_factory=dict[InstanceId, dict[int, TokenOut]])
-    _weights_of: dict[InstanceId, str] = field(
-        default_factory=dict[InstanceId, str]
-    )  # identity by source, in this epoch
-    _logprobs_weights: str = ""  # identity that computed ``prompt_logprobs``
-    _num_turns: dict[InstanceId, int] = field(default_factory=dict[InstanceId, int])  # the last `TurnOver.num` of each
+    #: Identity of the weights by source, in this epoch.
+    _weights_of: dict[InstanceId, str] = field(default_factory=dict[InstanceId, str])
+    #: Identity of the weights that computed ``prompt_logprobs``.
+    _logprobs_weights: str = ""
+    #: The last `TurnOver.num` of each instance.
+    _num_turns: dict[InstanceId, int] = field(default_factory=dict[InstanceId, int])
 
     def __post_init__(self) -> None:
         self.began_s = self.clock()
@@ -119,21 +143,23 @@ class Transcript:
 
     @property
     def may_be_refused(self) -> bool:
-        """Whether it ends for want of room: not while another choice may have given its client a part of the answer.
+        """Whether a rejection for lack of room fails the request.
 
-        One that was resumed is not refused for that by a scheduler, so it is not resumed for that again.
+        In its first epoch a request is resumed instead if its client may already have a part of the answer, from
+        another choice. A scheduler does not refuse a resumed request for lack of room.
         """
         return self.epoch > FIRST_EPOCH or not self.mailbox.has_begun
 
     @property
     def stall_grace_s(self) -> float:
-        """How late a missing token may be."""
+        """Time that a missing token may be late."""
         return min(STALL_GRACE_S * (1 << self.num_fruitless), MAX_STALL_GRACE_S)
 
     def break_grace_s(self, *, was_silent: bool) -> float:
-        """How late the next token may be once the stream that it was to come on broke, or was given up.
+        """Return how late the next token may be after its stream broke, or was closed because it ``was_silent``.
 
-        What had only been named may have nothing yet: then the one that named it, and still has all, names another.
+        The grace is longer if the source was named and has not spoken: it may have no KV yet, and the giver can name
+        another.
         """
         if self.giver not in (None, self.source):
             return STALL_GRACE_S
@@ -145,11 +171,15 @@ class Transcript:
         return self.clock() - self.began_s if self.epoch > FIRST_EPOCH else 0.0
 
     def generation(self, arithmetic: str = "") -> Generation:
-        """What a worker needs to go on from here; ``arithmetic`` is the class that its last token was drawn in."""
+        """Return the message that lets a worker continue from here.
+
+        ``arithmetic`` is the class in which the last token was drawn.
+        """
         output = pack_token_ids(self.output)
         prefix = self.prefix
         if prefix is not None and self.output and prefix.weights != self.weights:
-            prefix = None  # other weights compute the KV that these hashes name
+            # Other weights compute the KV that these hashes name.
+            prefix = None
         return Generation(
             request_id=self.request_id,
             epoch=self.epoch,
@@ -168,7 +198,7 @@ class Transcript:
         )
 
     def offer(self, token: TokenOut, source: InstanceId, weights: str = "") -> None:
-        """A token arrived, drawn with ``weights``: deliver it, keep it for later, or drop it."""
+        """Deliver, keep or drop an arrived token that ``source`` drew with ``weights``."""
         num_next = len(self.output)
         is_turn = self.source is None or self.source == source
         if token.epoch != self.epoch or self.finished or (token.token_id is not None and token.index < num_next):
@@ -189,14 +219,15 @@ class Transcript:
             self._deliver_ahead()
 
     def _may_follow(self, source: InstanceId) -> bool:
-        """Whether tokens of an instance are drawn with the weights that drew those before."""
+        """Return whether an instance draws tokens with the weights of the tokens before."""
         return not self.output or self._weights_of.get(source, "") == self.weights
 
     def give_turn(self, turn: TurnOver, source: InstanceId) -> None:
-        """The instance whose turn it is, or that gave it away, names the one that goes on."""
+        """Record that ``source``, which has or had the turn, names the instance that continues."""
         if turn.epoch != self.epoch or self.finished or turn.num <= self._num_turns.get(source, -1):
             self.num_dropped += 1
-            return  # it is old, or was said again after a stream broke
+            # The message is old, or was repeated after a stream broke.
+            return
         self._num_turns[source] = turn.num
         if turn.index == len(self.output) and source in (self.source, self.giver):
             self.source, self.giver = turn.next_instance_id, source
@@ -206,15 +237,17 @@ class Transcript:
             self.suspect(0.0)
 
     def offer_prompt_logprobs(self, message: PromptLogprobs, weights: str = "") -> None:
-        """Log-probabilities of prompt tokens, from any of those that compute them; the first that come count.
+        """Record log-probabilities of prompt tokens, from any instance that computes them; the first for each token
+        count.
 
-        The same ones come again after a restart, or when a chunk is computed again.
+        A restart repeats them, and so does a chunk that is computed again.
         """
         if message.epoch != self.epoch or self.finished or not 1 <= message.start < self.num_prompt_tokens:
             self.num_dropped += 1
             return
         if weights != self._logprobs_weights:
-            self.prompt_logprobs.clear()  # other weights compute the prompt again
+            # Other weights compute the prompt again.
+            self.prompt_logprobs.clear()
             self._logprobs_weights = weights
         for position, logprobs in enumerate(message.logprobs, message.start):
             if position < self.num_prompt_tokens:
@@ -224,20 +257,24 @@ class Transcript:
 
     @property
     def _lacks_prompt_logprobs(self) -> bool:
-        """Some are late or lost, once a token is here: each comes with its chunk, from whoever computed that."""
+        """Whether some log-probabilities of the prompt have not arrived.
+
+        Each chunk's come from the instance that computed it.
+        """
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     def suspect(self, grace_s: float) -> None:
-        """What is still to come may be lost: its stream broke, or it should be here by now."""
+        """Resume the request after ``grace_s`` if nothing arrives: a token may be lost."""
         resume_at_s = self.clock() + grace_s
         if not self.finished and (self.resume_at_s is None or resume_at_s < self.resume_at_s):
             self.resume_at_s = resume_at_s
             self.mailbox.put(self)
 
     def restart(self, *, blame: float) -> bool:
-        """Move to the next epoch, so that `generation` resumes the request. False if it got too much of the blame.
+        """Move to the next epoch, so that `generation` resumes the request. Return False if it has too much blame.
 
-        ``blame`` is this restart's, as in `pdmesh.core.commands.Restart`.
+        ``blame`` is this restart's share, as in `pdmesh.core.commands.Restart`. Blame adds up until the request
+        progresses.
         """
         self.num_restarts += 1
         self.num_fruitless += blame > 0
@@ -256,25 +293,28 @@ class Transcript:
         return True
 
     def fail(self, error: RequestRejected) -> None:
-        """The request will not go on."""
+        """Fail the request with an error for its client."""
         if not self.finished:
             self.failure = error
             self.finished = True
             self.mailbox.put(self)
 
     def break_off(self, error: Exception) -> None:
-        """What belongs to this request alone failed in a way nobody foresaw: its own task raises it, and cancels."""
+        """Record an unexpected error of this request alone.
+
+        The request's own task raises the error and cancels the request.
+        """
         if self.failure is None and not self.finished:
             self.failure = error
             self.mailbox.put(self)
 
     def take(self) -> list[TokenOut]:
-        """Tokens delivered since the last call."""
+        """Return the tokens delivered since the last call."""
         tokens, self.inbox = self.inbox, []
         return tokens
 
     def _keep(self, token: TokenOut, source: InstanceId) -> None:
-        """A token came before one that it follows."""
+        """Keep a token that arrived before one that it follows."""
         ahead = self._ahead.get(source)
         if ahead is None:
             if len(self._ahead) == MAX_SOURCES_AHEAD:
@@ -287,7 +327,7 @@ class Transcript:
                 self.suspect(self.stall_grace_s)
 
     def _deliver_ahead(self) -> None:
-        """What waited for the token, or the turn, that has just come."""
+        """Deliver the kept tokens that follow the token, or the turn, that has just arrived."""
         while self._ahead and not self.finished and (following := self._pop_ahead()) is not None:
             self._deliver(following, self.source)
         is_missing = (self._ahead or self.all_drawn) and not self.finished
@@ -295,7 +335,7 @@ class Transcript:
         self.mailbox.put(self)
 
     def _pop_ahead(self) -> TokenOut | None:
-        """The next token, if all that comes before it is here, too; what can no longer be next is dropped."""
+        """Return the next token if it is kept and may be delivered. Drop kept tokens that can no longer be next."""
         num_next, following = len(self.output), None
         if self._lacks_prompt_logprobs:
             return None

@@ -1,4 +1,4 @@
-"""From a client's fields to `SamplingParams`: ranges, defaults, and the lengths that fit."""
+"""Conversion of a client's fields to `SamplingParams`: ranges, defaults, and lengths."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from pdmesh.errors import RequestRejected
 from pdmesh.model import SamplingParams
 from pdmesh_gateway.protocol.sampling_fields import SamplingFields
 
-#: Stop strings of one request: each costs a search per token.
+#: Limit of one request's stop strings: each costs a search per token.
 MAX_STOPS = 64
 MAX_STOP_CHARS = 4096
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
-#: Wrong entries of one field that an error names.
+#: Limit of a field's wrong entries that an error names.
 MAX_SHOWN = 8
 MAX_ALLOWED_TOKEN_IDS = 1 << 16
 MAX_LOGPROB_TOKEN_IDS = 128
-#: As in vLLM; OpenAI's own limits are 5 (completions) and 20 (chat).
+#: vLLM's limit. OpenAI's own limits are 5 (completions) and 20 (chat).
 MAX_LOGPROBS = 20
 
 MAX_SEED = 2**63 - 1
 
-#: Nothing is done within a microsecond (and in seconds a smaller target could vanish); one of more than a day is none.
+#: Limits of a latency target. A smaller one could vanish in seconds; a target of more than a day is none.
 MIN_TARGET_MS = 0.001
 MAX_TARGET_MS = 86_400_000
 
 
 def check_stream_options(fields: SamplingFields) -> None:
-    """Refuse what is only told by a stream, where none is asked for. Raises RequestRejected."""
+    """Raise RequestRejected if a request has options of streams and does not stream."""
     if fields.stream_options is not None and not fields.stream:
         raise invalid("stream_options", "`stream_options` is only allowed when `stream` is true.")
 
@@ -47,7 +47,10 @@ def number(
     high: float = math.inf,
     above: float = -math.inf,
 ) -> None:
-    """Check that ``value``, if given, is a finite number in ``[low, high]`` and greater than ``above``."""
+    """Check that ``value`` is None, or a finite number in ``[low, high]`` and greater than ``above``.
+
+    Raises RequestRejected naming the field.
+    """
     if value is None:
         return
     if isinstance(value, float) and not math.isfinite(value):
@@ -61,7 +64,10 @@ def number(
 
 
 def target_s(name: str, given: float | str | None) -> float | None:
-    """A target in milliseconds, from a field or a header, as seconds. Raises RequestRejected that names it."""
+    """Return a latency target in seconds from milliseconds in a field or header; None without one.
+
+    Raises RequestRejected naming the field.
+    """
     if given is None:
         return None
     try:
@@ -73,23 +79,27 @@ def target_s(name: str, given: float | str | None) -> float | None:
 
 
 def invalid(name: str, message: str) -> RequestRejected:
-    """A 400 that names the field; to be raised by the caller."""
+    """Return the error (400) of a field's value, for the caller to raise."""
     return RequestRejected(message, param=name, code="invalid_value")
 
 
 def _show(value: float) -> str:
-    if isinstance(value, int) and abs(value) >= 2**64:  # Python refuses to print a very long one
+    # Python refuses to print a very long integer.
+    if isinstance(value, int) and abs(value) >= 2**64:
         return "a huge number"
     return str(value)
 
 
 def _limit(value: float) -> str:
-    """Format a limit as short as possible, a whole number in full."""
+    """Return a limit as text, as short as possible; a whole number in full."""
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def stop_strings(fields: SamplingFields) -> tuple[str, ...]:
-    """Each once, in the order given. Raises RequestRejected if they are too many, too long in all, or one is empty."""
+    """Return a request's stop strings, each once, in order.
+
+    Raises RequestRejected if they are too many or too long in total, or if one is empty.
+    """
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     if len(stops) > MAX_STOPS:
         raise invalid("stop", f"`stop` has {len(stops)} strings; {MAX_STOPS} are allowed.")
@@ -102,13 +112,13 @@ def stop_strings(fields: SamplingFields) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """A cut of prompts to so many tokens, -1 being as many as fit, of which the end is kept, or the beginning."""
+    """Cut of prompts to ``num_tokens``, keeping the end or the beginning. -1 keeps as many tokens as fit."""
 
     num_tokens: int
     keeps_end: bool
 
     def cut(self, token_ids: Sequence[int], *, max_model_len: int) -> Sequence[int]:
-        """Return what is kept. Raises RequestRejected for a number that is none."""
+        """Return the kept tokens. Raises RequestRejected if ``num_tokens`` is out of range."""
         number = self.num_tokens
         if number < -1 or number == 0 or number > max_model_len:
             raise invalid(
@@ -120,21 +130,24 @@ class Truncation:
 
 
 def truncation_of(num_tokens: int | None, side: str | None) -> Truncation | None:
-    """Return how a prompt is cut; None if it is not. Raises RequestRejected."""
+    """Return a request's truncation; None if prompts are not cut. Raises RequestRejected."""
     if side not in (None, "left", "right"):
         raise invalid("truncation_side", f"`truncation_side` must be left or right, got {side[:40]!r}.")
     return None if num_tokens is None else Truncation(num_tokens, keeps_end=side != "right")
 
 
 def cache_salt(salt: str | None) -> str:
-    """What a client sets its prompts apart with; nothing if it sets none. Raises RequestRejected if it is empty."""
+    """Return the salt of a client's prompts, which share KV only with prompts of the same salt; empty without one.
+
+    Raises RequestRejected if the given salt is empty.
+    """
     if salt == "":
         raise invalid("cache_salt", "`cache_salt` must be a non-empty string if it is set.")
     return salt or ""
 
 
 def num_choices(fields: SamplingFields, *, best_of: int | None, max_n: int) -> int:
-    """How many answers are asked for, 1 to ``max_n``. Raises RequestRejected naming the field."""
+    """Return the number of requested answers, 1 to ``max_n``. Raises RequestRejected naming the field."""
     number("n", fields.n, low=1, high=max_n)
     n = 1 if fields.n is None else fields.n
     if best_of is not None and best_of != n:
@@ -188,7 +201,8 @@ def sampling_params(
         max_tokens=max_tokens,
         temperature=float(_first(fields.temperature, defaults.temperature, 1.0)),
         top_p=float(_first(fields.top_p, defaults.top_p, 1.0)),
-        top_k=max(0, int(top_k)),  # -1 is vLLM's word for all
+        # In vLLM's API -1 means all tokens.
+        top_k=max(0, int(top_k)),
         min_p=float(_first(fields.min_p, defaults.min_p, 0.0)),
         repetition_penalty=float(_first(fields.repetition_penalty, defaults.repetition_penalty, 1.0)),
         presence_penalty=float(fields.presence_penalty or 0.0),
@@ -245,7 +259,7 @@ def _token_ids(name: str, token_ids: list[int] | None, vocab_size: int, *, most:
 async def bad_token_sequences(
     words: Sequence[str] | None, encode: Callable[[str], Awaitable[Sequence[int]]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return how each word of ``bad_words`` is written in tokens, alone and behind a blank. Raises RequestRejected."""
+    """Return the tokens of each word of ``bad_words``, alone and after a blank. Raises RequestRejected."""
     if not words:
         return ()
     if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > MAX_STOP_CHARS:
@@ -264,7 +278,10 @@ async def bad_token_sequences(
 def fit_max_tokens(
     asked: int | None, *, num_prompt_tokens: int, max_model_len: int, default: int | None, what: str
 ) -> int:
-    """Output tokens to allow. Raises RequestRejected naming both lengths if they do not fit."""
+    """Return the limit of output tokens: ``asked``, or else ``default`` or the rest of the context, whichever is less.
+
+    Raises RequestRejected naming both lengths if they do not fit.
+    """
     if num_prompt_tokens >= max_model_len:
         raise too_long(num_prompt_tokens, max_model_len, what=what)
     left = max_model_len - num_prompt_tokens
@@ -282,7 +299,10 @@ def fit_max_tokens(
 
 
 def too_long(num_prompt_tokens: int, max_model_len: int, *, what: str, at_least: bool = False) -> RequestRejected:
-    """A 400 for a prompt that leaves no room for an answer; ``at_least`` where not all of it was counted."""
+    """Return the error (400) of a prompt that leaves no room for an answer.
+
+    ``at_least``: the prompt was not counted to its end.
+    """
     qualifier = "at least " if at_least else ""
     return RequestRejected(
         f"This model's maximum context length is {max_model_len} tokens. However, your {what} resulted in "

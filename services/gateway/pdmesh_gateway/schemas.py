@@ -1,7 +1,8 @@
-"""JSON schemas: from a client's schema to one that llguidance obeys.
+"""JSON schemas: conversion of a client's schema to one that llguidance obeys.
 
-`obeyed` rewrites what says the same in other words (`_Rewriter`), then asks llguidance and drops single constraints
-until nothing is refused (`_Repair`). The answer names each dropped constraint, so that callers refuse or warn.
+`obeyed` first rewrites constraints that can be expressed otherwise (`_Rewriter`). Then it asks llguidance, and drops
+single constraints until none is refused (`_Repair`). The result names each dropped constraint, so that callers can
+refuse or warn.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from pdmesh_gateway.patterns import portable
 ANY_OBJECT = {"type": "object"}
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
-#: Returns what llguidance objects to in a schema; None if it can be obeyed.
+#: Function that returns llguidance's objection to a schema; None if the schema can be obeyed.
 Objection = Callable[[Any], str | None]
 
-#: Questions to llguidance about one schema.
+#: Limit of the questions to llguidance about one schema.
 MAX_QUESTIONS = 400
 
-#: Characters of a path that a warning shows.
+#: Limit of the characters of a path that a warning shows.
 MAX_PATH_CHARS = 160
 
-#: Bounds of numbers beyond these are out of the library's reach, and of a number of 16 digits.
+#: Limit of numbers' bounds: larger ones are out of the library's range, and of a number with 16 digits.
 MAX_BOUND = 10**18
 
-#: Values of an array with ``uniqueItems`` whose sets are all written out.
+#: Limit of the values of an array with ``uniqueItems`` whose subsets are all written out.
 MAX_UNIQUE_VALUES = 6
 
-#: Keywords of JSON Schema, from draft 4 to 2020-12, that say what fits. All others are annotations.
+#: Keywords of JSON Schema, from draft 4 to 2020-12, that constrain values. All others are annotations.
 _KEYWORDS = frozenset(
     (
         *("type", "enum", "const", "$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not"),
@@ -51,7 +52,7 @@ _LISTS_OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SCHEMAS = ("items", "additionalProperties", "additionalItems")
 _PARTS = ("allOf", "anyOf", "oneOf")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-#: Keywords that leave a hole if they are dropped before others were tried.
+#: Keywords that are dropped last, because dropping them removes the most.
 _LAST = ("type", "properties", "required", "items", "prefixItems", "anyOf", "allOf", "enum", "const", "$ref")
 _TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
 _UNSATISFIABLE = "Unsatisfiable schema"
@@ -59,12 +60,16 @@ _UNSATISFIABLE = "Unsatisfiable schema"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
-    """A constraint that answers are not held to. ``path`` is a JSON pointer into the client's schema."""
+    """A constraint that answers do not obey. ``path`` is a JSON pointer into the client's schema.
+
+    ``is_annotation``: JSON Schema lets a validator ignore the keyword. ``is_malformed``: JSON Schema gives the
+    keyword's value no meaning.
+    """
 
     path: str
     why: str
-    is_annotation: bool = False  # JSON Schema lets a validator ignore it
-    is_malformed: bool = False  # JSON Schema gives it no meaning
+    is_annotation: bool = False
+    is_malformed: bool = False
 
     def __str__(self) -> str:
         path = self.path if len(self.path) <= MAX_PATH_CHARS else f"{self.path[:MAX_PATH_CHARS]}…"
@@ -73,7 +78,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Obeyed:
-    """A schema that is at least as narrow as the client's, apart from the ``dropped`` constraints."""
+    """A schema at least as narrow as the client's, except for the ``dropped`` constraints."""
 
     schema: Any
     dropped: tuple[Dropped, ...] = ()
@@ -89,10 +94,10 @@ def arguments_schema(parameters: Any) -> Mapping[str, Any]:
 
 
 def obeyed(schema: Any, objection: Objection) -> Obeyed:
-    """Return the part of ``schema`` that llguidance obeys, without annotations, and the constraints it lacks.
+    """Return the part of ``schema`` that llguidance obeys, without annotations, and the dropped constraints.
 
-    Objects that name their properties have no others, unless the schema says so: a model would make some up. An
-    unsatisfiable schema is returned as it is, and so is one that takes more than `MAX_QUESTIONS` questions.
+    Objects that name properties get no others, unless the schema allows them: a model would invent some. An
+    unsatisfiable schema stays as it is, and so does the rest of a schema after `MAX_QUESTIONS` questions.
     """
     if isinstance(schema, bool):
         return Obeyed(schema={} if schema else {"enum": []})
@@ -107,10 +112,10 @@ def obeyed(schema: Any, objection: Objection) -> Obeyed:
 
 
 class _Rewriter:
-    """Rewrites a schema: ``root`` refers to ``definitions``, which are at ``paths`` in the client's schema.
+    """Rewriter of a schema. ``root`` refers to ``definitions``, whose places in the client's schema are ``paths``.
 
-    A schema that others are combined with is *open*: its parts know nothing of each other's properties. A definition
-    that is used both ways exists twice.
+    A schema that is combined with others is *open*: its parts do not know each other's properties. A definition that is
+    used both ways exists twice.
     """
 
     def __init__(self, schema: Any, objection: Objection) -> None:
@@ -158,7 +163,8 @@ class _Rewriter:
             elif key in _COUNTS and isinstance(value, float) and value.is_integer():
                 result[key] = int(value)
             elif key == "$ref" and isinstance(value, str):
-                result[key] = value.replace("#/$defs/", "#/definitions/")  # must not meet a definition of ours
+                # The reference must not meet a definition of the rewriter.
+                result[key] = value.replace("#/$defs/", "#/definitions/")
             else:
                 result[key] = value
         self._drop_inexact(result, path)
@@ -175,7 +181,7 @@ class _Rewriter:
         return result if is_open and not closes else self._closed(result, schema)
 
     def _closed(self, result: dict[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-        """Return an object's schema without further properties, if neither it nor its parts allow them."""
+        """Return an object's schema without further properties, if neither the object nor its parts allow them."""
         own = result.get("properties", {})
         if "additionalProperties" in result or not isinstance(own, Mapping):
             return result
@@ -193,7 +199,9 @@ class _Rewriter:
         }
 
     def _property_names(self, schema: Any, seen: frozenset[str]) -> dict[str, None] | None:
-        """Return the properties that an object and its parts name; None if further ones are allowed or refused."""
+        """Return the properties that an object and its parts name; None if further ones are allowed or refused
+        explicitly.
+        """
         if not isinstance(schema, Mapping):
             return {}
         if schema.keys() & {"additionalProperties", "patternProperties", "propertyNames"}:
@@ -213,7 +221,7 @@ class _Rewriter:
         return own | names | _required(schema)
 
     def _drop_inexact(self, result: dict[str, Any], path: str) -> None:
-        """Drop fixed integers that are no doubles: llguidance would round them."""
+        """Drop fixed integers that no double represents: llguidance would round them."""
         values = result.get("enum")
         if isinstance(values, list) and (exact := [each for each in values if not _is_inexact(each)]) != values:
             result["enum"] = exact
@@ -226,7 +234,7 @@ class _Rewriter:
                 self.dropped.append(Dropped(path=f"{path}/{key}", why="its integer is no double"))
 
     def _hold_names(self, result: dict[str, Any], path: str) -> None:
-        """Replace ``propertyNames`` by properties or a pattern where these say the same."""
+        """Replace ``propertyNames`` by properties or a pattern of equal meaning, if possible."""
         names = self._resolved(result.get("propertyNames"))
         if not isinstance(names, Mapping):
             return
@@ -252,7 +260,7 @@ class _Rewriter:
             result["additionalProperties"] = False
 
     def _hold_unique(self, result: dict[str, Any], items: Any) -> None:
-        """Replace ``uniqueItems`` of few values by all ordered arrays of them."""
+        """Replace ``uniqueItems`` of few values by all their ordered arrays."""
         items = self._resolved(items)
         if "uniqueItems" not in result or result.get("type") != "array" or not isinstance(items, Mapping):
             return
@@ -269,7 +277,7 @@ class _Rewriter:
             result["enum"] = arrays
 
     def _resolved(self, schema: Any) -> Any:
-        """Return what a reference alone stands for."""
+        """Follow references that stand alone, at most eight, and return the schema at the end."""
         for _ in range(8):
             if not isinstance(schema, Mapping) or (target := self._target(schema.get("$ref"))) is None:
                 break
@@ -277,7 +285,7 @@ class _Rewriter:
         return schema
 
     def _spell_pattern(self, result: dict[str, Any]) -> None:
-        """Spell a pattern as llguidance reads it; drop a ``format`` that stands beside one."""
+        """Rewrite a pattern in llguidance's dialect, if that can be obeyed, and drop a ``format`` beside it."""
         pattern = result.get("pattern")
         if not isinstance(pattern, str):
             return
@@ -291,7 +299,7 @@ class _Rewriter:
         result.pop("format", None)
 
     def _without_number_texts(self, options: list[Any]) -> list[Any]:
-        """Return options without texts of numbers whose pattern cannot be obeyed, if a number is an option, too."""
+        """Return options without strings whose pattern cannot be obeyed, if a number is also an option."""
         if not any(isinstance(each, Mapping) and each.get("type") in ("number", "integer") for each in options):
             return options
         return [
@@ -302,7 +310,9 @@ class _Rewriter:
         ]
 
     def _target(self, reference: Any) -> str | None:
-        """Return the pointer that a reference within the schema stands for; None for others, or if nothing is there."""
+        """Return the pointer of a reference within the schema; None for other references, or if there is no
+        such value.
+        """
         if not isinstance(reference, str):
             return None
         own_id = self._schema.get("$id") if isinstance(self._schema, Mapping) else None
@@ -320,7 +330,7 @@ class _Rewriter:
 
 
 class _Repair:
-    """Drops the constraints that llguidance refuses, one by one, from a schema and its ``definitions`` (in place)."""
+    """Remover of refused constraints, one by one, from a schema and its ``definitions`` (in place)."""
 
     def __init__(self, definitions: dict[str, Any], paths: Mapping[str, str], objection: Objection) -> None:
         self._definitions = definitions
@@ -332,7 +342,7 @@ class _Repair:
         self.dropped: list[Dropped] = []
 
     def node(self, node: Any, path: str) -> Any:
-        """Return ``node`` without the refused constraints. An unsatisfiable one stays."""
+        """Return ``node`` without refused constraints. An unsatisfiable one stays."""
         problem = self._problem(node)
         if not _is_refused(problem) or self._num_left <= 0:
             return node
@@ -374,12 +384,15 @@ class _Repair:
             name = value.removeprefix("#/$defs/")
             if name in self._definitions and name not in self._repaired:
                 self._repaired.add(name)
-                definition, self._definitions[name] = self._definitions[name], {}  # within itself, it is anything
+                definition, self._definitions[name] = self._definitions[name], {}
+                # Within itself the definition counts as any value.
                 self._definitions[name] = self.node(definition, self._paths[name])
         return value
 
     def _told_apart(self, option: Any) -> Any:
-        """Return what tells an option from others: its type, and the properties that have fixed values."""
+        """Return the part of an option that distinguishes it from others: its type, and properties with
+        fixed values.
+        """
         if isinstance(option, Mapping) and option.keys() == {"$ref"}:
             option = self._originals.get(str(option["$ref"]).removeprefix("#/$defs/"), option)
         if not isinstance(option, Mapping) or not isinstance(option.get("properties"), Mapping):
@@ -425,14 +438,14 @@ def _is_refused(problem: str | None) -> bool:
 
 
 def _is_malformed(key: str, value: Any) -> bool:
-    """Whether JSON Schema gives a keyword with this value no meaning."""
+    """Return whether JSON Schema gives a keyword's value no meaning."""
     if key == "type":
         return not (value in _TYPES or (isinstance(value, list) and all(each in _TYPES for each in value)))
     return (key in _OF_SCHEMAS and not isinstance(value, Mapping)) or (key in _PARTS and not isinstance(value, list))
 
 
 def _is_merged(schema: Mapping[str, Any]) -> bool:
-    """Whether parts of a schema speak of the same object."""
+    """Return whether several parts of a schema apply to the same object."""
     return "allOf" in schema or len(schema.keys() & {"properties", "anyOf", "oneOf", "$ref"}) > 1
 
 
@@ -442,7 +455,7 @@ def _required(schema: Mapping[str, Any]) -> dict[str, None]:
 
 
 def _says_nothing(schema: Mapping[str, Any], key: str, value: Any) -> bool:
-    """Whether a keyword changes nothing in what fits ``schema``."""
+    """Return whether a keyword has no effect on the values that fit ``schema``."""
     if (condition := _CONDITIONS.get(key)) is not None:
         return condition not in schema or (key == "if" and not schema.keys() & {"then", "else"})
     if key not in _KEYWORDS:
@@ -473,7 +486,7 @@ def _found(schema: Any, path: str) -> Any:
 
 
 def _anchored(schema: Any, path: str, anchor: str) -> Iterator[str]:
-    """Yield the paths of schemas with an ``$anchor``."""
+    """Yield the paths of schemas with the given ``$anchor``."""
     if isinstance(schema, Mapping):
         if schema.get("$anchor") == anchor:
             yield path

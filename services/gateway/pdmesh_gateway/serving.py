@@ -1,4 +1,4 @@
-"""What the HTTP and gRPC edges share: the served model, its limits, and how a request becomes a job."""
+"""Parts that the HTTP and gRPC edges share: the served model, its limits, and the checks of requests."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ MAX_LABEL_CHARS = 128
 _LABEL = re.compile(rf"[A-Za-z0-9._:@/+=-]{{1,{MAX_LABEL_CHARS}}}")
 _NOT_OF_LABELS = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 
-#: What one message of a frame can carry, with room for all else.
+#: Limit of prompt tokens: one frame's message carries them, with room for the rest.
 MAX_PROMPT_TOKENS = MAX_FRAME_BYTES // 8
 
-#: Characters of a text, for each token of the context, that are looked at before the rest is.
+#: Characters for each token of the context that are tokenized before the rest of a very long text.
 PART_CHARS = 16
 
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -46,12 +46,17 @@ _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """The parts of a gateway that its edges use."""
+    """The parts of a gateway that its edges use.
+
+    ``model`` is the served name; ``model_path`` is also accepted as a name, as in vLLM. ``created`` is Unix time in
+    seconds. ``scheduler`` has the scheduler's address and the secrets for it. ``tasks`` runs work that outlives a
+    client's connection.
+    """
 
     config: GatewayConfig
-    model: str  # served name
-    model_path: str  # also accepted as a name, as in vLLM
-    created: int  # Unix time, seconds
+    model: str
+    model_path: str
+    created: int
     info: ModelInfo
     tokenizer: ModelTokenizer
     answer_format: AnswerFormat
@@ -65,30 +70,30 @@ class Serving:
     origins: Origins
     metrics: GatewayMetrics
     activity: ActivityHub
-    scheduler: tuple[str, SecurityConfig]  # whom to ask, and with which secrets
+    scheduler: tuple[str, SecurityConfig]
     stopping: anyio.Event
-    tasks: TaskGroup  # of what goes on without a client
+    tasks: TaskGroup
 
     @property
     def unready_reason(self) -> str | None:
-        """Why nobody should send a request here now; None if it would be served."""
+        """The reason why no request should be sent here now; None if a request would be served."""
         return "the gateway is stopping" if self.stopping.is_set() else self.link.unready_reason
 
     @property
     def max_model_len(self) -> int:
-        """The longest prompt and output that the model, and every instance, can hold."""
+        """The longest prompt and output that the model and every instance can hold."""
         own = min(self.info.max_model_len, MAX_PROMPT_TOKENS)
         return min(own, self.link.max_model_len or own)
 
     def check_model(self, name: str | None) -> None:
-        """Raises RequestRejected (404) for a model that is not served here."""
+        """Raise RequestRejected (404) for a model that is not served here."""
         if name is not None and name not in (self.model, self.model_path) and not self._is_alias(name):
             raise RequestRejected(
                 f"The model `{name[:200]}` does not exist.", status=404, param="model", code="model_not_found"
             )
 
     def with_defaults(self, fields: SamplingFields) -> None:
-        """Let this server's settings say what a chat or a completion does not."""
+        """Fill in this server's settings for fields that a request does not set."""
         if fields.return_tokens_as_token_ids is None:
             fields.return_tokens_as_token_ids = self.config.return_tokens_as_token_ids
         if fields.stream and self.config.force_include_usage:
@@ -96,7 +101,7 @@ class Serving:
 
     @property
     def model_names(self) -> list[str]:
-        """What clients may call the model by, but for what patterns stand for; its own name first."""
+        """Names of the model for clients, its own name first. Patterns are left out."""
         return [self.model, *(alias for alias in self._aliases if not alias.endswith("*"))]
 
     @property
@@ -111,11 +116,11 @@ class Serving:
 
     @property
     def _most_generations(self) -> int:
-        """What one request may have under way at once: it leaves room for others."""
+        """Limit of the generations that one request may run at once, which leaves room for others."""
         return max(1, self.config.max_concurrent_requests // 4)
 
     def parts_of(self, prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-        """Cut a request's prompts into parts that `check_load` lets through, one after the other."""
+        """Split a request's prompts into parts that `check_load` accepts one by one."""
         part: list[Sequence[int]] = []
         num_tokens = 0
         for prompt in prompts:
@@ -129,8 +134,9 @@ class Serving:
         yield part
 
     def check_load(self, *, num_prompts: int, n: int, num_tokens: int = 0) -> None:
-        """Refuse what could never be under way, before anything is built for it: ``n`` choices of each prompt, with
-        ``num_tokens`` in all of these. Raises RequestRejected.
+        """Refuse a request that could never run, before anything is built for it. Raises RequestRejected.
+
+        The request has ``n`` choices of each prompt; all prompts together have ``num_tokens``.
         """
         if num_prompts * n > self._most_generations:
             raise invalid(
@@ -146,7 +152,7 @@ class Serving:
 
     @asynccontextmanager
     async def generation(self, client: Client, job: GenerationJob) -> AsyncGenerator[TextStream]:
-        """A job under way within the block, counted to what the gateway holds and to what its client may use.
+        """Run a job within the block, and count it against the limits of the gateway and the client.
 
         Raises RequestRejected.
         """
@@ -164,15 +170,18 @@ class Serving:
                     use_tokens(generation.num_output_tokens)
 
     async def bad_token_sequences(self, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
-        """Return what of tokens must not be drawn, so that ``words`` are not said. Raises RequestRejected."""
+        """Return the token sequences that must not be drawn, so that ``words`` do not occur. Raises RequestRejected."""
         return await bad_token_sequences(words, lambda text: self.tokenizer.encode(text, add_special_tokens=False))
 
     async def encode(self, text: str, *, add_special_tokens: bool, what: str) -> list[int]:
-        """Tokenize a prompt that is not hopelessly long. Raises RequestRejected."""
+        """Return a prompt's token ids.
+
+        Raises RequestRejected for a text that is far too long, without tokenizing all of it.
+        """
         at_least = self.tokenizer.min_tokens_of(text)
         if at_least > self.max_model_len:
             raise too_long(at_least, self.max_model_len, what=what, at_least=True)
-        # Text has some four characters a token. Of one that is far longer than would fit, a part tells.
+        # Text has about four characters a token. A part of a text that is far too long is enough to refuse it.
         if len(text) > (num_chars := PART_CHARS * self.max_model_len):
             part = await self.tokenizer.encode(text[:num_chars], add_special_tokens=False)
             if len(part) > 2 * self.max_model_len:
@@ -182,7 +191,7 @@ class Serving:
     def check_prompt(
         self, token_ids: Sequence[int], *, what: str, truncation: Truncation | None = None
     ) -> Sequence[int]:
-        """Check a prompt's ids and cut it if asked to. Raises RequestRejected."""
+        """Check a prompt's ids, and return them cut by ``truncation``. Raises RequestRejected."""
         if truncation is not None:
             token_ids = truncation.cut(token_ids, max_model_len=self.max_model_len)
         if not token_ids:
@@ -194,12 +203,12 @@ class Serving:
 
 
 def prompt_bytes(num_tokens: int, n: int) -> int:
-    """What prompts of so many tokens count for: each choice's ids, once here and once where it waits."""
+    """Return the bytes that prompts of ``num_tokens`` count for: each choice's ids, once here and once in the queue."""
     return 8 * num_tokens * n
 
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int, *, what: str) -> None:
-    """Raises RequestRejected naming the first id that is not in ``[0, vocab_size)``."""
+    """Raise RequestRejected naming the first id outside ``[0, vocab_size)``."""
     outside = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
     if outside:
         shown = outside[0] if abs(outside[0]) < 2**63 else "a huge number"
@@ -207,7 +216,7 @@ def check_token_ids(token_ids: Iterable[int], vocab_size: int, *, what: str) -> 
 
 
 def check_label(label: str, *, param: str) -> str:
-    """A client's own id must be short and printable: it goes into logs and headers."""
+    """Return a client's own id. Raises RequestRejected if it is not short and printable, as logs and headers need."""
     if not _LABEL.fullmatch(label):
         raise RequestRejected(
             f"`{param}` must be 1 to 128 characters of A-Z a-z 0-9 . _ : @ / + = -", param=param, code="invalid_value"
@@ -216,10 +225,10 @@ def check_label(label: str, *, param: str) -> str:
 
 
 def label_of(given: str) -> str:
-    """Return the id that a header carries as a label: proxies set any text, so other characters become ``_``."""
+    """Return the id in a header as a label. Proxies set any text, so other characters become ``_``."""
     return _NOT_OF_LABELS.sub("_", given.strip())[:MAX_LABEL_CHARS]
 
 
 def check_traceparent(traceparent: str | None) -> str | None:
-    """A W3C trace context, or None: a broken one is ignored, as the standard says."""
+    """Return a W3C trace context; None if it is broken, because the standard says to ignore it."""
     return traceparent if traceparent is not None and _TRACEPARENT.fullmatch(traceparent) else None

@@ -1,4 +1,4 @@
-"""Renders one stranger's template within limits: a JSON job on stdin, a JSON result on stdout."""
+"""A process that renders one request's template within limits: a JSON job on stdin, a JSON result on stdout."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import msgspec
 from pdmesh_gateway.histories import ChatTemplate
 from pdmesh_gateway.templates import TemplateFailed, compile_template
 
-#: With the process's own start, which takes 0.4 s of it. Templates of long conversations take hundredths.
+#: The limit includes the process's own start, which takes 0.4 s. Templates of long conversations take hundredths.
 CPU_LIMIT_S = 1
 MEMORY_LIMIT_BYTES = 1024**3
-#: Streams beside it come first where cores are short.
+#: Gives streams on the same cores precedence.
 NICENESS = 5
 MAX_TEXT_CHARS = 32 * 1024 * 1024
 
 
 def main() -> int:
-    """Render one job and leave; returns the exit code. The kernel ends whoever goes beyond the limits."""
+    """Render one job, and return the exit code. The kernel kills the process at the limits."""
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))

@@ -1,7 +1,7 @@
 """Chat templates: Jinja with the conventions of Hugging Face's tokenizers.
 
-The checkpoint's own template is the operator's and is rendered here. One that comes with a request is a stranger's
-program: it is rendered by `pdmesh_gateway.template_process`, in a process with limits of time and memory.
+The checkpoint's own template is trusted like the checkpoint, and is rendered here. A request's template is an untrusted
+program: `pdmesh_gateway.template_process` renders it in a process with limits of time and memory.
 """
 
 from __future__ import annotations
@@ -26,24 +26,27 @@ from pdmesh.errors import RequestRejected
 
 MAX_REQUEST_TEMPLATE_CHARS = 64 * 1024
 
-#: Wall-clock time for a request's own template, its process's start included.
+#: Wall-clock limit of rendering a request's own template, including the start of its process.
 RENDER_TIMEOUT_S = 10.0
 
-#: Requests' templates rendered at once, and waiting for that.
+#: Limits of the requests' templates that are rendered at once, and that wait for this.
 MAX_RENDERING = 2
 MAX_WAITING = 32
 
-#: Lists and objects within each other that a template is given. Deeper ones are nobody's tool call; where Python's own
-#: recursion would end differs between its versions (1,000 on 3.11, ten times that in C code from 3.12 on).
+#: Limit of nested lists and objects in a template's input. No real tool call is deeper. Python's own recursion limit
+#: differs between versions (1,000 on 3.11, ten times as much in C code from 3.12 on).
 MAX_NESTING = 200
 
 
 class TemplateFailed(Exception):
-    """The template is broken, or raised an exception for this conversation."""
+    """Error of a template that is broken, or that raised an exception for this conversation."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}`` marks the assistant's tokens for training; here its body is simply rendered."""
+    """The tag ``{% generation %}``, which marks the assistant's tokens for training.
+
+    The tag's body is simply rendered.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own attribute)
 
@@ -53,7 +56,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 def compile_template(source: str) -> Callable[[Mapping[str, Any]], str]:
-    """A function from variables to text. It and this raise `TemplateFailed`."""
+    """Return a function from variables to text. The compilation and the function raise `TemplateFailed`."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -62,23 +65,25 @@ def compile_template(source: str) -> Callable[[Mapping[str, Any]], str]:
     environment.globals["strftime_now"] = _strftime_now
     try:
         template = environment.from_string(source)
-    except Exception as error:  # folding constants runs parts of it
+    except Exception as error:
+        # Constant folding runs parts of the template.
         raise TemplateFailed(_describe(error)) from error
 
     def render(variables: Mapping[str, Any]) -> str:
         try:
             return template.render(variables)
-        except Exception as error:  # the template is a program: it can raise anything
+        except Exception as error:
+            # The template is a program and can raise anything.
             raise TemplateFailed(_describe(error)) from error
 
     return render
 
 
 class RequestTemplates:
-    """Renders templates that come with requests: few at a time, each in a process of its own.
+    """Renderer of templates from requests: few at a time, each in a process of its own.
 
-    The process is started by `subprocess`, which on Linux does not fork (`vfork` and `exec`): handlers that libraries
-    run in forked children, such as gRPC's, do not survive the threads that are gone there.
+    `subprocess` starts the process, which on Linux does not fork (`vfork` and `exec`). Handlers that libraries such as
+    gRPC run in forked children would fail, because the parent's threads are missing there.
     """
 
     def __init__(self) -> None:
@@ -88,7 +93,7 @@ class RequestTemplates:
     async def render(self, source: str, variables: Mapping[str, Any], *, tool_format: str = "hermes") -> str:
         """Return a conversation as text, as `pdmesh_gateway.histories.ChatTemplate.render` does.
 
-        Raises RequestRejected.
+        Raises RequestRejected if the template fails or exceeds a limit, or if too many wait.
         """
         if len(source) > MAX_REQUEST_TEMPLATE_CHARS:
             raise _refused(f"it is longer than {MAX_REQUEST_TEMPLATE_CHARS} characters")
@@ -111,7 +116,8 @@ class RequestTemplates:
             self._num_waiting -= 1
         try:
             result = msgspec.json.decode(output, type=dict[str, str])
-        except msgspec.DecodeError:  # it was ended
+        except msgspec.DecodeError:
+            # The process was killed.
             raise _refused("it takes too much time or memory") from None
         if "error" in result:
             raise _refused(result["error"])
@@ -119,7 +125,7 @@ class RequestTemplates:
 
 
 async def _run_template_process(job: bytes) -> bytes:
-    """What the process wrote. Raises RequestRejected if it does not end in time."""
+    """Return the process's output. Raises RequestRejected if it does not finish in time."""
     command = [sys.executable, "-m", "pdmesh_gateway.template_process"]
 
     def start() -> subprocess.Popen[bytes]:
@@ -133,7 +139,8 @@ async def _run_template_process(job: bytes) -> bytes:
     except TimeoutError:
         raise _refused(f"it did not finish within {RENDER_TIMEOUT_S:g} s") from None
     finally:
-        process.kill()  # of one that has ended it is nothing; the thread then reads its end and reaps it
+        # Has no effect on a process that has ended. Otherwise the thread reads the end of its output and reaps it.
+        process.kill()
 
 
 def _refused(reason: str) -> RequestRejected:
@@ -167,7 +174,7 @@ def _strftime_now(format: str) -> str:
 
 
 def check_nesting(value: object, param: str) -> None:
-    """Refuse values within values beyond `MAX_NESTING`. Raises RequestRejected."""
+    """Raise RequestRejected for values nested deeper than `MAX_NESTING`."""
     level: list[object] = [value]
     for _ in range(MAX_NESTING):
         level = [
@@ -182,7 +189,7 @@ def check_nesting(value: object, param: str) -> None:
 
 
 def nested_too_deep(param: str) -> RequestRejected:
-    """A 400 for values that a template, or Python's own recursion, could not go down into."""
+    """Return the error (400) of values nested too deep for a template or for Python's own recursion."""
     return RequestRejected(
         f"`{param}` has values nested more than {MAX_NESTING} deep.", param=param, code="invalid_value"
     )

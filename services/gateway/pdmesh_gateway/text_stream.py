@@ -1,4 +1,4 @@
-"""The text of one job under way, as it comes; what lost a token on its way is resumed meanwhile."""
+"""The text of one running job as a stream. Choices that lost a token on the way are resumed meanwhile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Requests(Protocol):
 
 
 class TextStream:
-    """The choices of one job under way. Iterate `deltas` once."""
+    """The choices of one running job. Iterate `deltas` once."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class TextStream:
         span: Span,
         scope: anyio.CancelScope,
     ) -> None:
-        """Move the deadline of ``scope`` with each token."""
+        """The deadline of ``scope`` moves with each token."""
         self._requests = requests
         self._span = span
         self._scope = scope
@@ -59,7 +59,7 @@ class TextStream:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens whose KV was there before; of several choices of a prompt the first one's count."""
+        """Cached prompt tokens. Of several choices of a prompt only the first counts."""
         return sum(choice.transcript.num_cached_tokens for choice in self._choices[:: self.job.n])
 
     def num_tokens_of(self, index: int) -> int:
@@ -69,14 +69,17 @@ class TextStream:
         return self._choices[index].transcript.num_cached_tokens
 
     def prompt_logprobs(self, index: int) -> list[TokenLogprobs | None]:
-        """Return log-probabilities of a choice's prompt tokens, None first; complete at its first output token."""
+        """Return the log-probabilities of a choice's prompt tokens; None for the first token and for missing ones.
+
+        The list is complete at the choice's first output token.
+        """
         transcript = self._choices[index].transcript
         return [transcript.prompt_logprobs.get(position) for position in range(transcript.num_prompt_tokens)]
 
     async def deltas(self, *, idle_s: float = math.inf) -> AsyncIterator[list[Delta]]:
-        """What is new, until every choice has ended; an empty list after each ``idle_s`` without news.
+        """Yield batches of deltas until every choice has ended; an empty batch after each ``idle_s`` without any.
 
-        Raises RequestRejected if a choice cannot go on.
+        Raises RequestRejected if a choice fails.
         """
         metrics = self._requests.metrics
         first_s: dict[int, float] = {}
@@ -118,7 +121,10 @@ class TextStream:
                 yield batch
 
     async def _wait(self, idle_s: float) -> bool:
-        """Wait for news, resuming choices that lost a token on the way. False after ``idle_s`` without any."""
+        """Wait for a delta, and resume choices that lost a token on the way.
+
+        Return False after ``idle_s`` without one.
+        """
         idle_at_s = time.monotonic() + idle_s
         while True:
             until_s = idle_at_s

@@ -1,4 +1,4 @@
-"""Where workers stream tokens to: ``/pdmesh.v1.Gateway/Tokens``."""
+"""Server of the workers' token streams: ``/pdmesh.v1.Gateway/Tokens``."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ log = structlog.get_logger()
 
 SERVICE = "pdmesh.v1.Gateway"
 
-#: How often a worker says that it is there, and how many of these may be missing on either side: what broke in one
-#: direction alone is noticed within 2.1 s. With fewer, a machine that is far too busy starts requests again.
+#: Interval of a worker's heartbeats, and number that may be missing on either side. A connection that broke in one
+#: direction is noticed within 2.1 s. With a lower number, an overloaded machine would restart requests.
 HEARTBEAT_S = 0.3
 MAX_MISSING = 6
 
@@ -42,7 +42,7 @@ MAX_MISSING = 6
 async def serve_tokens(
     transcripts: Transcripts, config: GatewayConfig, security: SecurityConfig, strangers: Strangers
 ) -> AsyncGenerator[int]:
-    """Serve workers' token streams within the block; yields the port. ``strangers`` counts who is refused."""
+    """Serve workers' token streams within the block; yields the port. ``strangers`` counts refused peers."""
 
     async def serve(link: FrameLink[TokensDown, TokensUp], peer: str) -> None:
         await _receive_tokens(link, peer, transcripts)
@@ -85,7 +85,7 @@ async def _receive_tokens(link: FrameLink[TokensDown, TokensUp], peer: str, tran
 
 
 def _tokens(frame: list[TokensUp], link: FrameLink[TokensDown, TokensUp]) -> list[TokenMessage]:
-    """Return what a frame says of requests; a heartbeat in it is answered."""
+    """Return a frame's messages about requests, and answer its heartbeats. Raises ProtocolError."""
     tokens: list[TokenMessage] = []
     for message in frame:
         match message:

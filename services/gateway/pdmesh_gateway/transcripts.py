@@ -1,6 +1,6 @@
-"""All transcripts of a gateway, and what their instances' token streams say to them.
+"""All transcripts of a gateway, and delivery of the instances' token streams to them.
 
-Everything here is synchronous and belongs to the event loop.
+All of this is synchronous and runs on the event loop.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ class Transcripts:
 
     def __init__(self) -> None:
         self._by_id: dict[RequestId, Transcript] = {}
-        self._arithmetic: dict[InstanceId, str] = {}  # also of those that are gone: a few words for each
-        self._num_open: Counter[InstanceId] = Counter()  # token streams
-        self._closed_at: dict[InstanceId, int] = {}  # at which change the last stream of each ended; as many
-        self.num_changes = 0  # token streams that were opened or have ended
-        self.num_stray = 0  # messages for requests that are gone, or of old epochs and indices
+        #: Arithmetic classes, also of instances that have gone: a few words for each.
+        self._arithmetic: dict[InstanceId, str] = {}
+        #: Open token streams by instance.
+        self._num_open: Counter[InstanceId] = Counter()
+        #: Value of `num_changes` when an instance's last stream ended.
+        self._closed_at: dict[InstanceId, int] = {}
+        #: Number of token streams opened and ended so far.
+        self.num_changes = 0
+        #: Number of messages for unknown requests, or for old epochs and indexes.
+        self.num_stray = 0
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -39,7 +44,7 @@ class Transcripts:
         self.num_stray += transcript.num_dropped
 
     def current(self, request_id: RequestId, epoch: Epoch) -> Transcript | None:
-        """The transcript, if it still waits for something of this epoch."""
+        """Return the transcript if it is unfinished and in this epoch, else None."""
         transcript = self._by_id.get(request_id)
         if transcript is None or transcript.finished or transcript.epoch != epoch:
             return None
@@ -61,28 +66,32 @@ class Transcripts:
                         transcript.offer_prompt_logprobs(message, weights)
                     case TurnOver():
                         transcript.give_turn(message, source)
-            except Exception as error:  # other requests share the frame
+            except Exception as error:
+                # Other requests share the frame.
                 transcript.break_off(error)
 
     def source_opened(self, source: InstanceId, arithmetic: str) -> None:
-        """A worker of this arithmetic class opened its stream."""
+        """Record that a worker of this arithmetic class opened its stream."""
         self._arithmetic[source] = arithmetic
         self.num_changes += 1
         self._num_open[source] += 1
 
     def arithmetic_of(self, transcript: Transcript) -> str:
-        """Class of the instance that drew the last token; empty if there is none, or it did not say."""
+        """Return the arithmetic class of the instance that drew the last token; empty without a token or if unknown."""
         return "" if transcript.drawn_by is None else self._arithmetic.get(transcript.drawn_by, "")
 
     def was_unreachable(self, transcript: Transcript) -> bool:
-        """Whether no stream from the instance whose token is missing was open at any time since it was submitted."""
+        """Return whether the instance whose token is missing has had no open stream since the request was submitted."""
         source = transcript.source or transcript.unheard
         if source is None or self._num_open[source]:
             return False
         return self._closed_at.get(source, 0) <= transcript.submitted_at_change
 
     def source_lost(self, source: InstanceId, *, was_silent: bool = False) -> None:
-        """A worker's stream broke, or was given up since it ``was_silent``."""
+        """Record that a worker's stream broke, or was closed because it ``was_silent``.
+
+        Requests that wait for its tokens are resumed unless the stream returns in time.
+        """
         self.num_changes += 1
         self._num_open[source] -= 1
         if self._num_open[source] <= 0:
@@ -93,20 +102,22 @@ class Transcripts:
                 transcript.suspect(transcript.break_grace_s(was_silent=was_silent))
 
     def fail_all(self, error: RequestRejected) -> None:
-        """The gateway stops: no request goes on."""
+        """Fail all requests, because the gateway is stopping."""
         for transcript in self._by_id.values():
             transcript.fail(error)
 
     def waiting(self) -> tuple[tuple[RequestId, Epoch], ...]:
-        """What a scheduler must know after a reconnect."""
+        """Return the submitted requests and epochs that still wait, for the registration with a scheduler."""
         return tuple(
             (t.request_id, t.epoch) for t in self._by_id.values() if not t.finished and t.submitted_on is not None
         )
 
     def unbegun(self, scheduler_id: str) -> tuple[RequestId, ...]:
-        """What this scheduler was sent and no instance has begun to answer: it may be lost with the stream."""
+        """Return the requests that were sent to this scheduler, may be lost with the stream, and have no answer from an
+        instance.
+        """
         return tuple(t.request_id for t in self.unopened() if t.submitted_to == scheduler_id)
 
     def unopened(self) -> list[Transcript]:
-        """Return transcripts that no instance is known to have begun to answer: what to submit to a new scheduler."""
+        """Return the transcripts that no instance is known to have begun to answer."""
         return [t for t in self._by_id.values() if not t.finished and t.source is None]
