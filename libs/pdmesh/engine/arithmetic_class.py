@@ -1,4 +1,4 @@
-"""The arithmetic class of what computes here: a name that two engines share only if they compute the same bits."""
+"""Arithmetic class of an engine: two engines share the name only if they compute the same bits."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ from pathlib import Path
 
 import torch
 
-#: What /proc/cpuinfo calls the parts of a processor's identity, on x86-64 and on aarch64.
+#: Keys in /proc/cpuinfo that identify a processor, on x86-64 and on aarch64.
 _IDENTITY = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 
-#: What caps the levels of torch's libraries below the processor's; ATEN_CPU_CAPABILITY shows in torch's own capability.
+#: Environment variables that cap the instruction set of torch's libraries. ATEN_CPU_CAPABILITY needs no entry, because
+#: torch's own capability reflects it.
 _CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 
 
 def class_name(dtype: str, kinds: Iterable[str]) -> str:
-    """Return, for instance, ``bfloat16/ordered-2``; several kinds, for unlike parts of a model, are joined by +."""
+    """Return the class name, such as ``bfloat16/ordered-2``.
+
+    Several ``kinds``, for different parts of a model, are joined by +.
+    """
     return f"{dtype}/{'+'.join(sorted(set(kinds)))}"
 
 
 def torch_kind(device: torch.device, *, deterministic: bool) -> str:
-    """What torch's own operators compute with: its libraries sum by the processor, or device, and their version.
+    """Return the kind of torch's own operators: torch's version, and the processor or device, which affect rounding.
 
-    ``deterministic`` sums do not depend on the batch; others of one kind may differ by a rounding even on one machine.
+    Results of a ``deterministic`` kind do not depend on the batch. Other results of one kind may differ by a rounding
+    error even on one machine.
     """
     where = torch.cuda.get_device_name(device).replace(" ", "-") if device.type == "cuda" else _processor()
     return f"torch-{torch.__version__}-{where}{'-tiled' if deterministic else ''}"
@@ -41,7 +46,7 @@ def _identity(cpuinfo: Mapping[str, str]) -> list[str]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """What the system says of the first core; empty if it says nothing."""
+    """Return the fields of the first core in /proc/cpuinfo, or an empty dictionary if the file cannot be read."""
     try:
         first, _, _ = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")
     except OSError:

@@ -1,9 +1,10 @@
 """Attention over the paged KV cache.
 
-An `AttentionBackend` plans a step once (the plan is the same for all layers), and the plan attends layer by layer.
-The torch backend here is the reference, and what runs on CPU without compiled kernels: it copies the keys and values
-it needs into contiguous tensors and uses plain batched matmuls, which read a bf16 cache ten times faster than torch's
-fused attention does on the CPUs we measured. Where the processor multiplies no bf16, the copies are fp32.
+An `AttentionBackend` plans a step once, for all layers. The plan then attends layer by layer.
+
+The torch backend here is the reference, and runs on CPUs without compiled kernels. Keys and values are copied into
+contiguous tensors for plain batched matmuls. These read a bf16 cache ten times faster than torch's fused attention on
+the CPUs that we measured. The copies are fp32 where the processor cannot multiply bf16.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from pdmesh.engine.kv_cache import num_cache_heads
 from pdmesh.kv.elsewhere import KvElsewhere
 from pdmesh.model import KvLayout, num_blocks_for
 
-#: Score elements of one tile of queries: bounds a long context's memory, and stays within the processor's caches.
-#: On CPU, softmax of bf16 computes in fp32 inside; asking for an fp32 result would only add two passes.
+#: Score elements of one tile of queries. The bound limits the memory of a long context, and keeps a tile within the
+#: processor's caches. On CPU, softmax of bf16 computes in fp32 inside; asking for an fp32 result would only add two
+#: passes.
 _TILE_SCORES = 1 << 20
-#: Gathered keys and values of one group of decodes.
+#: Bytes of gathered keys and values for one group of decodes.
 _GROUP_BYTES = 8 * 1024 * 1024
 
 
@@ -34,8 +36,8 @@ _GROUP_BYTES = 8 * 1024 * 1024
 class QuerySpan:
     """Rows ``row`` … ``row + num_tokens - 1`` of a step: the tokens from ``start`` on of one sequence.
 
-    With ``num_keys`` the rows are tokens behind these keys, and each sees all of them, or some if there is a window.
-    The first tokens' keys may be ``elsewhere``: then ``block_table`` begins behind them.
+    If ``num_keys`` is set, the rows are tokens after these keys, and each sees all of them, or those inside its window.
+    If other instances hold the first tokens' KV (``elsewhere``), ``block_table`` begins after these tokens.
     """
 
     row: int
@@ -47,15 +49,19 @@ class QuerySpan:
 
     @property
     def end(self) -> int:
-        """Behind the last key that a row sees."""
+        """Position after the last key that a row sees."""
         return self.start + self.num_tokens if self.num_keys is None else self.num_keys
 
 
 class AttentionOutput(NamedTuple):
-    """What attention gives for the rows of a step."""
+    """Attention results for the rows of a step.
 
-    output: Tensor  # (num_tokens, num_heads, head_dim)
-    lse: Tensor | None  # (num_tokens, num_heads), fp32: log-sum-exp of the scaled scores
+    ``output`` is (num_tokens, num_heads, head_dim). ``lse`` is (num_tokens, num_heads) in fp32: the log-sum-exp of the
+    scaled scores, None unless requested.
+    """
+
+    output: Tensor
+    lse: Tensor | None
 
 
 class AttentionPlan(Protocol):
@@ -64,29 +70,29 @@ class AttentionPlan(Protocol):
     def attend(
         self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
     ) -> AttentionOutput:
-        """Causal attention of ``query`` (num_tokens, num_heads, head_dim) over one layer's cache.
+        """Return the causal attention of ``query`` (num_tokens, num_heads, head_dim) over one layer's cache.
 
-        A query sees its own token and those before it, ``window`` in all, if given. The step's own keys and values are
-        in the cache already. ``lse`` lets partial results be merged.
+        A query sees its own token and those before, or the last ``window`` of these. The cache already contains the
+        step's own keys and values. ``with_lse`` adds the log-sum-exps, by which partial results are merged.
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """Prepares the attention of steps."""
+    """Planner of a step's attention."""
 
     def plan(self, spans: Sequence[QuerySpan]) -> AttentionPlan: ...
 
 
 class PartialPlan(AttentionPlan, Protocol):
-    """A plan whose spans may be ranges of keys, to be merged."""
+    """A plan whose spans may be ranges of keys. Results of several ranges can be merged."""
 
     def attend(
         self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False, wide: bool = False
     ) -> AttentionOutput:
-        """Attend as `AttentionPlan.attend` does; if ``wide``, the output is in fp32. Rows of no span have any values.
+        """Attend as `AttentionPlan.attend` does, with an fp32 output if ``wide``.
 
-        With a ``window``, each row of a span sees a key at least.
+        Rows outside all spans are left undefined. With a ``window``, each row of a span must see at least one key.
         """
         ...
 
@@ -99,13 +105,17 @@ class PartialBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TorchAttention:
-    """The backend in plain torch, for any device."""
+    """The backend in plain torch, for any device.
+
+    ``num_cache_heads`` is the number of key-value heads in the cache if ``layout`` has only some of them; 0 means
+    equal.
+    """
 
     layout: KvLayout
     scale: float
     device: torch.device
     score_cap: float | None = None
-    num_cache_heads: int = 0  # key-value heads of the cache, of which ``layout`` has some; 0: it has all
+    num_cache_heads: int = 0
 
     def plan(self, spans: Sequence[QuerySpan]) -> PartialPlan:
         chunks = [self._chunk(span) for span in spans if span.num_tokens > 1]
@@ -121,7 +131,7 @@ class TorchAttention:
         tables = np.empty((len(spans), max(num_blocks)), dtype=np.int64)
         for table, span, used in zip(tables, spans, num_blocks, strict=True):
             table[:used] = span.block_table[:used]
-            table[used:] = span.block_table[used - 1]  # padding, masked: a sequence reads only its own blocks
+            table[used:] = span.block_table[used - 1]  # masked padding: a sequence reads only its own blocks
         positions = np.arange(tables.shape[1] * self.layout.block_size)
         starts = [span.start for span in spans]
         ends = np.asarray([span.end for span in spans])[:, None]
@@ -130,13 +140,17 @@ class TorchAttention:
         return _Decodes(rows, min(starts), self._head_rows(tables), torch.from_numpy(ahead).to(self.device))
 
     def _groups(self, spans: Sequence[QuerySpan]) -> Iterator[list[QuerySpan]]:
-        """Decodes to compute together: contexts within a factor of two, keys and values of bounded size."""
+        """Yield groups of decodes to compute together.
+
+        Contexts of a group are within a factor of two, and their KV takes at most `_GROUP_BYTES` (or the group is one
+        decode). The cache's heads, not the rank's, set the size of a group, so every rank forms the same groups.
+        """
         longest_first = sorted(spans, key=lambda span: -span.end)
         for _, bucket in groupby(longest_first, key=lambda span: span.end.bit_length()):
             group = list(bucket)
             num_blocks = num_blocks_for(group[0].end, self.layout.block_size)
             block_bytes = self.layout.block_bytes // self.layout.num_kv_heads * self._num_cache_heads
-            size = max(1, _GROUP_BYTES // (num_blocks * block_bytes))  # the same on every rank
+            size = max(1, _GROUP_BYTES // (num_blocks * block_bytes))
             yield from (group[first : first + size] for first in range(0, len(group), size))
 
     @property
@@ -144,9 +158,9 @@ class TorchAttention:
         return self.num_cache_heads or self.layout.num_kv_heads
 
     def _head_rows(self, tables: npt.NDArray[np.int64]) -> Tensor:
-        """(2, sequences, heads, blocks): where these are in a cache seen as rows of (block, key or value, head).
+        """Return row numbers (2, sequences, heads, blocks) of keys and values in the cache.
 
-        The first row is that of the first head here.
+        The cache is viewed as rows of (block, key or value, head). Numbers count from the cache view's own first head.
         """
         halves = np.arange(2)[:, None, None, None]
         heads = np.arange(self.layout.num_kv_heads)[None, None, :, None]
@@ -166,9 +180,9 @@ class _Chunk:
 @dataclass(frozen=True, slots=True)
 class _Decodes:
     rows: Tensor  # (sequences,)
-    start: int  # of the first token
+    start: int
     head_rows: Tensor  # (2, sequences, num_kv_heads, num_blocks)
-    ahead: Tensor  # (sequences, num_blocks * block_size): by how much a key comes after the query, or what is none
+    ahead: Tensor  # (sequences, num_blocks * block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +198,7 @@ class _TorchPlan:
     ) -> AttentionOutput:
         output = query.new_empty(query.shape, dtype=torch.float32 if wide else query.dtype)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
-        # The dtype of the scaled query is the one to multiply in.
+        # Products are computed in the dtype of the scaled query.
         query = (query.float() if wide else multiplicable(query)) * self.scale
         for chunk in self.chunks:
             self._attend_chunk(chunk, query, cache, window, output, lse)
@@ -193,7 +207,7 @@ class _TorchPlan:
         return AttentionOutput(output, lse)
 
     def _gather(self, cache: Tensor, head_rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values, each (sequences * num_kv_heads, positions, head_dim)."""
+        """Return keys and values, each (sequences * num_kv_heads, positions, head_dim)."""
         size, num_rows = cache.stride(2), (2 * len(cache) - 1) * num_cache_heads(cache) + cache.shape[2]
         rows = cache.as_strided((num_rows, size), (size, 1)).index_select(0, head_rows.view(-1))
         _, num_sequences, num_heads, num_blocks = head_rows.shape
@@ -205,7 +219,7 @@ class _TorchPlan:
         self, chunk: _Chunk, query: Tensor, cache: Tensor, window: int | None, output: Tensor, lse: Tensor | None
     ) -> None:
         skipped = 0 if window is None else max(0, chunk.start + 1 - window) // self.layout.block_size
-        # (num_kv_heads, positions, head_dim), from `origin` on
+        # Both are (num_kv_heads, positions, head_dim), from `origin` on.
         all_keys, all_values = self._gather(cache, chunk.head_rows[..., skipped:].contiguous(), query.dtype)
         origin = skipped * self.layout.block_size
         group = query.shape[1] // self.layout.num_kv_heads
@@ -221,12 +235,12 @@ class _TorchPlan:
                 scores = self._capped(query[tile, heads].reshape(size * group, -1) @ keys[:visible].t())
                 by_token = scores.view(size, group, visible)
                 if chunk.num_keys is None:
-                    # Within the tile's own positions, a query sees those up to its own.
+                    # Mask the keys after a query's own position, within the tile.
                     later = torch.ones(size, size, dtype=torch.bool, device=query.device).triu(1)
                     by_token[..., visible - size :].masked_fill_(later[:, None], -torch.inf)
                 if window is not None:
                     earlier = torch.ones(size, visible, dtype=torch.bool, device=query.device)
-                    passed = chunk.start + first - window - origin  # the last key that the first row sees no more
+                    passed = chunk.start + first - window - origin  # the last key before the first row's window
                     by_token.masked_fill_(earlier.tril(passed)[:, None], -torch.inf)
                 attended = torch.softmax(scores, dim=-1) @ values[:visible]
                 output[tile, heads] = attended.view(size, group, -1)
@@ -258,11 +272,11 @@ class _TorchPlan:
 
 
 def cap_scores(scores: Tensor, cap: float) -> Tensor:
-    """``scores`` squeezed into -cap ... cap, in place."""
+    """Squeeze ``scores`` into -cap ... cap, in place, and return them."""
     return scores.div_(cap).tanh_().mul_(cap)
 
 
 def multiplicable(tensor: Tensor) -> Tensor:
-    """``tensor``, or an fp32 copy of one of 16 bits where the processor's products of these are slow."""
+    """Return ``tensor``, or an fp32 copy if it has 16 bits and the processor multiplies these slowly."""
     narrow = tensor.dtype == torch.float16 or (tensor.dtype == torch.bfloat16 and not onednn_multiplies_bf16())
     return tensor.float() if narrow and tensor.is_cpu else tensor

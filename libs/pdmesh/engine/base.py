@@ -1,8 +1,9 @@
-"""The engine's seam: what executes a step.
+"""The interface of engines, which execute steps.
 
-An engine is blocking and single-threaded: the worker runtime calls `Engine.execute` on one worker thread, never two
-calls at a time, unless the engine has several stages. It decides nothing; it computes the batch it is given.
-``pdmesh.engine`` has the real one (torch), and ``pdmesh_testing.fake_engine`` a stand-in of known speed.
+An engine blocks. The worker runtime calls `Engine.execute` on one thread, one call at a time, unless the engine has
+several stages. Scheduling decisions are made elsewhere.
+
+``pdmesh.engine`` has the torch engine, and ``pdmesh_testing.fake_engine`` a stand-in of known speed.
 """
 
 from __future__ import annotations
@@ -22,12 +23,18 @@ if TYPE_CHECKING:  # numpy takes a third of a second to import
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True)
 class EngineSequence:
-    """A request's state on an instance, shared by the runtime (which owns it) and the engine (which reads it).
+    """State of a request on an instance. The runtime owns and updates it, and the engine reads it.
 
-    ``token_ids`` is the transcript known here: prompt and output. On a decode instance the prompt part is zeros unless
-    sampling needs it (`needs_prompt_tokens`); its length is right all the same. ``num_prompt_tokens`` counts the
-    client's own prompt; what follows in ``token_ids`` are output tokens, wherever they were drawn. ``block_table`` may
-    only grow. It has no blocks of tokens whose KV is ``elsewhere``.
+    ``token_ids`` is the transcript known here: prompt and output. On a decode instance the prompt part is zeros of the
+    right length, unless sampling needs the prompt (`needs_prompt_tokens`).
+
+    ``num_prompt_tokens`` counts the client's own prompt. All later tokens are output, including those drawn on other
+    instances.
+
+    ``block_table`` may only grow. Tokens whose KV is ``elsewhere`` have no blocks here. ``elsewhere`` is set during
+    decoding if several instances share the context.
+
+    The engine creates ``guide`` from ``params.grammar`` and the output, and advances it.
     """
 
     request_id: RequestId
@@ -35,12 +42,12 @@ class EngineSequence:
     token_ids: array.array[int]
     num_prompt_tokens: int
     block_table: list[int] = field(default_factory=list[int])
-    guide: Guide | None = None  # the engine's own: made and kept up by it, from ``params.grammar`` and the output
-    elsewhere: KvElsewhere | None = None  # set while it decodes, if its context is spread over several instances
+    guide: Guide | None = None
+    elsewhere: KvElsewhere | None = None
 
     @property
     def num_elsewhere_tokens(self) -> int:
-        """The first tokens, whose KV others hold: whole ranges."""
+        """Number of first tokens whose KV other instances hold, in whole ranges."""
         return 0 if self.elsewhere is None else self.elsewhere.num_tokens
 
     @property
@@ -53,19 +60,21 @@ class EngineSequence:
 
 
 def needs_prompt_tokens(params: SamplingParams) -> bool:
-    """Whether drawing an output token looks at the prompt."""
+    """Return whether drawing an output token depends on the prompt."""
     return params.repetition_penalty != 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSlice:
-    """Tokens ``start`` … ``start + num_tokens - 1`` of a sequence, computed in one step; their KV is written.
+    """Tokens ``start`` … ``start + num_tokens - 1`` of a sequence, computed in one step. The step writes their KV.
 
-    A decode is a slice of the last token (``sample``). A chunk samples only if it is its prompt's last.
-    ``draft`` are tokens that may come next: the slice's last ones, which the sequence does not have. The slice samples
-    after each that proves right, and before the first. What is written of the others is nobody's. A sequence with a
-    grammar has none.
-    ``prompt_logprobs`` asks for the log-probabilities of the slice's *following* tokens that are prompt tokens.
+    A decode is a slice of the last token (``sample``). A chunk samples only if it is the last of its prompt.
+
+    ``draft`` are guesses of the next tokens. They are the slice's last tokens, and not in the sequence yet. The slice
+    samples before the draft and after each draft token. The KV of rejected draft tokens is ignored. A sequence with a
+    grammar has no draft.
+
+    ``prompt_logprobs`` requests the log-probabilities of the prompt tokens that *follow* the slice's tokens.
     """
 
     sequence: EngineSequence
@@ -77,14 +86,17 @@ class SequenceSlice:
 
     @property
     def token_ids(self) -> array.array[int]:
-        """The tokens whose KV is written."""
+        """Tokens whose KV the step writes."""
         known = self.sequence.token_ids[self.start : self.start + self.num_tokens - len(self.draft)]
         return known + array.array("i", self.draft) if self.draft else known
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """``logprob`` of one token and the ``top`` most likely ones at its position, most likely first."""
+    """``logprob`` of one token, and the ``top`` most likely tokens at its position.
+
+    ``top`` has pairs of token id and log-probability, most likely first.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -92,7 +104,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnToken:
-    """A drawn token, and how the generation ends with it, if it does."""
+    """A drawn token. ``finish_reason`` is set if the generation ends with this token."""
 
     token_id: int
     logprobs: Logprobs | None = None
@@ -102,10 +114,10 @@ class DrawnToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceResult:
-    """What a slice gave: the next tokens if it sampled, one more than of its draft proved right.
+    """Results of a slice. ``drawn`` has the valid draws (`accepted`); it is empty if the slice did not sample.
 
-    ``prompt_logprobs[i]`` belongs to the prompt token at ``start + 1 + i``. Where ``params.embeds``, the last slice
-    draws nothing: ``embedding`` is the hidden state of its last token behind the last norm, little-endian float32.
+    ``prompt_logprobs[i]`` belongs to the prompt token at ``start + 1 + i``. If ``params.embeds`` is set, the last slice
+    draws nothing. Its ``embedding`` is the last token's hidden state after the last norm, in little-endian float32.
     """
 
     drawn: tuple[DrawnToken, ...] = ()
@@ -119,26 +131,31 @@ class SliceResult:
 
     @property
     def logprobs(self) -> Logprobs | None:
-        """What the first drawn token has."""
+        """Log-probabilities of the first drawn token."""
         return self.drawn[0].logprobs if self.drawn else None
 
 
-#: Called on the engine's thread with a layer's number after its KV is written, while later layers are still to come.
-#: A device may still be about to write it: `KvStore.when_written`, called from the hook, tells when it has.
+#: Callback with a layer's number after the layer's KV is written, on the engine's thread, before later layers are
+#: computed. A device may not have executed the write yet: from the hook, `KvStore.when_written` reports when it has.
 LayerHook = Callable[[int], None]
 
 
 @dataclass(slots=True)
 class StepFlight:
-    """How a step passes an engine of several stages: what its caller says of it, and hears of it."""
+    """Passage of a step through an engine of several stages.
 
-    waits: bool = False  # its layer hook may wait: each layer's attention comes after it, and no step behind this one
-    on_begin: Callable[[], object] = lambda: None  # called on the caller's thread once the first stage computes it
-    queued_s: float = 0.0  # that it has waited before stages, of the time that it took
+    If ``waits`` is set, the layer hook may block. Each layer's attention then begins after its hook returns, and later
+    steps wait, too. ``on_begin`` is called on the caller's thread when the first stage begins. ``queued_s`` is
+    increased by the part of the step's time spent waiting for stages.
+    """
+
+    waits: bool = False
+    on_begin: Callable[[], object] = lambda: None
+    queued_s: float = 0.0
 
 
 class Engine(Protocol):
-    """Executes steps over a paged KV cache."""
+    """Executor of steps over a paged KV cache."""
 
     @property
     def kv(self) -> KvStore: ...
@@ -151,61 +168,62 @@ class Engine(Protocol):
 
     @property
     def arithmetic(self) -> str:
-        """Its arithmetic class, as in `pdmesh.model.InstanceProfile`."""
+        """Arithmetic class, as in `pdmesh.model.InstanceProfile`."""
         ...
 
     @property
     def weights(self) -> str:
-        """The identity of the weights that it loaded (`pdmesh.engine.identity`)."""
+        """Identity of the loaded weights (`pdmesh.engine.identity`)."""
         ...
 
     @property
     def num_stages(self) -> int:
-        """Stages that a step passes one after the other. With more than one, so many threads may execute a step each.
+        """Number of stages that a step passes one after the other. As many threads may each execute a step.
 
-        Steps enter in the order in which `execute` is called: a caller waits until one has begun.
+        Steps enter in the order of the `execute` calls: a caller waits until the step before has begun.
         """
         ...
 
     def execute(
         self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None, flight: StepFlight | None = None
     ) -> list[SliceResult]:
-        """One forward pass; results in the order of ``batch``. Changes nothing of the sequences but their guides.
+        """Compute one forward pass, and return the results in the order of ``batch``.
 
-        An exception means a bug or a broken device: the runtime fails the batch's requests and stops the instance.
+        Sequences are unchanged except their guides. An exception means a bug or a broken device. The runtime then fails
+        the batch's requests and stops the instance.
         """
         ...
 
     def prepare(self, grammar: str) -> None:
-        """Compile a grammar, so that no step waits for it. Blocking; any thread."""
+        """Compile a grammar, so that no step waits for it. Blocking; safe on any thread."""
         ...
 
     def attend_part(self, number: int, block_ids: Sequence[int], question: PartQuestion) -> bytes:
-        """Attend to the range of this number of another instance's sequence, which lies in these blocks. Any thread.
+        """Attend to range ``number`` of another instance's sequence, whose KV is in blocks ``block_ids`` here.
 
-        See `KvElsewhere`. Raises ValueError if the question is none about this range.
+        Safe on any thread. See `KvElsewhere`. Raise ValueError if ``question`` does not fit this range.
         """
         ...
 
     def settle(self) -> None:
-        """Return when everything given to a device so far has been computed. For a layer hook, which comes before that.
+        """Return when the device has computed everything submitted so far.
 
-        What a hook then times is its own work.
+        A layer hook is called before that. It can settle first to time only its own work.
         """
         ...
 
 
 def with_draft(part: SequenceSlice) -> list[EngineSequence]:
-    """Return the sequence of a slice that samples as each of its draws finds it: with none of its draft, one, … all."""
+    """Return the sequence of a sampling slice as each draw sees it: with no draft token, with one, up to all."""
     sequence, draft = part.sequence, array.array("i", part.draft)
     drafted = [replace(sequence, token_ids=sequence.token_ids + draft[:num]) for num in range(1, len(draft) + 1)]
     return [sequence, *drafted]
 
 
 def accepted(draft: Sequence[int], drawn: Iterable[DrawnToken]) -> tuple[DrawnToken, ...]:
-    """Return the draws that count: each that is what the draft says next, and the first that is not; none after an end.
+    """Return the valid draws: those equal to the next draft token, and the first that is not. None follows an end.
 
-    What follows was drawn after tokens that the sequence does not have.
+    Later draws depend on draft tokens that were rejected.
     """
     result: list[DrawnToken] = []
     for expected, each in zip((*draft, None), drawn, strict=False):
@@ -218,7 +236,10 @@ def accepted(draft: Sequence[int], drawn: Iterable[DrawnToken]) -> tuple[DrawnTo
 def finish_reason(
     params: SamplingParams, num_output_tokens: int, token_id: int
 ) -> tuple[FinishReason | None, int | None]:
-    """How a generation ends with its ``num_output_tokens``-th token: (reason, stop token id), or (None, None)."""
+    """Return how the generation ends with its ``num_output_tokens``-th token: (reason, stop token id).
+
+    Both are None if the generation continues.
+    """
     if num_output_tokens > params.min_tokens:
         if token_id in params.eos_token_ids:
             return FinishReason.STOP, None

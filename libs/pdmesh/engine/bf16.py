@@ -1,4 +1,4 @@
-"""What torch can do with bf16 on this processor."""
+"""Capabilities of torch for bf16 on this processor."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 @cache
 def onednn_multiplies_bf16() -> bool:
-    """Whether oneDNN's bf16 matrix products run on this processor: found by computing one.
+    """Return whether oneDNN multiplies bf16 matrices on this processor. One product is computed to find out.
 
-    The operators exist in every build of torch. Without AVX-512 (or AVX-NE-CONVERT) they raise, and what torch
-    computes instead reaches a tenth of the fp32 speed (Zen 3, torch 2.13, 2026-11).
+    The operators exist in every build of torch. Without AVX-512 (or AVX-NE-CONVERT) they raise, and torch's substitute
+    reaches a tenth of the fp32 speed (Zen 3, torch 2.13, 2026-11).
     """
     weight, rows = torch.ones(32, 32, dtype=torch.bfloat16), torch.ones(2, 32, dtype=torch.bfloat16)
     try:

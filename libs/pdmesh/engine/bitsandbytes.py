@@ -1,4 +1,7 @@
-"""Weights as bitsandbytes stores them: in 4 bits, by a table and blocks of values, or in 8, by outputs."""
+"""Weights in bitsandbytes' formats of 4 and 8 bits.
+
+4-bit values are entries of a table, with a scale for each block. 8-bit values have a scale for each output.
+"""
 
 from __future__ import annotations
 
@@ -16,34 +19,39 @@ from pdmesh.engine.quantized import FLOATS, Layout, LayoutError, QuantizedWeight
 
 _BYTES, _INT8, _FP32 = frozenset({"U8"}), frozenset({"I8"}), frozenset({"F32"})
 
-#: Values that share a scale, and scales that share one of their own: what the library has by default, and asks for.
+#: Number of values that share a scale, and of scales that share a second one: bitsandbytes' defaults, the only ones
+#: served.
 _BLOCK, _NESTED_BLOCK = 64, 256
 
-#: Of what a file says of a weight, in JSON.
+#: Largest accepted size of a weight's JSON state.
 _MAX_STATE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class BlockScales:
-    """A scale for each block of a weight: a base; or a value of a table, times a base for so many, plus an offset."""
+    """Scales of a weight's blocks.
 
-    bases: Tensor  # fp32
-    numbers: Tensor | None = None  # uint8; None: bases are the scales
+    ``bases`` are the scales, in fp32. If ``numbers`` (uint8) is set, a scale is the numbered ``table`` entry, times the
+    base of its group of `_NESTED_BLOCK` blocks, plus ``offset``.
+    """
+
+    bases: Tensor
+    numbers: Tensor | None = None
     table: Tensor | None = None
     offset: float = 0.0
 
     def by_block(self) -> Tensor:
-        """(blocks,), fp32."""
+        """Return the scales (blocks,), fp32."""
         if self.numbers is None or self.table is None:
             return self.bases
         of_block = self.bases.repeat_interleave(_NESTED_BLOCK)[: len(self.numbers)]
         return self.table[self.numbers.int()] * of_block + self.offset
 
     def factors(self, num_outputs: int) -> Factors:
-        """For outputs of whole blocks."""
+        """Return the scales as factors of a weight whose outputs are whole blocks."""
         num_groups = -1 if self.numbers is None else len(self.numbers) // num_outputs
-        shared = math.gcd(num_groups, _NESTED_BLOCK)  # neighbours that have one base, whatever the output
-        if self.numbers is None or shared == 1:  # a number and a base would take more than the scale
+        shared = math.gcd(num_groups, _NESTED_BLOCK)
+        if self.numbers is None or shared == 1:
             return Factors(self.by_block().view(num_outputs, -1), 1)
         bases = self.bases[torch.arange(0, len(self.numbers), shared) // _NESTED_BLOCK]
         numbers, offsets = self.numbers.view(num_outputs, -1), torch.full((num_outputs,), self.offset)
@@ -52,7 +60,7 @@ class BlockScales:
 
 @dataclass(frozen=True, slots=True)
 class TableWeight:
-    """Implements `Weight`: numbers of a table, times scales of blocks, which go on from one output to the next."""
+    """A `Weight` of table entries times block scales. A block may span two outputs."""
 
     codes: Tensor  # (outputs, inputs), uint8
     table: Tensor  # (16,), fp32
@@ -73,7 +81,7 @@ class TableWeight:
 
 
 def layout(quantization: Quantization) -> Layout:
-    """The format's layout."""
+    """Return the format's layout: 4 or 8 bits."""
     return _four_bits(quantization) if quantization.format is QuantizedFormat.BITSANDBYTES_4 else _eight_bits()
 
 
@@ -109,7 +117,7 @@ def _four_bits(quantization: Quantization) -> Layout:
 
 
 def _state(stored: Tensor) -> Mapping[str, object]:
-    """What a file says of a weight's blocks."""
+    """Return a weight's JSON state. Raise LayoutError unless its block sizes are served."""
     try:
         state = json.loads(bytes(stored.tolist()))
     except (ValueError, RecursionError):

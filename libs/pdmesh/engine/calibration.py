@@ -1,7 +1,7 @@
-"""Whether a model's activations fit float16: measured on a short prompt when the model is loaded.
+"""Measurement of whether a model's activations fit float16, on a short prompt when the model is loaded.
 
-The prompt follows from the vocabulary alone, and ordered kernels compute it to the same bits on every processor, so
-all instances of a mesh decide alike.
+The prompt depends on the vocabulary size alone, and ordered kernels compute it to the same bits on every processor. All
+instances of a mesh therefore decide alike.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.transformer_model import Transformer
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 
-#: Largest magnitude that counts as fitting: float16 ends at 65,504, and other prompts may reach higher.
+#: Largest accepted magnitude. Float16 ends at 65,504; the margin is for prompts with larger activations.
 FLOAT16_LIMIT = 65_504 / 16
 
 _NUM_TOKENS = 128
@@ -34,10 +34,10 @@ def num_calibration_blocks(block_size: int) -> int:
 
 @torch.inference_mode()
 def largest_activation(compute: Compute, config: ModelConfig, block_size: int, max_model_len: int) -> float:
-    """Return the largest magnitude that layers round to float16; infinity where one is no number.
+    """Return the largest magnitude that layers round to float16, or infinity if any value is NaN.
 
-    Hidden states, and what is added to them, stay in fp32. ``compute`` is used once: its kernels stay
-    watched.
+    Hidden states and the terms added to them stay in fp32 and are not measured. ``compute`` is used once: its kernels
+    stay wrapped.
     """
     forward = compute.forward
     assert isinstance(forward, DirectForward), "devices compute in the checkpoint's dtype"
@@ -58,14 +58,14 @@ def largest_activation(compute: Compute, config: ModelConfig, block_size: int, m
 
 
 def prompt_of(vocab_size: int) -> array.array[int]:
-    """Return token ids from all of a vocabulary, most of them low: bytes, punctuation and frequent tokens lie there."""
+    """Return token ids from all of a vocabulary, most of them low: these are bytes, punctuation and frequent tokens."""
     places = (37 * number % _NUM_TOKENS for number in range(_NUM_TOKENS))
     return array.array("i", [vocab_size * place * place // _NUM_TOKENS**2 for place in places])
 
 
 @dataclass(slots=True)
 class _WatchedKernels:
-    """Kernels that note the largest magnitude of what passes between a model's products."""
+    """Kernels that record the largest magnitude of the values between a model's products."""
 
     kernels: Kernels
     largest: float = 0.0

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face directory: single or sharded safetensors, checked against the configuration."""
+"""Weights of a checkpoint directory, checked against the configuration."""
 
 from __future__ import annotations
 
@@ -28,24 +28,28 @@ from pdmesh.model import IndexRange
 
 
 class Norm(NamedTuple):
-    """Weights of a norm: in fp32 on CPUs, and where the model multiplies by them before it rounds."""
+    """Weights of a norm. They are fp32 on CPUs, and for models that multiply before rounding."""
 
     weight: Tensor
     bias: Tensor | None
 
 
 class HeadNorm(NamedTuple):
-    """The norm of queries or keys: of each head, or of all of a token's together (`QkNorm.ALL_HEADS`)."""
+    """The norm of queries or keys: one per head, or one over all of a token's heads (`QkNorm.ALL_HEADS`).
+
+    ``gathered`` is set if the norm is over all heads and each rank has some of them.
+    """
 
     norm: Norm
-    gathered: GatheredHeads | None  # where it is of all heads, and ranks have some each
+    gathered: GatheredHeads | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One transformer layer; q, k and v are fused in this order, and so are gate and up. Norms that it lacks are None.
+    """Weights of one transformer layer.
 
-    Queries and keys are in `pdmesh.engine.rope.rotation_order`.
+    ``qkv`` fuses queries, keys and values in this order; gate and up are fused, too. Absent norms are None. Rows of
+    queries and keys are in `pdmesh.engine.rope.rotation_order`. ``sinks`` has one value per head, in fp32.
     """
 
     input_norm: Norm | None
@@ -55,7 +59,7 @@ class LayerWeights:
     output: Linear
     attention_output_norm: Norm | None
     mlp_norm: Norm | None
-    sinks: Tensor | None  # of each head, fp32
+    sinks: Tensor | None
     mlp: Mlp | Experts
     mlp_output_norm: Norm | None
 
@@ -64,15 +68,16 @@ class LayerWeights:
 class ModelWeights:
     """All weights, in the dtype and on the device of the computation. A tied ``lm_head`` is the embedding itself.
 
-    A stage has some of the layers; only the first has what embeds tokens, and only the last what scores them.
+    A stage has some of the layers. Only the first stage has ``embedding`` and ``positions`` (learned ones), and only
+    the last needs ``lm_head``. ``scales_sums``: kernels multiply integer codes, and scale the sums.
     """
 
     embedding: Vocabulary | None
-    positions: Tensor | None  # learned ones
+    positions: Tensor | None
     layers: tuple[LayerWeights, ...]
     norm: Norm
     lm_head: Vocabulary | None
-    scales_sums: bool  # of products with codes, as far as kernels multiply weights as they are quantised
+    scales_sums: bool
     dtype: torch.dtype
     device: torch.device
 
@@ -89,14 +94,14 @@ def load_weights(
     lora: Path | None = None,
     share: RankShare = WHOLE,
 ) -> ModelWeights:
-    """Read every tensor the configuration asks for.
+    """Read every tensor that the configuration requires.
 
-    Raises ConfigError for a tensor that is missing or misshapen, or that no layer asks for. Names and shapes of all are
-    compared before memory is taken for any.
+    Raise ConfigError for a tensor that is missing, misshapen or not used. All names and shapes are compared before
+    memory is allocated.
 
-    ``packed`` allows projections in the order that their products read fastest; ``library`` has kernels for them.
-    A rank reads its ``share``, which it computes with its ``group`` if others compute the same layers.
-    ``lora`` is an adapter's directory, which is merged into them.
+    ``packed`` allows layouts that products read faster; ``library`` has kernels for these. A rank reads its ``share``,
+    and exchanges results with its ``group`` if other ranks compute the same layers. ``lora`` is the directory of an
+    adapter to merge.
     """
     with ExitStack() as stack:
         tensors = stack.enter_context(open_tensors(directory, config, dtype))
@@ -105,14 +110,17 @@ def load_weights(
             tensors = stack.enter_context(adapted(tensors, lora, config, dtype))
         unread = UnreadTensors(tensors)
         _Reader(config, unread, dtype, torch.device("meta"), False, None, None, WHOLE).model()
-        if (head := f"{config.names.lm_head}.weight") in tensors:  # also where it equals the embedding
+        if (head := f"{config.names.lm_head}.weight") in tensors:  # also read if it equals the embedding
             unread.check(head, (config.vocab_size, config.hidden_size))
         tensors.check_all_used(unread.used)
         return _Reader(config, tensors, dtype, device, packed, library, group, share).model()
 
 
 def _untied_if_unlike(config: ModelConfig, tensors: Tensors) -> ModelConfig:
-    """Return the configuration, untied if the checkpoint has a head that is not the embedding, as transformers does."""
+    """Return the configuration, untied if the checkpoint has a head that differs from the embedding.
+
+    Transformers does the same.
+    """
     head = f"{config.names.lm_head}.weight"
     if not config.tie_word_embeddings or head not in tensors:
         return config
@@ -132,17 +140,20 @@ def random_weights(
     share: RankShare = WHOLE,
     seed: int = 0,
 ) -> ModelWeights:
-    """Weights of the configuration's shape, drawn where they will be used: for benchmarks."""
+    """Return random weights of the configuration's shape, on the device of the computation. Meant for benchmarks."""
     tensors = RandomTensors(dtype, device, seed, config.quantization)
     return _Reader(config, tensors, dtype, device, packed, library, group, share).model()
 
 
-#: Where rows of a weight come from; None: as they are.
+#: Source row of each row of a weight. None keeps the stored order.
 Order = Sequence[int] | None
 
 
 class _Place(NamedTuple):
-    """Where outputs of a linear layer lie: in a tensor, by its name without its end, all of its outputs or some."""
+    """The part of a stored tensor that contributes to a linear layer.
+
+    ``name`` is without ``.weight`` or ``.bias``. ``rows`` are the rows that are used; None means all ``num_outputs``.
+    """
 
     name: str
     num_outputs: int
@@ -258,7 +269,7 @@ class _Reader:
         )
 
     def _gathered(self, prefix: str, name: str, inputs: Sequence[int], *, has_bias: bool) -> Linear:
-        """A projection to the hidden states, from inputs of which each rank has so many."""
+        """Return a projection to the hidden states; ``inputs`` has the number of inputs on each rank."""
         num_outputs = self.config.hidden_size
         own = [self.share.outputs(num_outputs)]
         linear = self._linear(prefix, (name,), [num_outputs], sum(inputs), own=own, has_bias=has_bias)
@@ -267,7 +278,10 @@ class _Reader:
         return GatheredLinear(linear, self.group, inputs, self.share.widths(num_outputs))
 
     def _rotation_order(self, num_heads: int | None = None) -> Order:
-        """Return where rows come from, of the queries, keys and values here, or of so many heads that are rotated."""
+        """Return the source of each row of this rank's fused queries, keys and values, or None for the stored order.
+
+        With ``num_heads``, the order is for this number of rotated heads alone.
+        """
         config = self.share.config_of(self.config)
         head_dim = config.head_dim
         order = rotation_order(head_dim, config.rotary_dim or head_dim, interleaves=config.interleaves_rotation)
@@ -290,9 +304,10 @@ class _Reader:
         has_bias: bool = False,
         order: Order = None,
     ) -> Linear:
-        """Projections of one input, with outputs of ``sizes`` in one or several tensors, as one; rows in ``order``.
+        """Return one layer of fused projections of the same input. Their numbers of outputs are ``sizes``.
 
-        ``own`` are those of each size that are computed here, if not all.
+        ``names`` has one tensor for each projection, or one for all. ``own`` are the outputs of each projection that
+        this rank computes; None means all. Rows are permuted by ``order``.
         """
         parts = [IndexRange(0, sum(sizes))]
         if own is not None and not self.share.is_whole:
@@ -331,7 +346,7 @@ class _Reader:
         return fastest_linear(weight, bias, self.memory, self.library) if self.packed else PlainLinear(weight, bias)
 
     def _packed(self, places: Sequence[_Place], num_inputs: int, bias: Tensor | None, order: Order) -> Linear | None:
-        """The projections with weights as they are quantised; None if one of them is not."""
+        """Return the projections with their weights still quantised, or None if one of them is stored plainly."""
         if not self.keeps_packed:
             return None
         weights: list[GroupedWeight] = []
@@ -340,7 +355,7 @@ class _Reader:
             weight = self.tensors.grouped(f"{place.name}.weight", (place.num_outputs, num_inputs), place.rows)
             if weight is None:
                 return None
-            if order is not None:  # heads stay in their projection
+            if order is not None:
                 rows = torch.tensor(order[first : first + place.size]) - first
                 weight = weight.rows(rows)
             weights.append(weight)
@@ -360,7 +375,7 @@ class _Reader:
 
     @property
     def keeps_packed(self) -> bool:
-        """Whether weights stay as they are quantised, where kernels multiply them so."""
+        """Whether quantised weights stay quantised, for kernels that multiply them as they are."""
         return (
             self.packed
             and self.library is not None
@@ -372,7 +387,7 @@ class _Reader:
         return (num_inputs, num_outputs) if self.config.transposes_weights else (num_outputs, num_inputs)
 
     def _matrix(self, name: str, num_outputs: int, num_inputs: int, rows: IndexRange | None) -> Tensor:
-        """A weight (num_outputs, num_inputs), or some of its rows."""
+        """Return a weight (num_outputs, num_inputs), or some of its rows."""
         shape = self._stored_shape(num_outputs, num_inputs)
         if not self.config.transposes_weights:
             return self.tensors.read(name, shape, rows)
@@ -414,7 +429,7 @@ class _Reader:
     def _head_norm(
         self, name: str, num_heads: int, heads_of: Callable[[RankShare, ModelConfig], IndexRange]
     ) -> HeadNorm | None:
-        """Return the norm of queries or keys: there are so many heads, and a rank has those of ``heads_of``."""
+        """Return the norm of queries or keys. ``heads_of`` returns a rank's heads of all ``num_heads``."""
         match self.config.qk_norm:
             case QkNorm.NONE:
                 return None
@@ -430,5 +445,5 @@ class _Reader:
     def _tensor(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None, rows: IndexRange | None = None
     ) -> Tensor:
-        # copy: the file's mapping is closed after loading
+        # Copy, because the file's mapping is closed after loading.
         return self.tensors.read(name, shape, rows).to(device=self.device, dtype=dtype or self.dtype, copy=True)

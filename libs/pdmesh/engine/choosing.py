@@ -1,4 +1,4 @@
-"""Which of the ways to compute an engine takes: chosen once, for a model and a device."""
+"""Selection of the kernels and attention that an engine computes with, once for a model and a device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from pdmesh.model import KvLayout
 def choose_library(
     config: ModelConfig, layout: KvLayout, device: torch.device, *, cpu_level: str, ordered: bool
 ) -> KernelChoice:
-    """The compiled kernels for this model; ``cpu_level`` and ``ordered`` as in `choose_kernels`."""
+    """Return the compiled kernels for this model. ``cpu_level`` and ``ordered`` are as in `choose_kernels`.
+
+    The library is None on other devices than the CPU, or if no compiled level computes the dtype. The reason says so.
+    """
     if device.type != "cpu":
         return KernelChoice(None, f"it computes on {device}")
     choice = choose_kernels(layout.dtype, cpu_level=cpu_level, ordered=ordered)
@@ -37,7 +40,10 @@ def choose_library(
 def _masking_library(
     config: ModelConfig, layout: KvLayout, library: KernelLibrary, *, in_ranges: bool
 ) -> KernelLibrary | None:
-    """Return the library that attends: the model's, or an ordered one for windows, caps and ranges."""
+    """Return the library for attention: the model's, or an ordered one if it has windows, score caps or ranges.
+
+    None means that no compiled library fits.
+    """
     if library.level.is_ordered or not (config.masks_more or in_ranges):
         return library
     ordered = choose_kernels(layout.dtype, ordered=True).library
@@ -45,7 +51,7 @@ def _masking_library(
 
 
 class AttentionChoice(NamedTuple):
-    """What attends on a CPU, and the compiled kernels that do; None: torch does."""
+    """The attention backend on a CPU, and the compiled kernels behind it. The library is None if torch attends."""
 
     backend: PartialBackend
     library: KernelLibrary | None
@@ -60,9 +66,9 @@ def choose_attention(
     deterministic: bool,
     in_ranges: bool = False,
 ) -> AttentionChoice:
-    """The fastest attention for a model whose other layers ``library`` computes, over a cache of this layout.
+    """Return the fastest attention over a cache of this layout. ``library`` computes the rest of the model.
 
-    ``num_cache_heads`` as in `TorchAttention`. ``in_ranges`` asks for a backend of `RangedAttention`.
+    ``num_cache_heads`` is as in `TorchAttention`. ``in_ranges`` requests a backend that `RangedAttention` can use.
     """
     masking = None
     if library is not None and suits(library.level, config, layout):
@@ -76,10 +82,10 @@ def choose_attention(
 
 
 def choose_compute(loaded: Loaded, cache: Cache) -> Compute:
-    """The fastest that there is for this model here; without ``options.native`` the reference, plain torch."""
+    """Return the fastest way to compute this model here. Without ``options.native`` it is the torch reference."""
     options = loaded.options
     if options.device.type == "cuda":
-        from pdmesh.engine.cuda.cuda_compute import cuda_compute  # only where there is a device
+        from pdmesh.engine.cuda.cuda_compute import cuda_compute
 
         return cuda_compute(loaded, cache)
     config, layout = loaded.rank_config, loaded.rank_layout
@@ -119,7 +125,7 @@ def choose_compute(loaded: Loaded, cache: Cache) -> Compute:
         layout=loaded.layout,
         device=options.device,
         frames=store.frames,
-        any_num_threads=not (needs_torch or options.range_tokens or config.logit_cap),  # caps are torch's
+        any_num_threads=not (needs_torch or options.range_tokens or config.logit_cap),
     )
     return Compute(
         name=name,

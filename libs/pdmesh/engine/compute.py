@@ -1,4 +1,4 @@
-"""What an engine computes with, and what it is made from."""
+"""The parts of an engine's computation, and the options and loaded model that they are made from."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class PagedStore(KvStore, Protocol):
 
     @property
     def layers(self) -> Sequence[Tensor]:
-        """One tensor a layer: (blocks, 2, num_kv_heads, block_size, head_dim)."""
+        """One tensor per layer: (blocks, 2, num_kv_heads, block_size, head_dim)."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeOptions:
-    """How a checkpoint is computed; `pdmesh.engine.runner.TorchEngine` says what each means."""
+    """Options of a checkpoint's computation. `pdmesh.engine.runner.TorchEngine` documents each."""
 
     device: torch.device
     block_size: int = 16
@@ -51,10 +51,10 @@ class ComputeOptions:
 
 
 class Cache(NamedTuple):
-    """The KV cache of a model.
+    """Size and memory of a model's KV cache.
 
-    ``memory`` is shared with the other ranks; None: the cache has its own. ``num_frames`` is the number of frames of
-    layers with a window; None: one for each block.
+    ``memory`` is shared with the other ranks; None allocates a cache. ``num_frames`` is the number of frames of layers
+    with a window; None means one for each block.
     """
 
     num_blocks: int
@@ -64,29 +64,32 @@ class Cache(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A model in memory, or a rank's part of it."""
+    """A model in memory, or one rank's ``share`` of it.
+
+    ``layout`` describes the whole cache. ``kernels`` are the compiled kernels for the CPU.
+    """
 
     options: ComputeOptions
     config: ModelConfig
     weights: ModelWeights
-    layout: KvLayout  # the whole cache's
+    layout: KvLayout
     max_model_len: int
-    kernels: KernelChoice  # compiled ones, for the CPU
-    share: RankShare = WHOLE  # what of the model this is
+    kernels: KernelChoice
+    share: RankShare = WHOLE
 
     @property
     def rank_config(self) -> ModelConfig:
-        """The configuration of a model that is as large as this part of it."""
+        """Configuration of a model of this share's size."""
         return self.share.config_of(self.config)
 
     @property
     def layers(self) -> IndexRange:
-        """The model's layers that are computed here."""
+        """Numbers of the model's layers that are computed here."""
         return self.share.layers(self.config.num_layers)
 
     @property
     def rank_layout(self) -> KvLayout:
-        """The layout of a cache of the rank's own heads alone."""
+        """Layout of a cache with only the rank's own heads."""
         return replace(self.layout, num_kv_heads=self.rank_config.num_kv_heads)
 
     def transformer(self, kernels: Kernels) -> Transformer:
@@ -103,10 +106,14 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """What computes a checkpoint on one device: how a step passes the layers, and the paged cache."""
+    """A checkpoint's computation on one device: the forward pass and the paged cache.
 
-    name: str  # for the log
-    arithmetic: str  # its class, as in `pdmesh.model.InstanceProfile`
-    reason: str = ""  # why this and nothing faster
+    ``name`` and ``reason`` (why no faster way was chosen) are for the log. ``arithmetic`` is the class, as in
+    `pdmesh.model.InstanceProfile`.
+    """
+
+    name: str
+    arithmetic: str
+    reason: str = ""
     forward: Forward
     kv: PagedStore

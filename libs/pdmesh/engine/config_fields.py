@@ -1,4 +1,4 @@
-"""Typed access to a ``config.json``, and the parts of it that most architectures share."""
+"""Typed access to a ``config.json``, and the fields that most architectures share."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from pdmesh.engine.model_config import (
 )
 from pdmesh.errors import ConfigError
 
-#: More layers than any model has: what a layer takes is not taken for a number in a file.
+#: Bounds of counts in a file: no model has more layers, and nothing is allocated from a larger number.
 _MAX_LAYERS = 1024
 _MAX_EXPERTS = 1024
-#: Likewise of heads, and of their size: rows of queries and keys are listed where they are put in another order.
+#: Bounds of the number of heads and of their size, for the lists of reordered query and key rows.
 _MAX_HEADS = _MAX_HEAD_DIM = 4096
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
@@ -30,33 +30,33 @@ _Choice = TypeVar("_Choice", bound=StrEnum)
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A JSON object; a wrong value is a ConfigError that names ``where`` and the field. null means absent."""
+    """A JSON object. A wrong value raises ConfigError that names ``where`` and the field. null means absent."""
 
     raw: Mapping[str, Any]
     where: str
 
     def integer(self, name: str, *, default: int | None = None) -> int:
-        """A positive integer."""
+        """Return a positive integer."""
         value = self._value(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise ConfigError(f"{self.where}: {name} is {value!r}; it must be a positive integer")
         return value
 
     def optional_integer(self, name: str, *, default: int | None = None) -> int | None:
-        """A positive integer; None where null or nothing is said, and there is no default."""
+        """Return a positive integer, or None if the field is null, or absent without a default."""
         if name in self.raw and self.raw[name] is None:
             return None
         return None if name not in self.raw and default is None else self.integer(name, default=default)
 
     def number(self, name: str, *, default: float | None = None) -> float:
-        """A positive number."""
+        """Return a positive number."""
         value = self._value(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
             raise ConfigError(f"{self.where}: {name} is {value!r}; it must be a positive number")
         return float(value)
 
     def optional_number(self, name: str, *, default: float | None = None) -> float | None:
-        """A positive number; None where null or nothing is said, and there is no default."""
+        """Return a positive number, or None if the field is null, or absent without a default."""
         if name in self.raw and self.raw[name] is None:
             return None
         return None if name not in self.raw and default is None else self.number(name, default=default)
@@ -68,14 +68,14 @@ class Fields:
         return value
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
-        """A list of so many positive numbers."""
+        """Return a list of ``length`` positive numbers."""
         values = self._value(name, None)
         if not isinstance(values, list) or len(values) != length:
             raise ConfigError(f"{self.where}: {name} must be a list of {length} numbers")
         return tuple(Fields({name: value}, self.where).number(name) for value in values)
 
     def choice(self, name: str, choices: type[_Choice], *, default: _Choice) -> _Choice:
-        """One of ``choices``, by its value."""
+        """Return the member of ``choices`` with the field's value."""
         value = self._value(name, default.value)
         if value not in [choice.value for choice in choices]:
             served = " and ".join(repr(choice.value) for choice in choices)
@@ -83,7 +83,7 @@ class Fields:
         return choices(value)
 
     def part(self, name: str) -> Fields | None:
-        """An object in this one; None where there is none."""
+        """Return the object in this field, or None if it is absent."""
         value = self.raw.get(name)
         if value is not None and not isinstance(value, Mapping):
             raise ConfigError(f"{self.where}: {name} is {value!r}; it must be an object")
@@ -96,7 +96,7 @@ class Fields:
         return value
 
     def layer_flags(self, name: str, meanings: Mapping[Any, bool], num_layers: int) -> tuple[bool, ...] | None:
-        """What a list with a value for each layer says of it; None where there is no list."""
+        """Return the meaning of each layer's value in a list, or None if there is no list."""
         values = self.raw.get(name)
         if values is None:
             return None
@@ -107,7 +107,7 @@ class Fields:
         return tuple(meanings[value] for value in values)
 
     def error(self, what: str) -> ConfigError:
-        """The error for what is wrong in this object."""
+        """Return an error about this object."""
         return ConfigError(f"{self.where}: {what}")
 
     def _value(self, name: str, default: object) -> object:
@@ -131,10 +131,10 @@ def dense(
     partial: float = 1.0,
     biases: Sequence[str] = (),
 ) -> ModelConfig:
-    """Describe a Llama with these fields. Other dense models are described by what differs.
+    """Describe a Llama with these fields. Other dense models are described by their differences.
 
-    Arguments are the defaults of absent fields, as in transformers' configuration class. ``partial`` is the default of
-    ``partial_rotary_factor``. ``biases`` names the fields that tell of biases: "attention_bias", "mlp_bias".
+    Arguments are defaults of absent fields, as in transformers' configuration class. ``partial`` is the default of
+    ``partial_rotary_factor``. ``biases`` names the boolean fields that are read: "attention_bias", "mlp_bias".
     """
     where = fields.where
     num_heads = fields.integer("num_attention_heads")
@@ -177,7 +177,7 @@ def dense(
 
 
 def experts_of(fields: Fields, *, intermediate_size: str, normalizes: bool) -> ExpertsConfig:
-    """The experts of a layer; ``intermediate_size`` is the field of their own size."""
+    """Return the experts of a layer. ``intermediate_size`` names the field with one expert's size."""
     number = "num_local_experts" if "num_local_experts" in fields.raw else "num_experts"
     num_experts, num_per_token = fields.integer(number), fields.integer("num_experts_per_tok")
     if num_experts > _MAX_EXPERTS or num_per_token > num_experts:
@@ -194,9 +194,9 @@ def experts_of(fields: Fields, *, intermediate_size: str, normalizes: bool) -> E
 
 
 def windowed(config: ModelConfig, window: int | None, windows: Sequence[bool] = ()) -> tuple[LayerConfig, ...]:
-    """Return the layers, with a window where ``windows`` marks one; all have it if that is empty.
+    """Return the layers, with ``window`` in the layers that ``windows`` marks. An empty ``windows`` marks all.
 
-    A window that holds every sequence is none.
+    A window as long as the model's context is omitted.
     """
     if window is None or window >= config.max_model_len:
         return config.layers
@@ -205,7 +205,7 @@ def windowed(config: ModelConfig, window: int | None, windows: Sequence[bool] = 
 
 
 def listed_windows(fields: Fields, num_layers: int, unlisted: Callable[[int], bool]) -> Sequence[bool]:
-    """Return whether each layer has a window: by ``layer_types``, or by the layer's number if these are not listed."""
+    """Return whether each layer has a window: by ``layer_types``, or else by ``unlisted(layer_number)``."""
     listed = fields.layer_flags("layer_types", {"full_attention": False, "sliding_attention": True}, num_layers)
     return listed or [unlisted(number) for number in range(num_layers)]
 
@@ -215,8 +215,9 @@ def with_layered_ropes(
 ) -> ModelConfig:
     """Return the model with one rotation for the layers that ``windows`` marks, and another for the rest.
 
-    ``rope_parameters`` has one of each (transformers 5). Older files scale the layers without a window, whose base is
-    ``rope_theta``. The base of the others is ``rope_local_base_freq``: ``local_theta`` if absent, None: the same.
+    ``rope_parameters`` has an entry for each (transformers 5). Older files scale only the layers without a window, with
+    base ``rope_theta``. The other layers' base is ``rope_local_base_freq``, by default ``local_theta``; None means
+    ``rope_theta``.
     """
     nested = fields.part("rope_parameters")
     found = [nested.part(name) if nested is not None else None for name in ("sliding_attention", "full_attention")]
@@ -240,7 +241,7 @@ def with_layered_ropes(
 
 
 def dtype_of(fields: Fields) -> str:
-    """The dtype of the checkpoint's weights."""
+    """Return the dtype of the checkpoint's weights. Absent means float32."""
     dtype = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
         raise ConfigError(f"{fields.where}: dtype is {dtype!r}; served are {', '.join(DTYPES)}")
@@ -248,12 +249,12 @@ def dtype_of(fields: Fields) -> str:
 
 
 def rope_of(fields: Fields, max_position_embeddings: int, *, theta: float, rotary_dim: int) -> RopeConfig:
-    """``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
+    """Read the rotation: ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (before)."""
     raw = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{fields.where}: the RoPE parameters are {raw!r}; they must be an object")
     rope = Fields(raw, f"{fields.where}: RoPE parameters")
-    # Transformers lets a top-level value win, then the one beside the factor, then the context length.
+    # In transformers a top-level value has precedence, then the value beside the factor, then the context length.
     original = fields.integer(
         "original_max_position_embeddings",
         default=rope.integer("original_max_position_embeddings", default=max_position_embeddings),
@@ -265,10 +266,10 @@ def rope_of(fields: Fields, max_position_embeddings: int, *, theta: float, rotar
 def rope_parameters(
     rope: Fields, max_position_embeddings: int, *, theta: float, original: int, rotary_dim: int
 ) -> RopeConfig:
-    """One object of RoPE parameters; ``original`` is the length before it was stretched."""
+    """Return the rotation that one object describes. ``original`` is the context length before scaling."""
     name = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
     if name == "su":
-        name = "longrope"  # as Phi-3 called it first
+        name = "longrope"
     if not isinstance(name, str) or name not in {rope_type.value for rope_type in RopeType}:
         served = ", ".join(rope_type.value for rope_type in RopeType)
         raise ConfigError(f"{rope.where}: RoPE scaling {name!r} is not served; served are {served}")
@@ -318,7 +319,7 @@ def rope_parameters(
 
 
 def _rotary_dim(fields: Fields, head_dim: int, partial: float) -> int:
-    """How much of a head is rotated."""
+    """Return the number of rotated dims of a head."""
     rope = fields.raw.get("rope_parameters")
     for scope in (rope if isinstance(rope, Mapping) else {}, fields.raw):
         if scope.get("partial_rotary_factor") is not None:
@@ -333,7 +334,10 @@ def _rotary_dim(fields: Fields, head_dim: int, partial: float) -> int:
 
 
 def _max_model_len(rope: RopeConfig, max_position_embeddings: int) -> int:
-    """The context as RoPE scaling stretches it, as in vLLM; llama3 and longrope state the stretched figure."""
+    """Return the context length after RoPE scaling, as in vLLM.
+
+    With llama3 and longrope, ``max_position_embeddings`` is the scaled length already.
+    """
     match rope.rope_type:
         case RopeType.DEFAULT | RopeType.LLAMA3 | RopeType.LONGROPE:
             return max_position_embeddings

@@ -1,7 +1,7 @@
-"""The architectures that are served: a module each, found by its being here.
+"""Served architectures, one module each. A module is discovered by being in this package.
 
-A module has an `ARCHITECTURE`, and with it the architecture is in the contract tests, too. ``undescribed`` lists those
-that have no module and are computed by transformers' own.
+Each module defines an `ARCHITECTURE`, which also adds it to the contract tests. ``undescribed`` lists the architectures
+without a module, which transformers' own modules compute.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdmesh.engine.model_config import ModelConfig, Quantization, QuantizedForma
 from pdmesh.engine.quantization import quantization_of
 from pdmesh.errors import ConfigError
 
-#: Models that see images, too, of which text is served; and what their text model is if it is not said.
+#: Vision-language models whose text part is served, with the default ``model_type`` of the text part.
 WITH_TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Mistral3ForConditionalGeneration": "mistral",
@@ -29,7 +29,8 @@ WITH_TEXT_PARTS = {
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
 }
 
-#: Text models that are another one under a name of their own: for text, their three positions of a token are one.
+#: Text models that equal another model under another name. A text token's three positions are equal, so M-RoPE is plain
+#: RoPE.
 _SAME_MODELS = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
@@ -37,16 +38,17 @@ _SAME_MODELS = {
     "qwen3_vl_moe_text": "qwen3_moe",
 }
 
-#: Models with fused experts, gates before ups. The experts of their text models alone are not fused.
+#: Models whose fused experts store gates before ups. In the text-only releases of these models, the experts are not
+#: fused.
 _FUSING_EXPERTS = ("Qwen3VLMoeForConditionalGeneration",)
 
-#: Names of tensors of a wrapped text model, as they begin in files, and as they are here.
+#: Prefixes of a wrapped text model's tensor names: (prefix in the file, prefix here).
 _RENAMES = (("language_model.", ""), ("model.language_model.", "model."))
 
 
 @cache
 def architectures() -> Mapping[str, Architecture]:
-    """All that are described, by transformers' class name."""
+    """Return the described architectures by transformers' class name."""
     others = ("description", "undescribed")
     modules = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in others)
     found: list[Architecture] = [importlib.import_module(f"{__name__}.{name}").ARCHITECTURE for name in modules]
@@ -55,16 +57,16 @@ def architectures() -> Mapping[str, Architecture]:
 
 @cache
 def undescribed_architectures() -> Mapping[str, Architecture]:
-    """All that transformers' own modules compute, by its class name."""
-    from pdmesh.engine.architectures.undescribed import FAMILIES  # imported late, as are the others
+    """Return the architectures that transformers' own modules compute, by transformers' class name."""
+    from pdmesh.engine.architectures.undescribed import FAMILIES
 
     return {architecture.class_name: architecture for architecture in FAMILIES}
 
 
 def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig | UndescribedModel:
-    """Read a ``config.json``.
+    """Parse a ``config.json``.
 
-    Raises ConfigError, naming ``where``, for whatever cannot be served exactly.
+    Raise ConfigError, naming ``where``, for a model that cannot be served exactly.
     """
     fields = Fields(raw, where)
     config = _text_part(fields) or _architecture(raw, where).describe(fields)
@@ -82,9 +84,10 @@ def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig | Unde
 
 
 def _of_gguf(config: ModelConfig, quantization: Quantization) -> ModelConfig:
-    """How a GGUF file keeps a model: rows in their own order, whole weights of norms, experts side by side.
+    """Return the configuration of a model as GGUF files store it.
 
-    A file's tensors say where there are biases, whatever the architecture.
+    Rotated rows keep the file's order, norm weights include the offset, and experts are separate tensors. The file's
+    tensors decide which projections have biases, whatever the architecture.
     """
     names = config.names
     if names.fuses_experts:
@@ -101,7 +104,7 @@ def _of_gguf(config: ModelConfig, quantization: Quantization) -> ModelConfig:
 
 
 def _text_part(fields: Fields) -> ModelConfig | UndescribedModel | None:
-    """Return the text model of a checkpoint that sees images, too; None where it is not such a one."""
+    """Return the text model of a vision-language checkpoint, or None for any other checkpoint."""
     raw = text_fields(fields.raw)
     if raw is None:
         return None
@@ -116,9 +119,9 @@ def _text_part(fields: Fields) -> ModelConfig | UndescribedModel | None:
 
 
 def text_fields(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the ``config.json`` of a wrapped text model; None where the model wraps none.
+    """Return the text model's ``config.json`` fields of a vision-language checkpoint, or None for any other checkpoint.
 
-    Older checkpoints have the text model's fields at the top.
+    Older checkpoints have the text model's fields at the top level.
     """
     names = raw.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str) or names[0] not in WITH_TEXT_PARTS:
@@ -129,7 +132,7 @@ def text_fields(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     model_type = text.get("model_type", WITH_TEXT_PARTS[names[0]])
     inherited = {name: raw[name] for name in ("dtype", "torch_dtype") if name in raw}
     if names[0] in _FUSING_EXPERTS:
-        inherited["norm_topk_prob"] = True  # whatever is said
+        inherited["norm_topk_prob"] = True
         text = {name: value for name, value in text.items() if name != "norm_topk_prob"}
     own = {"tie_word_embeddings": raw["tie_word_embeddings"]} if "tie_word_embeddings" in raw else {}
     ropes = {name: _plain_rope(text[name]) for name in ("rope_parameters", "rope_scaling") if name in text}
@@ -144,7 +147,10 @@ def text_fields(raw: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _plain_rope(rope: object) -> object:
-    """Return how heads rotate where a token's three positions (time, height, width) are one."""
+    """Return RoPE parameters with ``mrope`` replaced by ``default``.
+
+    For text, the three positions (time, height, width) are equal.
+    """
     if not isinstance(rope, Mapping):
         return rope
     return {

@@ -1,4 +1,4 @@
-"""What a module of an architecture has."""
+"""The description that each architecture's module provides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdmesh.engine.model_config import ModelConfig, UndescribedModel
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How transformers calls it, and how its ``config.json`` is read."""
+    """Name of an architecture in transformers, and the function that reads its ``config.json``."""
 
     class_name: str
     model_type: str

@@ -16,7 +16,7 @@ def _describe(fields: Fields) -> ModelConfig:
 
 
 def gemma(fields: Fields, name: str, *, max_position_embeddings: int = 8192) -> ModelConfig:
-    """What the models of the family share."""
+    """Describe the part that all Gemma models share."""
     config = dense(
         fields,
         name,
@@ -27,7 +27,7 @@ def gemma(fields: Fields, name: str, *, max_position_embeddings: int = 8192) -> 
     )
     return replace(
         config,
-        # ``hidden_act`` of the first checkpoints said "gelu", and was never meant
+        # The first checkpoints set ``hidden_act`` to "gelu" by mistake, so only ``hidden_activation`` is read.
         activation=fields.choice("hidden_activation", Activation, default=Activation.GELU_TANH),
         norm=replace(config.norm, offset=1.0, in_float32=True),
         embedding_scale=config.hidden_size**0.5,

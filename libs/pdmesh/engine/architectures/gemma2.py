@@ -11,7 +11,7 @@ from pdmesh.engine.model_config import ModelConfig, TensorNames
 
 _NAME = "Gemma2ForCausalLM"
 
-#: Of Gemma 2 and 3.
+#: Tensor names of Gemma 2 and 3.
 NAMES = TensorNames(
     attention_output_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",

@@ -25,7 +25,7 @@ def _describe(fields: Fields) -> ModelConfig:
         config,
         layers=windowed(config, window, windows),
         attention_scale=fields.number("query_pre_attn_scalar", default=256.0) ** -0.5,
-        max_model_len=config.max_position_embeddings,  # stretched already
+        max_model_len=config.max_position_embeddings,
         score_cap=fields.optional_number("attn_logit_softcapping"),
         logit_cap=fields.optional_number("final_logit_softcapping"),
         qk_norm=QkNorm.HEAD,

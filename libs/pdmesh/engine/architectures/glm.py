@@ -16,7 +16,7 @@ def _describe(fields: Fields) -> ModelConfig:
 
 
 def glm(fields: Fields, name: str, names: TensorNames) -> ModelConfig:
-    """What the models of the family share."""
+    """Describe the part that all GLM-4 models share."""
     return replace(
         dense(fields, name, head_dim=128, max_position_embeddings=131072, epsilon=1.5625e-7, partial=0.5),
         interleaves_rotation=True,

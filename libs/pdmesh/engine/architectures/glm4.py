@@ -1,4 +1,4 @@
-"""GLM-4-0414, Z1: a GLM-4 with norms behind attention and MLP, too."""
+"""GLM-4-0414 and Z1: a GLM-4 with further norms after attention and MLP."""
 
 from __future__ import annotations
 

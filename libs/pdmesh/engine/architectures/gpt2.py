@@ -24,7 +24,7 @@ def _describe(fields: Fields) -> ModelConfig:
             raise fields.error(f"{name} is set, which is not served")
     if (activation := fields.raw.get("activation_function", "gelu_new")) not in ("gelu_new", "gelu_pytorch_tanh"):
         raise fields.error(f"activation_function is {activation!r}; served is 'gelu_new'")
-    renamed: dict[str, object] = {"num_key_value_heads": None, "head_dim": None}  # it has none of its own
+    renamed: dict[str, object] = {"num_key_value_heads": None, "head_dim": None}
     renamed |= {name: fields.raw.get(theirs, fields.raw.get(name)) for name, theirs in _FIELDS.items()}
     size = renamed["hidden_size"]
     if renamed["intermediate_size"] is None and isinstance(size, int):

@@ -9,7 +9,7 @@ from pdmesh.engine.config_fields import Fields, dense, experts_of, listed_window
 from pdmesh.engine.model_config import Activation, ModelConfig, TensorNames
 
 _NAME = "GptOssForCausalLM"
-_ALPHA = 1.702  # of the activation, as kernels have it
+_ALPHA = 1.702
 
 
 def _describe(fields: Fields) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Ministral: a Mistral whose layers are listed: with a window, or without."""
+"""Ministral: a Mistral whose configuration lists which layers have a window."""
 
 from __future__ import annotations
 

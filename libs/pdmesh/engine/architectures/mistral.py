@@ -1,4 +1,4 @@
-"""Mistral: a Llama, the first of which had a window."""
+"""Mistral: a Llama with a sliding window in its first versions."""
 
 from __future__ import annotations
 

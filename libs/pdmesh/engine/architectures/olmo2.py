@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and MLP rather than before, and of all queries (keys) of a token together."""
+"""OLMo 2: norms after attention and MLP instead of before, and one norm over all of a token's queries (keys)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _describe(fields: Fields) -> ModelConfig:
 
 
 def olmo(fields: Fields, name: str) -> ModelConfig:
-    """What OLMo 2 and 3 share."""
+    """Describe the part that OLMo 2 and 3 share."""
     return replace(
         dense(fields, name, epsilon=1e-5, biases=["attention_bias"]),
         qk_norm=QkNorm.ALL_HEADS,

@@ -1,4 +1,4 @@
-"""OLMo 3: an OLMo 2 with windows in three of four layers, which are not scaled."""
+"""OLMo 3: an OLMo 2 with windows in three of four layers. RoPE scaling applies to the other layers only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _describe(fields: Fields) -> ModelConfig:
     return replace(
         config,
         layers=windowed(config, window, windows),
-        max_model_len=config.max_position_embeddings,  # stretched already
+        max_model_len=config.max_position_embeddings,
     )
 
 

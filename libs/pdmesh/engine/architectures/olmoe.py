@@ -1,4 +1,4 @@
-"""OLMoE: a Llama with experts, and norms of all queries (keys) of a token together."""
+"""OLMoE: a Llama with experts, and one norm over all of a token's queries (keys)."""
 
 from __future__ import annotations
 

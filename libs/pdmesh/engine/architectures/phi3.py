@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: a Llama with fused projections, perhaps partly rotated heads, and longrope."""
+"""Phi-3, Phi-3.5 and Phi-4: a Llama with fused projections and longrope. Some rotate only a part of each head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: a Llama with biases of queries, keys and values, and perhaps windows in its later layers."""
+"""Qwen2 and Qwen2.5: a Llama with biases of queries, keys and values. Later layers may have windows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ def _describe(fields: Fields) -> ModelConfig:
 
 
 def qwen_layers(fields: Fields, config: ModelConfig) -> tuple[LayerConfig, ...]:
-    """The layers' windows: ``use_sliding_window`` allows them, from ``max_window_layers`` on unless listed."""
+    """Return the layers with their windows.
+
+    Without ``use_sliding_window`` no layer has a window. ``layer_types`` lists the layers that have one; without this
+    list, layers from ``max_window_layers`` on have one.
+    """
     window = fields.optional_integer("sliding_window", default=4096) if fields.boolean("use_sliding_window") else None
     first = fields.integer("max_window_layers", default=28)
     windows = listed_windows(fields, config.num_layers, lambda number: number >= first)

@@ -1,4 +1,4 @@
-"""SmolLM3: a Llama that rotates nothing in every fourth layer."""
+"""SmolLM3: a Llama without rotation in every fourth layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models transformers' own modules compute here, and their shape by ``config.json``. Torch-free."""
+"""Models that transformers' own modules compute here, and their shape from ``config.json``. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pdmesh.engine.config_fields import Fields, dtype_of, experts_of
 from pdmesh.engine.model_config import DecoderShape, LayerConfig, RopeType, UndescribedModel
 from pdmesh.errors import ConfigError
 
-#: By transformers' class name, the model type. Each is in the contract tests by being here. It has to use transformers'
-#: exchangeable attention, once in each layer, and to keep no other state of a sequence than keys and values.
+#: Model type by transformers' class name. The contract tests cover each entry. A model must use transformers' attention
+#: interface once per layer, and keep no state of a sequence but keys and values.
 _MODEL_TYPES = {
     "ApertusForCausalLM": "apertus",
     "ArceeForCausalLM": "arcee",
@@ -44,7 +44,7 @@ _MODEL_TYPES = {
     "VaultGemmaForCausalLM": "vaultgemma",
 }
 
-#: What older configurations call a field.
+#: Names of fields in older configurations.
 _NAMES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -52,12 +52,13 @@ _NAMES = {
     "max_position_embeddings": "n_positions",
 }
 
-#: Rotations that change with a sequence's length: modules keep the longest that they saw, whosever it was.
+#: RoPE types that change with a sequence's length. Modules keep the rotation of the longest sequence seen, which other
+#: sequences share.
 _CHANGING_ROPES = {RopeType.DYNAMIC.value, RopeType.LONGROPE.value}
 
 
 def check_installed(model: DecoderShape) -> None:
-    """Raise ConfigError if a model needs transformers, which is not installed."""
+    """Raise ConfigError if transformers must compute the model and is not installed."""
     if isinstance(model, UndescribedModel) and importlib.util.find_spec("transformers") is None:
         raise ConfigError(
             f"a {model.architecture} is computed by transformers' own modules, and transformers is not installed: "
@@ -92,7 +93,7 @@ def _shape(class_name: str, fields: Fields) -> UndescribedModel:
 
 
 def _rope_types(parameters: object) -> list[object]:
-    """The kinds of rotation that are named: one, or one for each kind of layer."""
+    """Return the RoPE types that are named: one, or one for each kind of layer."""
     if not isinstance(parameters, Mapping):
         return []
     nested: Mapping[str, Any] = parameters
