@@ -1,7 +1,4 @@
-"""KV of requests on its way in, for whatever reason: which pieces may land where, and when all of them have.
-
-Part of `pdmesh.kv.mover`.
-"""
+"""Incoming KV of requests: which pieces are accepted, and when all of them have landed. Part of `pdmesh.kv.mover`."""
 
 from __future__ import annotations
 
@@ -21,18 +18,19 @@ from pdmesh.kv.transcript import is_complete
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId, num_blocks_for
 from pdmesh.transport.kv_transport import ReceivedPiece
 
-#: Maximum bytes of a transcript before its tokens: parameters of sampling, and the gateway.
+#: Maximum bytes of a transcript before its tokens. They hold the sampling parameters and the gateway.
 MAX_TRANSCRIPT_HEAD_BYTES = 1 << 20
 
 
 class Expected(TypedDict):
     """Expected KV of a request, and the blocks for it.
 
-    ``num_context_tokens`` is None for a decode: as many as the blocks hold at most, which the commit tells. ``hold`` is
-    asked for room for blocks of a decode that come in layers with a window; False: there is none. This instance is
-    destination number ``destination``. The first ``num_present_blocks`` are there already, and nothing is taken into
-    them. Of a context that is spread only ``blocks`` come, into ``block_ids``. A request that ``draws`` waits for a
-    token to go on from, too.
+    ``num_context_tokens`` is None for a decode: the commit names the number, which the blocks bound. For a decode,
+    ``hold`` reserves room for a range of blocks in layers with a window; False: there is no room.
+
+    This instance is destination number ``destination``. The first ``num_present_blocks`` blocks are here already, and
+    no page is taken into them. For a spread context, only ``blocks`` come, into ``block_ids``. With ``draws``, the copy
+    has landed only when a source has also sent the next token.
     """
 
     capability: int
@@ -47,11 +45,13 @@ class Expected(TypedDict):
 
 
 class CopyIn:
-    """A destination's side of a copy: its ledger, and a lane to each source to ask for pages again.
+    """A destination's side of a copy: its ledger, and a lane to each source for requests to send pages again.
 
-    Every source ends with a commit that names its part; together they must send all pages. A commit may overtake the
-    last pieces, also of a transcript. A commit that comes again says that all pieces were taken: pages that are neither
-    here nor asked for again were lost.
+    Every source ends with a commit that names its part; all parts together must cover all pages. A commit may overtake
+    the last pieces, also pieces of a transcript. A second commit of a source means that all its pieces were taken:
+    pages that are neither here nor requested again were lost.
+
+    ``has_landed`` is set when everything is in place, before the outcome is reported.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class CopyIn:
         self.transcript = bytearray()
         self.ledger = PageLedger(layout.num_layers, num_blocks)
         self.block_ids = list(block_ids[:num_blocks])
-        self.has_landed = False  # everything is in place; the outcome may still be to come
+        self.has_landed = False
         self.is_over = False
         self._on_placed, self._on_failed = on_placed, on_failed
         self._is_decode = num_context_tokens is None
@@ -116,12 +116,12 @@ class CopyIn:
                 writer,
                 layout=layout,
                 num_pages=self._part.num_pages,
-                max_in_flight=1,  # a source that takes nothing holds one buffer here
+                max_in_flight=1,  # bounds the buffers that a slow source holds
                 start=context.tasks.start_soon,
             )
             for source, address in enumerate(expected["source_addresses"])
         ]
-        self._committed: dict[int, KvPart] = {}  # key: number of the source
+        self._committed: dict[int, KvPart] = {}
         if num_context_tokens is not None:
             self._discard_before(layout.first_held_block(num_context_tokens))
 
@@ -138,7 +138,10 @@ class CopyIn:
         )
 
     def _has_room_for(self, part: KvPart) -> bool:
-        """Whether there is room for a part in layers with a window. A hand-over's is known before, and there."""
+        """Whether there is room for a part in layers with a window. If not, fail the copy.
+
+        Without ``hold`` (a hand-over) the room was reserved in advance.
+        """
         if self._hold is None or not any(number in self._layout.windowed_layers for number in range(*part.layers)):
             return True
         has_room = self._hold(part.blocks)
@@ -147,14 +150,14 @@ class CopyIn:
         return has_room
 
     def _discard_before(self, first_block: int) -> None:
-        """Expect no blocks before this one in layers with a window."""
+        """Expect no pages before this block in layers with a window."""
         first, end = self._part.blocks
         num_blocks = max(0, min(first_block, end) - first)
         for layer in self._layout.windowed_layers:
             self.ledger.discard(Blocks(0, layer, first, num_blocks))
 
     def take_transcript(self, header: PieceHeader, payload: memoryview) -> str | None:
-        """Take the next bytes of a move's transcript, or say why they must be dropped."""
+        """Append the next bytes of a decode's transcript. Return the reason if they must be dropped."""
         start, stop = header.part.blocks
         most_bytes = self._part.blocks.stop * self._layout.block_size * 4 + MAX_TRANSCRIPT_HEAD_BYTES
         if not self._is_decode or stop - start != len(payload) or stop > most_bytes or start > len(self.transcript):
@@ -173,7 +176,7 @@ class CopyIn:
         self._on_failed(self, reason)
 
     def commit(self, header: PieceHeader) -> str | None:
-        """Take a source's commit, or say why the transfer has failed."""
+        """Record a source's commit. Return the reason if it shows that the copy has failed."""
         if header.source >= len(self.lanes) or header.destination != self.destination:
             return f"a commit of source {header.source} for destination {header.destination}"
         if self._num_context_tokens is None and (reason := self._end_move(header)):
@@ -198,7 +201,7 @@ class CopyIn:
         return None
 
     def _end_move(self, header: PieceHeader) -> str | None:
-        """Expect no more than the commit names. None, or why it cannot be."""
+        """Reduce a decode's expected pages to the part that its commit names. Return the reason if that cannot be."""
         num_tokens = header.num_context_tokens
         num_blocks = num_blocks_for(num_tokens, self._layout.block_size)
         first, end = self._part.blocks
@@ -236,7 +239,7 @@ class CopyIn:
 
 
 class KvArrivals:
-    """Tracks the copies that this instance expects, and how far each has come. Event loop only."""
+    """The copies that this instance expects. Event loop only."""
 
     def __init__(self, context: KvContext, pages: PageIntake) -> None:
         self._context = context
@@ -249,9 +252,9 @@ class KvArrivals:
     # --- for the worker runtime ---------------------------------------------------------------------------------------
 
     def expect(self, request_id: RequestId, epoch: Epoch, **expected: Unpack[Expected]) -> None:
-        """Take a request's KV into the first of its blocks (the rest is room for its output).
+        """Receive a request's KV into the first of its blocks. The rest is room for its output.
 
-        An older epoch of the request is cancelled.
+        An older epoch of the request is cancelled. The sources are admitted.
         """
         context = self._context
         copy = CopyIn(context, request_id, epoch, on_placed=self._check_landed, on_failed=self._give_up, **expected)
@@ -271,7 +274,7 @@ class KvArrivals:
             self._forget(copy)
 
     def take_abort(self, header: PieceHeader) -> bool:
-        """Note that a peer has given a copy up. Return whether that copy is expected here."""
+        """Fail the copy that a peer has aborted. Return False if no such copy is expected here."""
         copy = self._copies.get(header.request_key)
         if copy is None or mismatch(copy, header) is not None:
             return False
@@ -279,7 +282,7 @@ class KvArrivals:
         return True
 
     def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
-        """Take a piece of KV, a peer read, a piece of a transcript, or a commit."""
+        """Handle a piece of KV, a peer read, a piece of a transcript, or a commit. Others are counted as dropped."""
         context, copy = self._context, self._copies.get(header.request_key)
         if copy is None:
             context.drop(piece, "unknown")
@@ -324,11 +327,14 @@ class KvArrivals:
             self._context.tasks.start_soon(self._land, copy)
 
     async def _land(self, copy: CopyIn) -> None:
-        """Tell the sources, then the instance: its next step holds the interpreter up for longer than that takes."""
+        """Notify the sources, then report the outcome.
+
+        The notices go first because the instance's next step holds the interpreter for longer than sending takes.
+        """
         self._context.tasks.start_soon(self._tell_sources, PieceKind.LANDED, copy)
-        await anyio.lowlevel.checkpoint()  # the telling has begun
+        await anyio.lowlevel.checkpoint()  # the notices are being sent
         if copy.is_over:
-            return  # cancelled meanwhile
+            return  # cancelled
         token = copy.first_token
         assert copy.first_piece_s is not None
         self._forget(copy)
@@ -346,7 +352,7 @@ class KvArrivals:
 
     def _give_up(self, copy: CopyIn, reason: str, *, tell: bool = True) -> None:
         if copy.is_over or copy.has_landed:
-            return  # cancelled, or ended before
+            return
         self._forget(copy)
         if tell:
             self._context.tasks.start_soon(self._tell_sources, PieceKind.ABORT, copy)

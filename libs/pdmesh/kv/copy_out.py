@@ -1,11 +1,11 @@
-"""KV of one request on its way out, for whatever reason: the source of the KV, and a granted copy of a source.
+"""Outgoing KV of one request: the source of the KV, and a granted copy of a source.
 
-A source holds a prompt that is computed, blocks that are all there, or a decode, whose context grows while it is sent.
-A copy sends what is in the source's ledger, layer by layer as it is computed. If its destinations fail, the source has
-all of it for the next copy.
+A source holds a prompt that is computed, blocks that are all present, or a decode, whose context grows while it is
+sent. A copy sends the pages in the source's ledger, layer by layer as they are computed. If its destinations fail, the
+source still has all pages for the next copy.
 
-A decode goes on while its full blocks are sent, and pauses for the rest. The rest and the commit leave at once, without
-waiting for each other: the stream pauses for as long as one way takes (`docs/architecture/moves.md`).
+A decode continues while its full blocks are sent, and pauses for the rest. The rest and the commit are sent at once,
+without waiting for each other: the stream pauses for one network latency (`docs/architecture/moves.md`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from pdmesh.kv.pages import NO_BLOCK, Blocks
 from pdmesh.kv.piece import FirstToken, KvDestination, PieceHeader, PieceKind, request_key
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId, num_blocks_for
 
-#: A piece whose header was damaged is lost. The commit leaves again after this time, to tell the receiver.
+#: Time after which a commit is sent again, so that the receiver notices lost pieces. A piece with a damaged header is
+#: lost.
 COMMIT_AGAIN_S = 0.25
 
-#: Time after which a paused decode without a buffer for its commit continues where it is.
+#: Time limit for a paused decode to get a buffer for its commit. Then the decode continues here.
 FREEZE_LIMIT_S = 0.25
 
-#: Time limit for the acknowledgement of a decode's commit. Then the core asks the target, which answers for itself.
+#: Time limit for the acknowledgement of a decode's commit. Then the core asks the target whether the KV has landed.
 LANDED_LIMIT_S = 2.0
 
 
@@ -42,8 +43,8 @@ class Offered(TypedDict):
     a decode, whose table grows while it is sent. This instance is source number ``source`` of the copy, and sends
     ``blocks`` of the table; None sends all. The first ``num_present_blocks`` of the table hold their KV already.
 
-    Of a decode: blocks before ``first_held`` are not there in layers with a window, and all others stay until the copy
-    has ended. ``on_caught_up`` is called whenever everything that was named has been sent.
+    For a decode, blocks before ``first_held`` are absent in layers with a window, and all others stay until the copy
+    has ended. ``on_caught_up`` is called whenever all blocks that were named have been sent.
     """
 
     block_ids: Sequence[int]
@@ -59,8 +60,12 @@ class Offered(TypedDict):
 class KvSource:
     """KV of a request that an instance can send; made by `pdmesh.kv.departures.KvDepartures.offer`.
 
-    For a decode, call ``advance`` after each step to name the blocks that are complete; once ``has_caught_up``, call
-    ``freeze`` to end the copy with the last of it. Until ``committed``, the decode may go on as if it were not sent.
+    For a decode, call ``advance`` after each step to name the complete blocks. Once ``has_caught_up``, call ``freeze``
+    to end the copy with the remaining KV. Until ``committed``, the decode may continue as if it were not sent.
+
+    ``committed_s`` is the time of `commit`. ``first_token`` is None if another source drew it. ``gives_back`` is set if
+    only a part of the context is here at any time. ``copy`` is the copy under way. ``committed`` is set once the last
+    copy's commit was sent, from when the request may decode at the destination.
     """
 
     def __init__(self, context: KvContext, request_id: RequestId, epoch: Epoch, **offered: Unpack[Offered]) -> None:
@@ -88,18 +93,18 @@ class KvSource:
         present = self._in_all_layers(0, offered.get("num_present_blocks", 0)).within(self.part)
         if present.num_pages:
             self.ledger.place(present)
-        self.committed_s: float | None = None  # when all was computed that this source computes
-        self.first_token: FirstToken | None = None  # if this source drew it
-        self.gives_back = bool(self._own_ids) and self._own_ids[-1] == NO_BLOCK  # only a part is here at once
-        self.copy: CopyOut | None = None  # under way
-        self.committed = False  # the commit of the last copy has left, so the request may decode at the destination
+        self.committed_s: float | None = None
+        self.first_token: FirstToken | None = None
+        self.gives_back = bool(self._own_ids) and self._own_ids[-1] == NO_BLOCK
+        self.copy: CopyOut | None = None
+        self.committed = False
         self._context = context
 
     def blocks_ready(self, *, chunk: int, layer: int, first_block: int, num_blocks: int) -> None:
-        """Note that blocks of the request's table are complete in this layer. The engine's thread; cheap.
+        """Send blocks of the request's table that are complete in this layer. The engine's thread; cheap.
 
-        The context's last block is complete with its last token. A block that is named again has the same bits, and is
-        ignored: members of a group that lost one compute the missing blocks, and perhaps more.
+        The context's last block is complete with its last token. A block that is named again is ignored, because its
+        bits are the same: members of a group that lost one compute the missing blocks again, and possibly others.
         """
         if num_blocks > 0:
             blocks = Blocks(chunk, layer, first_block, num_blocks)
@@ -107,19 +112,19 @@ class KvSource:
             context.store.when_written(lambda: context.call_soon(lambda: self._computed(blocks)))
 
     def add_loaded(self, first_block: int, num_blocks: int) -> None:
-        """Send blocks that came from the offload tier, in all layers. Event loop only."""
+        """Send blocks that were loaded from the offload tier, in all layers. Event loop only."""
         self._computed(self._in_all_layers(first_block, num_blocks).within(self.part))
 
     def add(self, blocks: Blocks) -> None:
-        """Send blocks that are new in the ledger, whichever instance computed them. Event loop only."""
+        """Have the copy under way send blocks that are new in the ledger, from any instance. Event loop only."""
         assert self.part.blocks.holds(IndexRange(blocks.first_block, blocks.end)), f"{blocks} of {self.part.blocks}"
         if self.copy is not None:
             self.copy.add(blocks)
 
     def commit(self, first_token: FirstToken | None) -> None:
-        """Note that all is computed that this source computes; ``first_token`` if it drew one. Event loop only.
+        """Note that this source has computed its part. ``first_token`` is given if it drew one. Event loop only.
 
-        From here on, the copy is what decode waits for: its exposed seconds begin.
+        From now on decode waits for the copy: its exposed seconds begin.
         """
         self.committed_s = self._context.clock()
         self.first_token = first_token
@@ -127,20 +132,22 @@ class KvSource:
             self.copy.flush()
 
     def give_back(self, num_blocks: int) -> None:
-        """Note that the first blocks are here no more: their destinations have acknowledged them."""
+        """Forget the ids of the first ``num_blocks`` blocks, which are freed: their destinations have acknowledged
+        them.
+        """
         self._own_ids[:num_blocks] = [NO_BLOCK] * num_blocks
 
     def hold(self, first_block: int, block_ids: Sequence[int]) -> None:
-        """Note the blocks from ``first_block`` on of a context that is never here as a whole."""
+        """Set the ids of the blocks from ``first_block`` on, for a context that is never here as a whole."""
         self._own_ids[first_block : first_block + len(block_ids)] = block_ids
 
     def has(self, part: KvPart) -> bool:
-        """Whether all of a part was computed."""
+        """Whether all pages of a part are computed."""
         return self.ledger.has(self.ledger.everything.within(part))
 
     @property
     def has_all(self) -> bool:
-        """Whether all was computed that this source sends."""
+        """Whether all pages that this source sends are computed."""
         if not self.first_held:
             return self.ledger.num_present == self.part.num_pages
         everything = self.ledger.everything.within(self.part)
@@ -148,32 +155,35 @@ class KvSource:
 
     @property
     def may_have_landed(self) -> bool:
-        """Whether the request may decode at the destination of the copy that is under way."""
+        """Whether a copy is under way and all KV is computed: the request may decode at the destination."""
         return self.copy is not None and self.committed_s is not None
 
     # --- of a decode --------------------------------------------------------------------------------------------------
 
     def advance(self, num_kv_tokens: int) -> None:
-        """Note that ``num_kv_tokens`` tokens have their KV, and send the blocks that they fill."""
+        """Send the blocks that ``num_kv_tokens`` computed tokens fill.
+
+        If the destination has no room for the tokens, the copy fails.
+        """
         if self.has_room_for(num_kv_tokens):
             self._grow(num_kv_tokens // self.layout.block_size)
         elif self.copy is not None:
             self.copy.fail(f"{num_kv_tokens} tokens are more than there is room for at the destination")
 
     def has_room_for(self, num_kv_tokens: int) -> bool:
-        """Whether the destination has room for ``num_kv_tokens`` tokens."""
+        """Whether the destination has room for ``num_kv_tokens`` tokens; True without a copy."""
         return self.copy is None or num_kv_tokens <= self.copy.num_tokens_taken
 
     @property
     def has_caught_up(self) -> bool:
-        """Whether at most one block of each layer is left to send, and the tokens since the copy began."""
+        """Whether the destination took the transcript and all blocks named so far."""
         return self.copy is not None and self.copy.has_caught_up
 
     def freeze(self, *, num_kv_tokens: int, tail: bytes, next_token: FirstToken) -> None:
-        """Send the rest and commit; the source computes nothing more of the request.
+        """Send the remaining KV and commit. The source computes nothing more of the request.
 
-        ``tail`` is the transcript's end, since the copy began; ``next_token`` has been sampled, and has no KV yet. All
-        of it is on its way once the event loop has had a turn, if there are buffers.
+        ``tail`` holds the transcript's tokens since the copy began. ``next_token`` was sampled and has no KV yet. The
+        event loop's next turn sends everything, if there are buffers.
         """
         copy = self.copy
         assert copy is not None, "no copy is under way"
@@ -187,7 +197,7 @@ class KvSource:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _grow(self, num_blocks: int) -> None:
-        """The first ``num_blocks`` of every layer are complete."""
+        """Extend the ledger, and send the new blocks: the first ``num_blocks`` blocks are complete in every layer."""
         end = self.part.blocks.stop
         if num_blocks > end:
             self.ledger.grow(num_blocks)
@@ -208,8 +218,8 @@ class KvSource:
 class CopyOut:
     """A granted copy, until it has landed or failed. If ``scope`` is cancelled, it ends without an outcome.
 
-    Each destination gets the blocks of its part that the source has. If only a part of the context is here at once,
-    each range of it lands by itself, as soon as it is computed.
+    Each destination gets the blocks of its part that the source has. If the source has only a part of the context at
+    any time, each destination's range lands separately, as soon as it is computed.
     """
 
     def __init__(
@@ -238,14 +248,14 @@ class CopyOut:
         ]
         self._layout = source.layout
         self._deadline_s = context.config.deadline_s
-        self._work = anyio.CancelScope()  # around `run`
+        self._work = anyio.CancelScope()
         self._failure: str | None = None
-        self._unlanded = set(range(len(destinations)))  # have not acknowledged
-        self._committed: set[int] = set()  # may have taken their commits
-        self._num_told = 0  # bytes of the transcript that were sent
-        self._is_told = False  # the transcript as it was when the copy began
+        self._unlanded = set(range(len(destinations)))  # destinations without an acknowledgement
+        self._committed: set[int] = set()  # destinations that were sent a commit
+        self._num_told = 0
+        self._is_told = False
         self._is_paused = False
-        self._is_pausing = False  # asked to stop, with pieces under way
+        self._is_pausing = False
         self._changed = anyio.Event()
         source.copy, source.committed = self, False
         for blocks in source.ledger.present():
@@ -263,7 +273,7 @@ class CopyOut:
     # --- called by the source -----------------------------------------------------------------------------------------
 
     def add(self, blocks: Blocks) -> None:
-        """Send blocks that are here now, without the blocks that no later token sees."""
+        """Send computed blocks to the destinations that want them, except pages outside every later token's window."""
         stop = self.source.part.blocks.stop
         for lane, destination in zip(self._lanes, self.destinations, strict=True):
             for wanted in blocks.within(destination.part).held(self._layout, self.source.first_held):
@@ -273,22 +283,22 @@ class CopyOut:
             self.flush()
 
     def hold_nothing_back(self) -> None:
-        """Send the layers that wait for more layers of the same blocks."""
+        """Send layers at once that wait to be joined by more layers of the same blocks."""
         for lane in self._lanes:
             lane.flush()
 
     def flush(self) -> None:
-        """Hold nothing back, and look whether this was the last."""
+        """Hold nothing back, and wake the waits of `run`."""
         self.hold_nothing_back()
         self._note()
 
     def tell(self, tail: bytes) -> None:
-        """Send the end of a transcript."""
+        """Send the end of the transcript."""
         self._tasks.start_soon(self._tell, tail)
 
     @property
     def num_tokens_taken(self) -> int:
-        """Maximum number of tokens that the destination of a decode has room for."""
+        """Maximum number of tokens that a decode's destination has room for."""
         return self.destinations[0].part.blocks.stop * self._layout.block_size
 
     @property
@@ -298,7 +308,10 @@ class CopyOut:
     # --- called by the departures -------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Begin no piece until granted again. Ignored if it is paused, or has all it waits for."""
+        """Begin no further piece until `grant_again`. Ignored if paused, or once the source has computed everything.
+
+        `PausedTransfer` is reported when no piece is under way.
+        """
         if not self._is_paused and self.source.committed_s is None:
             self._is_paused = self._is_pausing = True
             for lane in self._lanes:
@@ -312,34 +325,36 @@ class CopyOut:
         self._note()
 
     def landed(self, destination: int) -> None:
-        """Note that a destination has all that goes there. Ignored before its commit has left."""
+        """Note that a destination has received its whole part. Ignored unless its commit was sent."""
         if destination in self._unlanded & self._committed:
             if self.source.gives_back:
-                self._lanes[destination].close()  # the blocks may be here no longer
+                self._lanes[destination].close()  # the source may free the blocks now
             self._unlanded.discard(destination)
             self._note()
 
     def close(self) -> None:
-        """Close the read window, so that blocks that peers could read may be used again. Idempotent."""
+        """Close the read window, so that the blocks may be used again, and detach from the source. Idempotent."""
         self._writer.close()
         if self.source.copy is self:
             self.source.copy = None
 
     def send_again(self, header: PieceHeader) -> str | None:
-        """Send pages again that a destination could not use. Return why its request must be dropped, if it must."""
+        """Send pages again that a destination could not use. Return the reason if its request must be dropped."""
         number = header.destination
         if number not in self._unlanded:
             return "range"
         return self._lanes[number].send_again(header, self.source.ledger, self.destinations[number].part)
 
     def fail(self, reason: str) -> None:
-        """End `run` with a KvTransferError, unless it has landed."""
+        """Make `run` raise KvTransferError with this reason, unless the copy has landed or failed before."""
         if self._failure is None and self._unlanded:
             self._failure = reason
             self._work.cancel()
 
     async def run(self) -> SentTransfer:
-        """Send everything and wait for the acknowledgement. Raises KvTransferError."""
+        """Send everything and wait for the acknowledgements. Raises KvTransferError if the copy fails or misses its
+        deadline.
+        """
         began_s, landed_s = self._context.clock(), None
         with self._work:
             async with anyio.create_task_group() as self._tasks:
@@ -367,12 +382,12 @@ class CopyOut:
 
     @property
     def _sent_s(self) -> float:
-        """While pieces were under way; 0 if peers read the KV where it lay."""
+        """Seconds in which pieces were under way; 0 if peers read most of the KV from this cache."""
         was_read = self._writer.num_pushed_bytes < self._writer.num_bytes // 2
         return 0.0 if was_read else sum(lane.sent_s for lane in self._lanes)
 
     async def _send(self) -> None:
-        """Let the lanes send, and commit. Ranges that land by themselves are committed one by one."""
+        """Send the transcript of a decode, then commit. Ranges that land separately are committed one by one."""
         if self.source.is_decode:
             await self._tell(self.source.transcript)
             self._is_told = True
@@ -385,7 +400,7 @@ class CopyOut:
         await self._send_last(last)
 
     async def _land_range(self, index: int) -> None:
-        """Commit a range as soon as it is computed. The request waits for it to land, so that has a limit."""
+        """Commit a range once it is computed. Fail the copy if the range does not land within the deadline."""
         await self._until(lambda: self.source.has(self.destinations[index].part))
         self._lanes[index].flush()
         with anyio.move_on_after(self._deadline_s):
@@ -395,11 +410,11 @@ class CopyOut:
         self.fail(f"a range did not land within {self._deadline_s:g} s")
 
     async def _send_last(self, last: Sequence[int]) -> None:
-        """Commit beside the last pieces: decode waits for one way, not for an answer too.
+        """Commit beside the last pieces, so that decode waits for one latency and not for an answer too.
 
-        The commits leave again if nothing has landed for a while although all was taken: the receiver sees which pages
-        were lost. The deadline runs once the whole KV is there: until then the copy waits for the computation, which
-        may be long or preempted. A piece under way has the transport's no-progress limit.
+        If no acknowledgement comes for a while although all pieces were taken, the commits are sent again: then the
+        receiver knows which pages were lost. The deadline runs from when the whole KV is computed, because the
+        computation may be long or preempted. The transport limits the time of each piece.
         """
         await self._until(lambda: self.source.committed_s is not None and not self._is_paused)
         self._work.deadline = anyio.current_time() + (FREEZE_LIMIT_S if self.source.is_decode else self._deadline_s)
@@ -407,7 +422,7 @@ class CopyOut:
         await self._commit_until_landed(last)
 
     async def _commit_until_landed(self, indices: Sequence[int]) -> None:
-        """Tell these destinations that all was sent; once more if that was not enough."""
+        """Send these destinations their commits, and again to each without an acknowledgement in time."""
         await self._tell_commits(indices)
         await self._until(lambda: all(self._lanes[index].is_done for index in self._unlanded.intersection(indices)))
         with anyio.move_on_after(COMMIT_AGAIN_S):
@@ -416,7 +431,7 @@ class CopyOut:
         await self._tell_commits([index for index in indices if index in self._unlanded])
 
     async def _tell_commits(self, indices: Sequence[int]) -> None:
-        """Say that all was sent that a destination and the source have in common."""
+        """Send each destination a commit, which names the part that the source sends to it. Failures end the copy."""
         source, token = self.source, self.source.first_token
         try:
             for index in indices:
@@ -440,11 +455,14 @@ class CopyOut:
             self.fail(str(error))
 
     def _commits(self, index: int) -> None:
-        """Note that a destination is sent its commit: from here on the request may go on there."""
+        """Note that a destination is being sent its commit: from now on the request may continue there.
+
+        A decode's first commit sets the time limit for its acknowledgement.
+        """
         if self.source.is_decode and not self.source.committed:
             self._work.deadline = anyio.current_time() + LANDED_LIMIT_S
         self._committed.add(index)
-        self.source.committed |= index == 0  # the destination that decodes, if any does
+        self.source.committed |= index == 0  # only this destination may decode
 
     async def _tell(self, transcript: bytes) -> None:
         start, self._num_told = self._num_told, self._num_told + len(transcript)
@@ -459,14 +477,14 @@ class CopyOut:
             await self._changed.wait()
 
     def _note(self) -> None:
-        """Something was changed that `_until` may wait for."""
+        """Wake `_until`. Report a pause that is complete, and call the source's ``on_caught_up`` if due."""
         if self._is_pausing and not any(lane.num_under_way for lane in self._lanes):
             self._is_pausing = False
             self._context.on_outcome(PausedTransfer(request_id=self.request_id, epoch=self.epoch))
         self._changed.set()
         self._changed = anyio.Event()
         if self.has_caught_up and self.source.committed_s is None:
-            self.source.on_caught_up()  # may freeze the source
+            self.source.on_caught_up()
 
     def _why_late(self) -> str:
         if not self.source.is_decode:

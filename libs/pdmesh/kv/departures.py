@@ -1,4 +1,4 @@
-"""KV that leaves one instance: of prompts as they are computed, and of running decodes. Part of `pdmesh.kv.mover`."""
+"""Outgoing KV of one instance: prompts as they are computed, and running decodes. Part of `pdmesh.kv.mover`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pdmesh.transport.kv_transport import ReceivedPiece
 
 
 class KvDepartures:
-    """Tracks the transfers that leave this instance: offered, or granted and in progress. Event loop only."""
+    """Transfers that leave this instance: offered, or granted and under way. Event loop only."""
 
     def __init__(self, context: KvContext) -> None:
         self._context = context
         self._sources: dict[bytes, KvSource] = {}
-        self._granted: dict[bytes, CopyOut] = {}  # copies under way
-        self._num_pieces = self._num_bytes = 0  # of those that have ended
+        self._granted: dict[bytes, CopyOut] = {}
+        self._num_pieces = self._num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._sources.keys() | self._granted.keys())
@@ -37,7 +37,7 @@ class KvDepartures:
     # --- for the worker runtime ---------------------------------------------------------------------------------------
 
     def offer(self, request_id: RequestId, epoch: Epoch, **offered: Unpack[Offered]) -> KvSource:
-        """Get ready to send. An older epoch of the request is cancelled."""
+        """Make a request's KV ready to send. An older epoch of the request is cancelled."""
         source = KvSource(self._context, request_id, epoch, **offered)
         self.cancel(request_id, epoch)
         self._sources[source.key] = source
@@ -46,9 +46,9 @@ class KvDepartures:
     def grant(
         self, request_id: RequestId, epoch: Epoch, *, destinations: Sequence[KvDestination], capability: int
     ) -> None:
-        """Let an offered copy start, or go on. Ignored if there is none (the request was freed meanwhile).
+        """Start an offered copy, or resume a paused one. Ignored if there is no offer, because the request was freed.
 
-        A ``capability`` other than before means another copy: it begins with all that has been computed.
+        A new ``capability`` means another copy, which replaces the current one and begins with all computed pages.
         """
         source = self._source(request_id, epoch)
         if source is None:
@@ -59,20 +59,20 @@ class KvDepartures:
             self._begin(source, destinations, capability)
 
     def pause(self, request_id: RequestId, epoch: Epoch) -> None:
-        """Stop sending until the next grant; answered by `PausedTransfer`. Ignored if there is no such transfer."""
+        """Pause a copy until the next grant; `PausedTransfer` reports when. Ignored if there is no such copy."""
         source = self._source(request_id, epoch)
         if source is not None and source.copy is not None:
             source.copy.pause()
 
     def withdraw(self, request_id: RequestId, epoch: Epoch) -> None:
-        """End a granted transfer without an outcome. Its KV is kept for another grant. Idempotent."""
+        """End a granted copy without an outcome. The offer stays for another grant. Idempotent."""
         if self._source(request_id, epoch) is not None:
             self._end(request_key(request_id))
 
     # --- for the mover ------------------------------------------------------------------------------------------------
 
     def cancel(self, request_id: RequestId, epoch: Epoch) -> None:
-        """Stop sending this epoch and older ones, without an outcome. Idempotent."""
+        """Withdraw the offer and end the copy of this epoch and older ones, without an outcome. Idempotent."""
         key = request_key(request_id)
         granted, source = self._granted.get(key), self._sources.get(key)
         if granted is not None and granted.epoch <= epoch:
@@ -81,13 +81,13 @@ class KvDepartures:
             del self._sources[key]
 
     def clear(self) -> None:
-        """Withdraw every offer and end every read window."""
+        """Withdraw every offer and close every read window."""
         self._sources.clear()
         for transfer in self._granted.values():
             transfer.close()
 
     def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
-        """Take a receiver's acknowledgement of a whole transfer, or its request to send pages again."""
+        """Handle a receiver's acknowledgement of a whole copy, or its request to send pages again."""
         granted = self._granted.get(header.request_key)
         fault = "unknown" if granted is None else mismatch(granted, header)
         if granted is not None and fault is None:
@@ -98,7 +98,7 @@ class KvDepartures:
         self._context.settle(piece, fault)
 
     def take_abort(self, header: PieceHeader) -> bool:
-        """Note that a peer has given a transfer up. Return whether that transfer leaves from here."""
+        """Fail the copy that a receiver has aborted. Return False if no such copy leaves from here."""
         granted = self._granted.get(header.request_key)
         if granted is None or mismatch(granted, header) is not None:
             return False
@@ -112,7 +112,7 @@ class KvDepartures:
         return source if source is not None and source.epoch == epoch else None
 
     def _begin(self, source: KvSource, destinations: Sequence[KvDestination], capability: int) -> None:
-        """Take the place of the copy of the request that is under way."""
+        """Start a copy in place of the current one."""
         for destination in destinations:
             self._context.admit(destination.address)
         self._end(source.key)
@@ -126,7 +126,7 @@ class KvDepartures:
             self._forget(transfer)
 
     def _forget(self, transfer: CopyOut) -> None:
-        """Take it out of the table, and let nothing more of it be read; its task may still be ending."""
+        """Remove a copy from the table and close its read window. Its task may still be ending."""
         transfer.close()
         if self._granted.get(transfer.key) is transfer:
             del self._granted[transfer.key]
@@ -142,7 +142,7 @@ class KvDepartures:
                 except KvTransferError as error:
                     outcome = error
                 if transfer.scope.cancel_called:
-                    return  # as it ended: nobody expects an outcome any more
+                    return  # no outcome is expected any more
                 self._forget(transfer)
                 if self._sources.get(transfer.key) is transfer.source and (
                     isinstance(outcome, SentTransfer) or transfer.source.is_decode

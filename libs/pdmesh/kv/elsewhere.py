@@ -1,4 +1,4 @@
-"""The first part of a sequence's KV, where other instances hold it: what an engine asks of them."""
+"""The interface by which an engine attends to the part of a sequence's KV that other instances hold."""
 
 from __future__ import annotations
 
@@ -7,37 +7,41 @@ from typing import NamedTuple, Protocol
 
 
 class PartQuestion(NamedTuple):
-    """Query rows that attend, in a layer, to ranges that others hold."""
+    """Query rows that attend, in one layer, to ranges that other instances hold.
+
+    ``start`` is the position of the first row; the other rows follow. Ranges before ``first_range`` are not asked,
+    because the rows see none of their tokens.
+    """
 
     layer: int
-    start: int  # position of the first row; the others follow it
+    start: int
     query: bytes  # (num_rows, num_heads, head_dim)
-    first_range: int = 0  # the rows see nothing of those before it, so these are not asked
+    first_range: int = 0
 
 
 class KvElsewhere(Protocol):
-    """Whole ranges of a sequence's first tokens, which others hold, a range each. Called on the engine's thread."""
+    """The first tokens of a sequence, in ranges that one instance each holds. Called on the engine's thread."""
 
     @property
     def num_tokens(self) -> int: ...
 
     def ask(self, question: PartQuestion, *, more: bool = False) -> None:
-        """Send a question to the instances that hold ``question.first_range`` and the ranges behind that.
+        """Send a question to the holders of range ``question.first_range`` and of all later ranges.
 
-        With ``more``, another context of the step is asked next, and the questions to one instance may go together.
+        ``more`` says that the step asks about another context next, so that questions to one instance may go together.
         """
         ...
 
     def answers(self) -> Sequence[bytes]:
-        """Return what each made of the last question, in the order of the context: `Engine.attend_part`.
+        """Wait, and return each asked instance's answer to the last question, in the order of the context.
 
-        Waits. Raises KvElsewhereLost.
+        `Engine.attend_part` makes the answers. Raises KvElsewhereLost if one is missing.
         """
         ...
 
 
 class KvElsewhereLost(Exception):
-    """Who holds the first part of a sequence's KV gave no answer: nothing more is computed of the sequence here."""
+    """A holder of the sequence's first tokens gave no answer, so the sequence cannot continue here."""
 
     def __init__(self, elsewhere: KvElsewhere, reason: str) -> None:
         super().__init__(reason)

@@ -1,30 +1,31 @@
-"""KV of one request that members of a prefill group exchange: each sends its own pages to all others.
+"""Exchange of one request's KV inside a prefill group: each member sends the pages that it computed to all others.
 
-**Senders.** A page is sent by the member that computed it, to all members that this one knew of at that time. Their
-number is the page's *sent_to*, and travels with it. A member that joins later gets older pages from the group's leader,
-which passes on what it holds to every member beyond a page's *sent_to*. So each page reaches each member once, in
-whatever order members learn of each other, and whichever helper leaves early.
+**Senders.** The member that computed a page sends it to all members that it knows at that time. Their number is the
+page's *sent_to*, and is sent with the page. A member that joins later gets older pages from the group's leader, which
+passes pages on to every member beyond a page's *sent_to*. So each page reaches each member once, in whatever order
+members learn of each other, and whichever helper leaves early.
 
 **Ready members.** The scheduler tells members of each other at different times, and a piece that arrives before its
-request is lost. So a member that learns of another says HELLO, which is answered by WELCOME; either of them, or any
-other piece, says that its sender is ready. Of two members one hears of the other last, and *its* HELLO is heard.
+request is lost. So a member that learns of another sends HELLO, which is answered by WELCOME. Either of them, or any
+other piece, means that its sender is ready. Between two members, the HELLO of the member that learns last arrives.
 
-**Size of pieces.** Members take turns: when one begins its chunk, the next one of ``n`` begins about an ``n``-th part
-of a chunk later, and as many layers behind. A member that is ``d`` turns behind is sent ``d`` of these parts at once,
-which does not make it wait longer (`pdmesh.policy.pacing`). The order of turns is guessed from which member last sent
-what; after a wrong guess a member waits for half a chunk. The slices of a parallel step are in the order of its
-members, the leader's last.
+**Size of pieces.** Members take turns: after one begins its chunk, the next of ``n`` members begins about an ``n``-th
+part of a chunk later, and as many layers behind. A member that is ``d`` turns behind is sent ``d`` of these parts at
+once, which does not make it wait longer (`pdmesh.policy.pacing`). The order of turns is estimated from the blocks that
+each member sent last. After a wrong estimate a member waits for half a chunk. The slices of a parallel step are in the
+order of its members, the leader's last.
 
-**How pages travel** is decided by the writer, and by `KvGroups`, which takes them: in pieces, or, inside a
-host, copied from where they lie (`pdmesh.kv.peer_reads`).
+**How pages travel** is decided by the writer, and by `KvGroups`, which receives them: in pieces, or, inside a host,
+copied from the sender's cache (`pdmesh.kv.peer_reads`).
 
-**When a member is lost.** The scheduler says so by an empty address. Pages that came from it stay, and the leader sends
-them to all others again, because the lost member may not have got round to that. What the leader misses then is
-computed again, by any member, perhaps with other boundaries, and with the same bits: a page may arrive, or be computed,
-where it is already. A member that cannot be sent to is left out, and the scheduler decides what that means.
+**When a member is lost.** The scheduler reports the loss by an empty address. Pages received from the lost member stay,
+and the leader sends them to all others again, because the lost member may not have reached all. Pages that the leader
+lacks are computed again, by any member, perhaps with other boundaries, and with the same bits. So a page may arrive, or
+be computed, where it is already. A member that does not accept pieces is sent no more, and the scheduler decides about
+the group.
 
-**When a piece is damaged.** Its receiver says AGAIN to the sender, which still holds these pages. The sender sends them
-again before anything else that waits to go there, with the same *sent_to*. Beyond a limit the receiver cannot go on.
+**When a piece is damaged.** Its receiver sends AGAIN to the sender, which still holds these pages. The sender sends
+them again before anything else for that member, with the same *sent_to*. Beyond a limit the receiver fails.
 """
 
 from __future__ import annotations
@@ -51,26 +52,29 @@ from pdmesh.transport.kv_transport import ReceivedPiece
 
 log = structlog.get_logger()
 
-#: Of the leader, among a group's members.
+#: The leader's index among a group's members.
 LEADER = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """Another member, and what goes there: pages once it said that it is ready."""
+    """Another member and the lane to it, which is paused until the member is ready.
+
+    ``last_block`` is the highest first block among the pieces received from the member; -1 before the first.
+    """
 
     number: int
     lane: Lane
-    last_block: int = -1  # where the last chunk began that something came of
+    last_block: int = -1
     is_welcomed: bool = False
 
 
 class KvExchange:
     """A member's side of its group's exchange, for one epoch of a request.
 
-    Made by `KvGroups.open`, which also brings it the pieces. Everything but `publish` belongs to the
-    event loop. ``on_new`` is called with blocks that are new in the ledger, whichever member computed them. Once the
-    exchange has ended, nothing of its pages is read.
+    `KvGroups.open` makes it, and `KvGroups` passes the pieces to it. Everything but `publish` belongs to the event
+    loop. ``on_new`` is called with blocks that are new in the ledger, from any member. Once the exchange has ended,
+    peers read none of its pages. ``gate`` is where steps wait for KV.
     """
 
     def __init__(
@@ -92,11 +96,10 @@ class KvExchange:
         self.key = exchange_key(request_id)
         self.capability = capability
         self.ledger = ledger or PageLedger(layout.num_layers, len(block_ids))
-        #: Where steps wait for KV.
         self.gate = GroupGate(
             wakeup, self.ledger, no_progress_s=context.config.group_no_progress_s, clock=context.clock
         )
-        self._number: int | None = None  # until the members are known
+        self._number: int | None = None
         self.block_ids = block_ids
         self._layout = layout
         self._everything = KvPart(
@@ -129,28 +132,31 @@ class KvExchange:
     def begin(self, first_block: int, num_blocks: int) -> bool:
         """Note that a chunk that fills these blocks is about to be computed here.
 
-        False if these blocks have been begun before, here or elsewhere, unless a member was lost since.
+        Return False if it must not be: the members are not known yet, one of its pages is being copied from a peer's
+        cache, or its blocks were begun before, here or elsewhere, and no member was lost.
         """
         return self._number is not None and self.ledger.begin(first_block, num_blocks, again=bool(self._lost))
 
     def publish(self, blocks: Blocks, pace: ChunkPace = ChunkPace.IN_TURN) -> None:
-        """Announce blocks computed in this layer; ``pace`` says when others need them. Engine thread; cheap."""
+        """Send blocks computed in this layer to the other members. ``pace`` says when they need them. Engine thread;
+        cheap.
+        """
         self.ledger.write(blocks)
         context = self._context
         context.store.when_written(lambda: context.call_soon(lambda: self._push(blocks, pace)))
 
     def add_computed(self, first_block: int, num_blocks: int) -> None:
-        """Announce blocks computed in all layers by a step that began before the group existed."""
+        """Send blocks to the other members that a step computed in all layers before the group existed."""
         if num_blocks:
             self._push(Blocks(0, 0, first_block, num_blocks, self._layout.num_layers))
 
     # --- for the mover ------------------------------------------------------------------------------------------------
 
     def set_members(self, number: int, addresses: Sequence[bytes]) -> str | None:
-        """Take all members' data addresses, in order: those known before, and more. Return what is wrong with them.
+        """Set the data addresses of all members, in order: the known ones and possibly more. Return the reason if they
+        are wrong.
 
-        This instance is member number ``number``, now and later. The address of a member that was lost is empty from
-        then on.
+        This instance is member number ``number``, now and later. The address of a lost member is empty from then on.
         """
         known = len(self._addresses)
         if self._number is None:
@@ -179,7 +185,7 @@ class KvExchange:
         self.gate.abort(reason)
 
     def take_word(self, header: PieceHeader) -> str | None:
-        """Take a piece without pages. Return why it must be dropped, if it must."""
+        """Handle a piece without pages. Return the reason if it must be dropped."""
         peer = self._peers.get(header.source)
         if peer is None or header.destination != self._number:
             return "range"
@@ -222,13 +228,13 @@ class KvExchange:
                     self._pass_on(self._peers[number], blocks)
 
     def give_up(self, reason: str) -> None:
-        """Give this member's part up, and report why; only the first reason counts."""
+        """End this member's part, and report the reason. Only the first reason counts."""
         if self.gate.aborted is None:
             self.gate.abort(reason)
             self._on_failed(self, reason)
 
     def cut_off(self, address: bytes) -> None:
-        """Stop sending to this address. The scheduler decides what that means for the request."""
+        """Stop sending to this address. The scheduler decides about the request."""
         for peer in self._peers.values():
             if peer.lane.address == address:
                 peer.lane.cut_off()
@@ -282,7 +288,7 @@ class KvExchange:
             peer.lane.put(Outgoing(blocks, len(self._addresses)))
 
     def _push(self, blocks: Blocks, pace: ChunkPace = ChunkPace.IN_TURN) -> None:
-        """Send blocks that were computed here to all members that there are."""
+        """Add blocks that were computed here to the ledger, and send them to all known members."""
         for new in self.ledger.place(blocks):
             self._on_new(new)
         num_members = max(1, len(self._addresses))
@@ -292,21 +298,21 @@ class KvExchange:
             peer.lane.put(Outgoing(blocks, num_members), num_layers)
 
     def _in_turn(self, blocks: Blocks) -> Iterable[tuple[int, _Peer]]:
-        """The others, and how many turns they are behind."""
+        """Return the other members, each with its estimated number of turns behind this one."""
         next_ones = sorted(
             self._peers.values(), key=lambda peer: (peer.last_block < blocks.first_block, peer.last_block)
         )
         return enumerate(next_ones, start=1)
 
     def _in_parallel(self) -> Iterable[tuple[int, _Peer]]:
-        """The others, and by how many slices theirs comes after the one here: in their order, the leader's last."""
+        """Return the other members, each with the number of slices that its own comes after this one's."""
         assert self._number is not None, "there is a parallel step, so the members are known"
         line = sorted({self._number, *self._peers}, key=lambda number: (number == LEADER, number))
         own = line.index(self._number)
         return [(max(0, place - own), self._peers[number]) for place, number in enumerate(line) if place != own]
 
     def _pass_on(self, peer: _Peer, blocks: Blocks) -> None:
-        """Send of ``blocks`` what is here and was not meant for this member."""
+        """Send a member the pages of ``blocks`` that are here and were sent only to members before it."""
         for passed in self.ledger.not_sent_to(peer.number, blocks):
             self.ledger.set_sent_to(passed, peer.number + 1)
             peer.lane.put(Outgoing(passed, peer.number + 1), self._layout.num_layers)
@@ -314,13 +320,13 @@ class KvExchange:
 
 
 class KvGroups:
-    """What this instance exchanges with other members of prefill groups. Event loop only."""
+    """This instance's exchanges with other members of prefill groups. Event loop only."""
 
     def __init__(self, context: KvContext, pages: PageIntake) -> None:
         self._context = context
         self.pages = pages
         self._exchanges: dict[bytes, KvExchange] = {}
-        self._num_bytes_sent = 0  # sum over exchanges that have ended
+        self._num_bytes_sent = 0
 
     def __len__(self) -> int:
         return len(self._exchanges)
@@ -343,10 +349,11 @@ class KvGroups:
         ledger: PageLedger | None = None,
         on_new: Callable[[Blocks], object] | None = None,
     ) -> KvExchange:
-        """Send KV of the request to the other members of its group, and take theirs into ``block_ids``.
+        """Exchange KV of the request with the other members of its group, and receive theirs into ``block_ids``.
 
-        `set_members` says which members there are. ``wakeup`` wakes the thread that waits for their KV. ``ledger`` is
-        the request's, if it has one, and ``on_new`` is called with pages that are new there. An older epoch is ended.
+        `set_members` names the members. ``wakeup`` wakes the thread that waits for their KV. ``ledger`` is the
+        request's ledger, if it has one, and ``on_new`` is called with pages that are new there. An older epoch is
+        ended.
         """
         exchange = KvExchange(
             self._context,
@@ -364,9 +371,10 @@ class KvGroups:
         return exchange
 
     def set_members(self, request_id: RequestId, epoch: Epoch, number: int, addresses: Sequence[bytes]) -> None:
-        """Set all members' data addresses, known ones and more; this is member number ``number``.
+        """Set the data addresses of all members, known ones and more. This instance is member number ``number``.
 
-        Addresses of lost members are empty. Ignored if the exchange is not there: the request was freed meanwhile.
+        Addresses of lost members are empty. Ignored if there is no such exchange, because the request was freed. The
+        exchange fails if the addresses do not follow the known ones.
         """
         exchange = self._exchanges.get(exchange_key(request_id))
         if exchange is not None and exchange.epoch == epoch:
@@ -394,7 +402,7 @@ class KvGroups:
             exchange.cut_off(address)
 
     def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
-        """Take a piece that belongs to one of the exchanges."""
+        """Handle a piece of one of the exchanges."""
         exchange = self._exchanges[header.request_key]
         fault = mismatch(exchange, header)
         if fault is None and header.kind in (PieceKind.KV, PieceKind.PEER_READ):
@@ -413,5 +421,5 @@ class KvGroups:
 
 
 def exchange_key(request_id: RequestId) -> bytes:
-    """Return 16 bytes that identify what a request's group exchanges; a transfer of the request has another key."""
+    """Return 16 bytes that identify a request's exchange. Transfers of the request have another key."""
     return hashlib.blake2b(request_id.encode(), digest_size=16, person=b"exchange").digest()

@@ -1,7 +1,7 @@
-"""Pages that come from peers, the same way for copies and for exchange in a prefill group.
+"""Pages received from peers, for copies and for exchange in a prefill group.
 
 A piece's pages are claimed, its payload is loaded and checked, then copied into its blocks, on the event loop or on a
-thread. The payload of a peer read names the pages in the sender's cache, and they are copied from there.
+thread. The payload of a peer read names the pages in the sender's cache, from where they are copied.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from pdmesh.transport.kv_transport import ReceivedPiece
 
 log = structlog.get_logger()
 
-#: Why a peer read was dropped: its sender has closed the window meanwhile.
+#: Fault of a peer read whose sender has closed the window meanwhile.
 WINDOW_CLOSED = "window closed"
 
-#: Smaller caches are committed in no time.
+#: In larger caches the first write to a page may take long (`PageIntake`).
 _LARGE_CACHE_BYTES = 64 << 20
 
 
 class Inlet(Protocol):
-    """Receiving side of a copy or group, for one request."""
+    """Receiving side of a copy or group, for one request. If ``is_over``, the blocks may belong to another request."""
 
-    is_over: bool  # the blocks may be another request's by now
+    is_over: bool
 
     @property
     def block_ids(self) -> Sequence[int]: ...
@@ -43,11 +43,11 @@ class Inlet(Protocol):
     def ledger(self) -> PageLedger: ...
 
     def lane_from(self, source: int) -> Lane | None:
-        """Return the lane to a source; None if that source was lost."""
+        """Return the lane to a source, or None if that source was lost."""
         ...
 
     def expects(self, header: PieceHeader) -> bool:
-        """Whether a piece is about pages that one of its sources may send."""
+        """Whether a piece names pages that one of the sources may send."""
         ...
 
     def place(self, header: PieceHeader, blocks: Blocks) -> None:
@@ -55,40 +55,41 @@ class Inlet(Protocol):
         ...
 
     def give_up(self, reason: str) -> None:
-        """Fail, because a source's pages proved unusable too often."""
+        """Fail, because a source's pages were unusable too often."""
         ...
 
 
 class PageIntake:
-    """Takes pieces of KV and peer reads: claims their pages, has them copied, and asks again for useless ones.
+    """Receives pieces of KV and peer reads: claims their pages, has them copied, and asks again for unusable ones.
 
     Blocks that are freed while a thread copies into them stay quarantined. The system commits a large cache's memory
     when it is first written, which took up to 0.9 s for a piece of 16 layers on a busy virtual machine (2026-11-22):
-    long enough for a helper to pass for silent. So a thread copies the first piece of each page. Event loop only.
+    long enough for a helper to seem silent. So a thread copies the first piece of each page. Event loop only.
     """
 
     def __init__(self, context: KvContext, pool: BlockPool, beside: PageIntake | None = None) -> None:
-        """``beside`` takes pages into the same cache."""
+        """``beside`` is another intake for the same cache."""
         self.num_pieces = self.num_bytes = 0
         self.num_bytes_peer_read = 0
         self._context = context
         self._peer_reads = context.peer_reads
         self._store = store = context.store
         self._pool = pool
-        self._waiting: dict[Inlet, list[Callable[[], object]]] = {}  # pieces for pages that a peer read is copying
+        #: Calls of `take` for pieces whose pages a peer read is copying.
+        self._waiting: dict[Inlet, list[Callable[[], object]]] = {}
         layout = store.layout
         is_large = store.num_blocks * layout.block_bytes * layout.num_layers > _LARGE_CACHE_BYTES
-        #: By layer, 1 for each page that pieces have come for. Nothing of a small cache.
+        #: By layer, 1 for each page that a piece has been copied into. Empty for a small cache.
         self._has_come = [bytearray(store.num_blocks) for _ in range(layout.num_layers)] if is_large else []
         if beside is not None:
             self._has_come = beside._has_come
 
     def take(self, inlet: Inlet, header: PieceHeader, piece: ReceivedPiece) -> None:
-        """Take a piece of KV or a peer read.
+        """Receive a piece of KV or a peer read, and copy its pages. Unusable pieces are dropped.
 
-        Of a peer read, only pages that are neither here nor on their way are copied: a copy that ends too late means
-        nothing, and must not overwrite good pages. Pieces for the same pages wait meanwhile; there are no more of them
-        than buffers.
+        A peer read copies only pages that are neither here nor on their way: its copy may end too late and be void, and
+        must not overwrite good pages. Pieces for the same pages wait meanwhile. The number of receive buffers bounds
+        these pieces.
         """
         is_read, blocks = header.kind is PieceKind.PEER_READ, Blocks.of(header)
         layout = self._store.layout
@@ -111,7 +112,7 @@ class PageIntake:
     def _read(
         self, inlet: Inlet, header: PieceHeader, piece: ReceivedPiece, address: bytes, parts: Sequence[Blocks]
     ) -> None:
-        """Copy a piece from the peer at ``address``, of a peer read only ``parts``, and release it."""
+        """Copy a piece from the peer at ``address``, or only ``parts`` of a peer read. Then release the piece."""
         block_ids = inlet.block_ids[slice(*header.part.blocks)]
         is_inline = header.part.num_pages * self._store.layout.block_bytes <= self._store.inline_copy_bytes
         is_there = True
@@ -129,11 +130,11 @@ class PageIntake:
             piece.release()
             self._copied(inlet, header, parts, fault)
         else:
-            # As many of these at once as there are receive buffers.
+            # The number of receive buffers bounds these tasks.
             self._context.tasks.start_soon(self._read_on_thread, inlet, header, piece, parts, block_ids, copy)
 
     def _is_first(self, header: PieceHeader, block_ids: Sequence[int]) -> bool:
-        """Whether a piece is the first for one of its pages; it counts as having come."""
+        """Whether a piece is the first for one of its pages. Mark these pages as written."""
         is_first = False
         for has_come in self._has_come[slice(*header.part.layers)]:
             if not all(map(has_come.__getitem__, block_ids)):
@@ -151,7 +152,7 @@ class PageIntake:
         block_ids: Sequence[int],
         copy: Callable[[], str | None],
     ) -> None:
-        fault: str | None = "unknown"  # freed since: the blocks may be another request's by now
+        fault: str | None = "unknown"  # freed since: the blocks may belong to another request
         try:
             if not inlet.is_over:
                 with self._pool.pinned(block_ids):
@@ -161,7 +162,7 @@ class PageIntake:
         self._copied(inlet, header, parts, fault)
 
     def _copy(self, header: PieceHeader, piece: ReceivedPiece, fetch: Callable[[], str | None]) -> str | None:
-        """Load the payload and check it, then copy with ``fetch``; return the fault, or None if the copy counts."""
+        """Load the payload and check it, then copy with ``fetch``. Return the fault, or None if the copy counts."""
         if not piece.load():
             return "not loaded"
         if not self._context.key.opens_payload(piece.payload, header.check):
@@ -183,7 +184,7 @@ class PageIntake:
         parts: Sequence[Blocks],
         owner: CacheOwner | None,
     ) -> str | None:
-        """Copy the ``parts`` from where they lie. If the window was closed meanwhile that means nothing."""
+        """Copy ``parts`` from the peer's cache. Return the fault: the cache is unreadable, or its window was closed."""
         if self._peer_reads is None or owner is None:
             return UNREADABLE
         note, first_block = ReadNote.unpack(piece.payload), header.part.blocks.start
@@ -198,7 +199,10 @@ class PageIntake:
     # --- what became of it --------------------------------------------------------------------------------------------
 
     def _copied(self, inlet: Inlet, header: PieceHeader, parts: Sequence[Blocks], fault: str | None) -> None:
-        """Place the claimed pages of a piece, or release them because of a fault."""
+        """Place the claimed pages of a piece, or release them because of a fault, and ask for the piece again.
+
+        After a peer read, take the pieces that waited for it.
+        """
         is_read, lane = header.kind is PieceKind.PEER_READ, inlet.lane_from(header.source)
         if fault is None:
             num_bytes = sum(blocks.num_pages for blocks in parts) * self._store.layout.block_bytes
@@ -213,7 +217,7 @@ class PageIntake:
         else:
             self._context.dropped[fault] += 1
             inlet.ledger.release(Blocks.of(header), header.source)
-            # A sender that has closed its window sends the pages again by itself, if they are wanted.
+            # A sender that has closed its window sends the pages again on its own, if they are wanted.
             if not inlet.is_over and lane is not None and fault != WINDOW_CLOSED:
                 if reason := lane.ask_again(header, fault):
                     inlet.give_up(f"source {header.source}: {reason}")
@@ -225,7 +229,7 @@ class PageIntake:
 
 
 def _after(guards: Sequence[BlockGuard], fetch: Callable[[], str | None]) -> str | None:
-    """Return what ``fetch`` does, once nothing else copies from or to its blocks."""
+    """Wait until no other copy touches the blocks. Then return the result of ``fetch``."""
     for guard in guards:
         guard.wait()
     return fetch()

@@ -1,11 +1,11 @@
-"""What goes to one peer about one request's KV: the same for hand-over, moves and members of a prefill group.
+"""Messages to one peer about one request's KV, for hand-overs, moves and prefill groups.
 
-Pages wait in an outbox and leave as pieces, or are read where they lie; a few are in progress at once. Either side of a
-transfer has a lane: a source for its pages, a receiver to ask for pages again, a member of a group for both.
+Pages wait in an outbox and are sent as pieces or offered as peer reads; a few are in progress at once. Each side of a
+transfer has a lane: a source for its pages, a receiver for requests to send pages again, a member of a group for both.
 
-**A piece that was of no use** is asked for again, by a message that names its pages: AGAIN if it was damaged,
-NO_PEER_READS if the pages cannot be read where they lie. The sender keeps the pages until the receiver has everything,
-and sends them before anything else. Both sides bound how often (`pdmesh.kv.repair`).
+**An unusable piece** is requested again, by a message that names its pages: AGAIN if it was damaged, NO_PEER_READS if
+the pages cannot be read from the sender's cache. The sender keeps the pages until the receiver has everything, and
+sends them before anything else. Both sides limit the number of repeats (`pdmesh.kv.repair`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.repair import DamageLimit, RefusalLimit
 from pdmesh.model import IndexRange, KvLayout, KvPart
 
-#: Pieces under way to one peer at once: one is copied and checked while others travel. Between hosts each needs a
-#: question and an answer before its bytes go: with 4, 1.1 to 1.2 GB/s went over a busy machine's TCP, with 8 1.35.
+#: Maximum number of pieces under way to one peer: one is copied and checked while others travel. Between hosts each
+#: needs a round trip before its bytes are sent: a busy machine's TCP carried 1.1 to 1.2 GB/s with 4, and 1.35 with 8.
 PIECES_IN_FLIGHT = 8
 
 #: Fault of a peer read: the sender's cache cannot be read here, so the sender is asked for bytes.
@@ -36,11 +36,11 @@ UNREADABLE = "unreadable"
 #: Minimum number of steps that a chunk is sent in, as far as a piece holds more than one of its layers.
 STEPS_A_CHUNK = 4
 
-#: Decode waits for the last of a context, which is sent in smaller and smaller steps, as long as they are as large.
+#: Minimum bytes of a step near a context's end. Decode waits for the end, so the steps become smaller and smaller.
 TAIL_BYTES = 4 << 20
 
-#: The last layers are cut into as many pieces as are under way at once, so that they are copied and checked beside
-#: each other, unless they became smaller than this.
+#: The last layers are cut into as many pieces as are under way at once, so that these are copied and checked in
+#: parallel, unless a piece would be smaller than this.
 NUM_LAST_LAYERS, LAST_PIECE_BYTES = 2, 2 << 20
 
 #: Runs a task as long as the instance does.
@@ -48,9 +48,10 @@ StartTask = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]
 
 
 class Lane:
-    """What goes to one peer; ``about`` is what every header says. Event loop only.
+    """The lane to one peer. Every header is made from ``about``. Event loop only.
 
-    ``on_taken`` is called each time that the peer took a piece, and ``on_failed``, once, when it takes none.
+    ``on_taken`` is called each time that the peer took pieces, and ``on_failed``, once, when it takes none. ``sent_s``
+    sums the time in which pieces were under way.
     """
 
     def __init__(
@@ -66,15 +67,15 @@ class Lane:
         on_taken: Callable[[], object] = lambda: None,
         on_failed: Callable[[str], object] = lambda reason: None,
     ) -> None:
-        """``num_pages`` may come from the peer, to be read where they lie.
+        """``num_pages`` is the number of pages that the peer may offer as peer reads.
 
-        ``start`` runs the lane once a header is to be said; without it the owner does.
+        ``start`` runs the lane once there is a header to send. Without ``start``, the owner calls `run`.
         """
         self.address = address
         self.num_under_way = 0
-        self.sent_s = 0.0  # while any was under way
+        self.sent_s = 0.0
         self._since_s = 0.0
-        self._num_left = 0  # pages that were put and not taken yet
+        self._num_left = 0  # pages added and not taken yet
         self._max_in_flight = max_in_flight
         self._about = about
         self._layout = layout
@@ -87,7 +88,7 @@ class Lane:
         self._start = start
         self._on_taken = on_taken
         self._on_failed = on_failed
-        self._scope: anyio.CancelScope | None = None  # of `run`
+        self._scope: anyio.CancelScope | None = None
         self._sent = DamageLimit(sends=True)
         self._received = DamageLimit(sends=False)
         self._refusals = RefusalLimit(num_pages)
@@ -95,16 +96,16 @@ class Lane:
 
     @property
     def is_done(self) -> bool:
-        """Whether the peer took everything, except what it asked for again."""
+        """Whether the peer took all pages, apart from repeats that it asked for."""
         return not self._num_left
 
     def put(self, item: Outgoing, layers_a_piece: int = 1) -> None:
-        """Send pages, as soon as so many of their layers are together (`pdmesh.kv.outbox`)."""
+        """Send pages, once ``layers_a_piece`` of their layers are together (`pdmesh.kv.outbox`)."""
         self._num_left += item.blocks.num_pages
         self._outbox.put(item, layers_a_piece)
 
     def put_in_steps(self, blocks: Blocks, layers_a_piece: int, *, is_tail: bool) -> None:
-        """Send pages, the last layers of a context's ``tail`` in several pieces beside each other."""
+        """Send pages. The last layers of a context's tail go in several pieces in parallel."""
         size, block_bytes = blocks.num_pages, self._layout.block_bytes
         is_last = is_tail and blocks.layer >= self._layout.num_layers - NUM_LAST_LAYERS
         if is_last and not self._writer.may_read(self.address):
@@ -113,14 +114,14 @@ class Lane:
             self.put(Outgoing(some), layers_a_piece)
 
     async def run(self) -> None:
-        """Send what is in the outbox, until the lane is closed or cut off, or a send fails."""
+        """Send the contents of the outbox, until the lane is closed or cut off, or a send fails."""
         with anyio.CancelScope() as self._scope:
             async with anyio.create_task_group() as senders:
                 for _ in range(self._max_in_flight):
                     senders.start_soon(self._send)
 
     def close(self) -> None:
-        """Begin no further send: `run` returns when those in progress have been taken."""
+        """Begin no further send: `run` returns when the sends in progress have ended."""
         self._outbox.close()
 
     def cut_off(self) -> None:
@@ -130,17 +131,17 @@ class Lane:
             self._scope.cancel()
 
     def say(self, kind: PieceKind) -> None:
-        """Send a header alone. If the peer does not take it, nothing fails: it has not heard of us yet."""
+        """Send a header alone. A failure is ignored, because the peer may not know the request yet."""
         self._say(Outgoing(NO_BLOCKS, kind=kind))
 
-    # --- what came to nothing -----------------------------------------------------------------------------------------
+    # --- unusable pieces ----------------------------------------------------------------------------------------------
 
     def add_sound(self) -> None:
-        """Count a piece that came undamaged."""
+        """Count a piece that arrived undamaged."""
         self._received.add_sound()
 
     def ask_again(self, header: PieceHeader, fault: str) -> str | None:
-        """Ask for a piece again that was of no use here. Return why not, if it has been too many."""
+        """Ask the peer for an unusable piece again. Return the reason if a limit forbids that."""
         kind = PieceKind.NO_PEER_READS if fault == UNREADABLE else PieceKind.AGAIN
         if kind is PieceKind.NO_PEER_READS:
             if not self._refusals.add(header.part.num_pages):
@@ -152,14 +153,18 @@ class Lane:
         return None
 
     def send_again(self, header: PieceHeader, ledger: PageLedger, theirs: KvPart) -> str | None:
-        """Send pages of a peer's part that the peer asks for again. Return why its request must be dropped, if so."""
+        """Send pages again that the peer asks for, before all others. ``theirs`` is the peer's part.
+
+        Return the reason if the request must be dropped: the pages are not the peer's or were never sent, or are too
+        many.
+        """
         blocks = Blocks.of(header)
         if (
             not 0 < blocks.num_pages <= self._writer.max_pages
             or not theirs.blocks.holds(header.part.blocks)
             or not theirs.layers.holds(header.part.layers)
             or header.part.heads != IndexRange(0, self._layout.num_kv_heads)
-            or not ledger.has(blocks)  # not here, so it was not sent
+            or not ledger.has(blocks)  # absent pages were never sent
         ):
             return "range"
         if header.kind is PieceKind.NO_PEER_READS:
@@ -187,13 +192,14 @@ class Lane:
             first = items[0]
             try:
                 if first.kind is PieceKind.KV:
-                    self._sent.add_sound(len(items))  # the peer may ask for one again before all have been taken
+                    self._sent.add_sound(len(items))  # counted before the peer can ask for repeats
                     await self._writer.send(self.address, [(item.blocks, self._about_item(item)) for item in items])
                     self._num_left -= sum(0 if item.is_again else item.blocks.num_pages for item in items)
                 else:
                     await self._writer.ask(self.address, first.blocks, self._about_item(first))
             except KvTransferError as error:
-                if first.blocks.num_pages and not self._outbox.is_closed:  # else it took no greeting, or is cut off
+                # A refused greeting is ignored, and so is a lane that is cut off.
+                if first.blocks.num_pages and not self._outbox.is_closed:
                     self.cut_off()
                     self._on_failed(str(error))
             self.num_under_way -= 1
@@ -202,7 +208,7 @@ class Lane:
             self._on_taken()
 
     def _about_item(self, item: Outgoing) -> PieceHeader:
-        """What the header of an item says beside its blocks."""
+        """Return the header of an item, without its blocks."""
         about = self._about
         if (item.kind, item.num_members) == (about.kind, about.num_members):
             return about
@@ -210,7 +216,7 @@ class Lane:
 
 
 def layers_a_step(layout: KvLayout, blocks: Blocks, *, is_tail: bool) -> int:
-    """Return how many layers of a chunk's blocks go together: fewer and fewer of a context's ``tail``."""
+    """Return how many layers of a chunk's blocks go together: fewer and fewer near the end of a context's tail."""
     num_wanted = ceil(layout.num_layers / STEPS_A_CHUNK)
     if is_tail:
         num_tail_layers = ceil(TAIL_BYTES / (blocks.num_blocks * layout.block_bytes))

@@ -1,18 +1,18 @@
-"""Which pages of one request are here, being computed or on their way, and how many were sent each of them.
+"""The state of each page of one request: here, being computed, or on its way; and the number of members it was sent to.
 
-A page is a (layer, block), counted in the request's own numbers. Its states, and what changes them:
+A page is a (layer, block), in the request's own block numbers. Its states, and the calls that change them:
 
     EMPTY ────── begin ──────▶ COMPUTING ── written ──▶ WRITTEN ── place ──▶ PRESENT
       ▲  └─ claim ─▶ COPYING ── place ────────────────────────────────────────▲
       │  └─ claim ─▶ READING ── place ────────────────────────────────────────┘
       └──── abandon (COMPUTING), release (COPYING, READING)
 
-* COPYING: a checked piece is being copied in. READING: a page of a peer's cache is, and it means nothing before it is
-  placed; so no other copy, and no chunk, may write there meanwhile.
-* WRITTEN: layers that follow may use the page, but it cannot be sent yet: a device writes later than it is told to.
-* GONE: nobody will see the page, in a layer with a window behind which it lies. It is not sent, and stays so.
-* A page that is PRESENT stays so, whichever member computes or sends it again: its bits are the same.
-* A group that lost a member may compute what is COPYING; a page whose copy is of no use then stays COMPUTING.
+* COPYING: a checked piece is being copied in. READING: a page of a peer's cache is being copied, and is invalid until
+  it is placed; so no other copy, and no chunk, may write there meanwhile.
+* WRITTEN: the following layers may use the page, but it cannot be sent yet: a device writes later than it is told to.
+* GONE: no token will see the page, because it is behind the window of its layer. It is not sent, and stays GONE.
+* A page that is PRESENT stays PRESENT, whichever member computes or sends it again: its bits are the same.
+* A group that lost a member may compute a page that is COPYING; if the copy fails, the page stays COMPUTING.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pdmesh.kv.pages import Blocks, marked, runs
 
 
 class PageState(IntEnum):
-    """What a page is, as a byte of the ledger."""
+    """State of a page, as a byte of the ledger."""
 
     EMPTY = 0
     COMPUTING = 1
@@ -38,7 +38,7 @@ class PageState(IntEnum):
 
     @classmethod
     def of(cls, *, is_read: bool) -> PageState:
-        """Return the state of a page while it is being copied: from a peer's cache, or from a piece."""
+        """Return the state of a page while it is copied from a peer's cache (``is_read``) or from a piece."""
         return cls.READING if is_read else cls.COPYING
 
 
@@ -46,7 +46,7 @@ _EMPTY, _COMPUTING, _WRITTEN, _COPYING, _READING, _PRESENT, _GONE = PageState
 
 
 def _changes(*states: int, to: int) -> bytes:
-    """A table for `bytes.translate` that takes some states to another."""
+    """Return a table for `bytes.translate` that maps ``states`` to ``to``."""
     return bytes(to if state in states else state for state in range(256))
 
 
@@ -65,20 +65,20 @@ _HERE = bytes([_WRITTEN, _PRESENT])
 class PageLedger:
     """The pages of one request in one instance's cache, for its transfers and its prefill group.
 
-    `write` is for the engine's thread, all else for the event loop. The cost is for each run of pages, not for each
-    page of a long context.
+    `write` is for the engine's thread, all else for the event loop. The cost is per run of pages, not per page of a
+    long context. ``on_here`` is called, on either thread, with the layers that have new pages here.
     """
 
     def __init__(self, num_layers: int, num_blocks: int) -> None:
         self.num_present = 0
-        self.on_here: Callable[[range], object] | None = None  # told of layers with new pages here; any thread
+        self.on_here: Callable[[range], object] | None = None
         self._num_layers = num_layers
         self._num_blocks = num_blocks
-        self._lock = threading.Lock()  # held for every change of a state
+        self._lock = threading.Lock()  # held while states change
         self._states = [bytearray(num_blocks) for _ in range(num_layers)]
-        self._sources = [bytearray(num_blocks) for _ in range(num_layers)]  # 1 + the member that sent it, or was to
-        self._sent_to = [bytearray(num_blocks) for _ in range(num_layers)]  # so many of a group's first members
-        self._num_first = [0] * num_layers  # blocks from the first one on that are here, without a gap
+        self._sources = [bytearray(num_blocks) for _ in range(num_layers)]  # 1 + the source that claimed the page last
+        self._sent_to = [bytearray(num_blocks) for _ in range(num_layers)]  # number of a group's first members
+        self._num_first = [0] * num_layers  # number of first blocks that are here without a gap, by layer
 
     @property
     def everything(self) -> Blocks:
@@ -86,7 +86,7 @@ class PageLedger:
         return Blocks(0, 0, 0, self._num_blocks, self._num_layers)
 
     def grow(self, num_blocks: int) -> None:
-        """Make room for this many blocks in total."""
+        """Make room for ``num_blocks`` blocks in total."""
         added = bytes(max(0, num_blocks - self._num_blocks))
         self._num_blocks += len(added)
         with self._lock:
@@ -96,7 +96,11 @@ class PageLedger:
     # --- pages that are computed here ---------------------------------------------------------------------------------
 
     def begin(self, first_block: int, num_blocks: int, *, again: bool = False) -> bool:
-        """Note that a chunk is to fill blocks. False if they were begun before, which ``again`` allows."""
+        """Note that a chunk will fill blocks, in all layers.
+
+        Return False if it must not: a page is being copied from a peer's cache, or is not empty, which ``again``
+        allows.
+        """
         blocks = Blocks(0, 0, first_block, num_blocks, self._num_layers)
         with self._lock:
             if any(_READING in states or not (again or not any(states)) for states in self._slices(blocks)):
@@ -105,17 +109,17 @@ class PageLedger:
         return True
 
     def reserve(self, first_block: int, num_blocks: int) -> None:
-        """Note that a chunk already fills blocks: those not here yet are not copied from other members any more."""
+        """Mark empty pages of these blocks as computing, in all layers: a running chunk fills them."""
         with self._lock:
             self._change(Blocks(0, 0, first_block, num_blocks, self._num_layers), _RESERVE)
 
     def abandon(self, first_block: int, num_blocks: int) -> None:
-        """Note that a chunk ended early: what it has not written may be computed or copied by anyone."""
+        """Mark computing pages of these blocks as empty, in all layers: their chunk ended early."""
         with self._lock:
             self._change(Blocks(0, 0, first_block, num_blocks, self._num_layers), _ABANDON)
 
     def write(self, blocks: Blocks) -> None:
-        """Note that pages were computed: the layers that follow may use them. The engine's thread."""
+        """Note that pages were computed, so that the following layers may use them. The engine's thread."""
         with self._lock:
             self._change(blocks, _WRITE)
             self._count_first(blocks)
@@ -124,7 +128,7 @@ class PageLedger:
     # --- pages that come from a peer ----------------------------------------------------------------------------------
 
     def missing(self, blocks: Blocks) -> list[Blocks]:
-        """Return which of these pages are neither here, nor computed, nor on their way."""
+        """Return the empty pages: neither here, nor being computed, nor on their way."""
         return self._among(blocks, _IS_EMPTY)
 
     def is_read(self, blocks: Blocks) -> bool:
@@ -132,9 +136,9 @@ class PageLedger:
         return any(_READING in states for states in self._slices(blocks))
 
     def claim(self, blocks: Blocks, source: int, state: PageState = PageState.COPYING) -> list[Blocks]:
-        """Note that pages are about to be copied in from a source. Return those that were missing, now claimed.
+        """Mark the missing pages of ``blocks`` as being copied from a source, and return them.
 
-        Pages that another source claimed first remain that one's.
+        Pages that another source claimed first stay with that source.
         """
         with self._lock:
             missing = self.missing(blocks)
@@ -146,15 +150,15 @@ class PageLedger:
         return missing
 
     def release(self, blocks: Blocks, source: int) -> None:
-        """Take back a source's claim of pages whose copy does not count: they are to come again."""
+        """Make pages empty that a source claimed and whose copy failed. They will be copied again."""
         with self._lock:
             for part in self._among(blocks, _IS_IN_COPY, self._sources, marked(source + 1)):
                 self._change(part, _RELEASE)
 
     def discard(self, blocks: Blocks) -> None:
-        """Note that nobody will see these pages: those that are not here, or on their way, are not to come.
+        """Mark the empty pages of ``blocks`` as gone: no token will see them, so they are not expected.
 
-        A source whose copy did not count sends them no more.
+        Pages whose copy failed are then no longer counted as their source's.
         """
         with self._lock:
             for part in self._among(blocks, _IS_EMPTY):
@@ -163,13 +167,13 @@ class PageLedger:
                     sources[part.first_block : part.end] = bytes(part.num_blocks)
 
     def num_gone(self, blocks: Blocks) -> int:
-        """Return how many of these pages are not to come."""
+        """Return the number of these pages that are gone."""
         return sum(states.count(_GONE) for states in self._slices(blocks))
 
     # --- pages that are here ------------------------------------------------------------------------------------------
 
     def place(self, blocks: Blocks) -> list[Blocks]:
-        """Note that pages are here and can be sent, copied or computed. Return those that were not before."""
+        """Note that pages are here and can be sent, copied or computed. Return which were not here before."""
         with self._lock:
             new = self._among(blocks, _IS_ABSENT)
             for part in new:
@@ -181,7 +185,7 @@ class PageLedger:
         return new
 
     def has(self, blocks: Blocks) -> bool:
-        """Whether all of these are here and can be sent."""
+        """Whether all of these pages are here and can be sent."""
         return (
             blocks.end <= self._num_blocks
             and blocks.end_layer <= self._num_layers
@@ -189,27 +193,27 @@ class PageLedger:
         )
 
     def present(self) -> list[Blocks]:
-        """Return the pages among these that are here and can be sent."""
+        """Return all pages that are here and can be sent."""
         return self._among(self.everything, _IS_PRESENT)
 
     def has_first(self, layer: int, num_blocks: int) -> bool:
-        """Whether the first blocks are all here in this layer, or at least written. Any thread."""
+        """Whether this layer's first ``num_blocks`` blocks are all here, or at least written. Any thread."""
         return self._num_first[layer] >= num_blocks
 
     @property
     def num_complete_blocks(self) -> int:
-        """Number of the first blocks that are here, or at least written, in all layers."""
+        """Number of first blocks that are here, or at least written, in all layers."""
         return min(self._num_first)
 
-    # --- what was sent to whom ----------------------------------------------------------------------------------------
+    # --- senders and receivers of pages -------------------------------------------------------------------------------
 
     def set_sent_to(self, blocks: Blocks, num_members: int) -> None:
-        """Note that these pages are sent to the first ``num_members`` of a group."""
+        """Note that these pages are sent to the first ``num_members`` members of a group."""
         for layer in range(blocks.layer, blocks.end_layer):
             self._sent_to[layer][blocks.first_block : blocks.end] = bytes([num_members]) * blocks.num_blocks
 
     def not_sent_to(self, number: int, blocks: Blocks) -> list[Blocks]:
-        """Return the pages here that were sent to others, but not to member ``number``."""
+        """Return the pages here that are known to be sent to members before ``number`` only."""
         return self._among(blocks, _IS_PRESENT, self._sent_to, marked(*range(1, number + 1)))
 
     def taken_from(self, source: int) -> list[Blocks]:
@@ -217,11 +221,11 @@ class PageLedger:
         return self._among(self.everything, _IS_PRESENT, self._sources, marked(source + 1))
 
     def num_pages_of(self, source: int) -> int:
-        """Return how many pages a source sent, or began to."""
+        """Return the number of pages that a source has sent or begun to send."""
         return sum(sources.count(source + 1) for sources in self._sources)
 
     def num_unclaimed(self, blocks: Blocks) -> int:
-        """Return how many of these pages no source has begun to send, of those that are to come."""
+        """Return the number of expected pages in ``blocks`` that no source has begun to send."""
         return sum(
             sources[blocks.first_block : blocks.end].count(0)
             for sources in self._sources[blocks.layer : blocks.end_layer]
@@ -261,8 +265,11 @@ class PageLedger:
     def _among(
         self, blocks: Blocks, is_state: bytes, others: list[bytearray] | None = None, is_other: bytes = b""
     ) -> list[Blocks]:
-        """Return those in some states, and with some values in another table; undivided if that is all."""
-        if others is None and blocks.num_pages == 1:  # of which there are thousands in a long context's small pieces
+        """Return the pages with a state marked in ``is_state``, and a value in ``others`` marked in ``is_other``.
+
+        If all pages are, ``blocks`` is returned undivided.
+        """
+        if others is None and blocks.num_pages == 1:  # a long context has thousands of one-page pieces
             return [blocks] if is_state[self._states[blocks.layer][blocks.first_block]] else []
         pages, found = slice(blocks.first_block, blocks.end), list[Blocks]()
         for layer in range(blocks.layer, blocks.end_layer):

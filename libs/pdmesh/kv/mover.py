@@ -1,32 +1,35 @@
-"""KV that requests send and receive: both directions of one instance, in one object.
+"""Outgoing and incoming KV of one instance, in one object.
 
-What a worker runtime needs to know::
+How a worker runtime uses it::
 
     pool = BlockPool(num_blocks)                       # pdmesh.kv.blocks, owned by the runtime
     mover = KvMover(transport=transport, store=engine.kv, pool=pool, config=config.transfer, on_outcome=on_outcome)
     async with transport, mover:                       # tasks run inside; leaving cancels every transfer
         ...
 
-**Sending**, by ``mover.departures``. ``source = offer(...)`` when the request is admitted; it holds no resources until
-there is something to send. From the engine's thread, for each layer of each chunk, ``source.blocks_ready(...)`` (about
-a microsecond). ``grant(...)`` when the scheduler says so, before or after. ``source.commit(...)`` at the end, with the
-first token if it was drawn here. Exactly one outcome follows each grant of another copy: `SentTransfer`, and the blocks
-may be freed; or `FailedTransfer`, and everything is kept for the next grant. ``withdraw(...)`` ends one without an
-outcome. ``pause(...)`` stops it until it is granted again, and `PausedTransfer` says that no piece is under way. A
-running decode is offered when it is granted; then as `KvSource` says.
+**Sending**, by ``mover.departures``. Call ``source = offer(...)`` when the request is admitted; an offer holds no
+resources until there are pages to send. From the engine's thread, call ``source.blocks_ready(...)`` for each layer of
+each chunk (about a microsecond). Call ``grant(...)`` when the scheduler says so, before or after. Call
+``source.commit(...)`` at the end, with the first token if it was drawn here.
 
-**Receiving.** ``mover.arrivals.expect(...)`` with the reserved blocks. Exactly one outcome follows: `LandedTransfer`
-(the acknowledgement is on its way; decode may start) or `FailedTransfer`.
+Exactly one outcome follows each grant of another copy. After `SentTransfer` the blocks may be freed. After
+`FailedTransfer` everything is kept for the next grant. ``withdraw(...)`` ends a copy without an outcome. ``pause(...)``
+stops it until it is granted again, and `PausedTransfer` reports that no piece is under way. A running decode is offered
+when it is granted, and then sent as `KvSource` says.
 
-**Parts** of contexts that are spread (`pdmesh.kv.parts`). ``mover.parts.open(...)`` at the home,
-``mover.parts.hold(...)`` at a member.
+**Receiving.** Call ``mover.arrivals.expect(...)`` with the reserved blocks. Exactly one outcome follows:
+`LandedTransfer` (the acknowledgement is on its way; decode may start) or `FailedTransfer`.
 
-**Groups.** ``mover.groups.open(...)`` when a member of a prefill group is admitted, ``mover.groups.set_members(...)``
-when it is told which the members are (`pdmesh.kv.exchange`). The only outcome is `FailedExchange`: it cannot go on.
+**Spread contexts** (`pdmesh.kv.parts`). Call ``mover.parts.open(...)`` at the owner and ``mover.parts.hold(...)`` at a
+shard holder.
 
-**Freeing.** ``mover.cancel(request_id, epoch)`` first (idempotent, unknown requests are fine, no outcome follows), then
-``pool.free(block_ids, on_released=...)``: blocks that a running copy still touches stay quarantined until it ends,
-and ``on_released`` is called when the last one is free (at once if none is).
+**Groups.** Call ``mover.groups.open(...)`` when a member of a prefill group is admitted, and
+``mover.groups.set_members(...)`` when the members are named (`pdmesh.kv.exchange`). The only outcome is
+`FailedExchange`: the member cannot continue.
+
+**Freeing.** Call ``mover.cancel(request_id, epoch)`` first (idempotent, unknown requests are ignored, no outcome
+follows), then ``pool.free(block_ids, on_released=...)``. Blocks that a running copy still touches stay quarantined
+until the copy ends, and ``on_released`` is called when the last one is free (at once if none is quarantined).
 
 ``on_outcome`` is called on the event loop and must not block. Everything but ``blocks_ready`` belongs to the event
 loop.
@@ -72,20 +75,24 @@ class ExchangedBytes(NamedTuple):
 
 
 class TransferCounters(NamedTuple):
-    """Totals since the start, and what is in progress.
+    """Totals since the start, and numbers of running transfers.
 
-    ``dropped`` counts dropped pieces by reason; ``refused``: what the transport refused.
+    ``num_bytes_exchanged`` counts pages of prefill groups, which the other byte counts leave out.
+    ``num_bytes_peer_read`` counts received bytes that were copied from peers' caches, in transfers and groups.
+    ``dropped`` counts dropped pieces by reason; ``refused`` is the reason of pieces that the transport refused.
+    ``num_asked_again`` counts dropped pieces that were requested again. ``num_part_answers`` counts answers to owners
+    of spread contexts.
     """
 
     num_pieces_sent: int
     num_bytes_sent: int
     num_pieces_received: int
     num_bytes_received: int
-    num_bytes_exchanged: ExchangedBytes  # beside the transfers'
-    num_bytes_peer_read: int  # of those received, by transfers or not: copied from where they lay
+    num_bytes_exchanged: ExchangedBytes
+    num_bytes_peer_read: int
     dropped: Mapping[str, int]
-    num_asked_again: int  # of those, damaged ones
-    num_part_answers: int  # to who decodes a context of which a part is here
+    num_asked_again: int
+    num_part_answers: int
     num_exchanging: int
     num_sending: int
     num_receiving: int
@@ -109,10 +116,10 @@ class KvMover:
         wakeup: Wakeup | None = None,
         weights: str = "",
     ) -> None:
-        """``memory`` is what others copy pieces from and to, beside the transport's. Raises ConfigError.
+        """``memory`` is memory that others copy pieces from and to, beside the transport's. Raises ConfigError.
 
         ``weights`` is the identity of the weights that compute the KV: pieces of other weights are dropped.
-        ``attend_part`` answers questions about parts of contexts; ``wakeup`` wakes the thread that asks them.
+        ``attend_part`` answers questions about shards held here; ``wakeup`` wakes the thread that waits for answers.
         """
         if config.max_payload_bytes < store.layout.block_bytes:
             raise ConfigError(
@@ -147,7 +154,7 @@ class KvMover:
             key=self._key,
             copies=copies,
             tasks=self._tasks,
-            # anyio has no call from a thread that does not wait for its result.
+            # anyio's call from a thread waits for its result.
             call_soon=asyncio.get_running_loop().call_soon_threadsafe,
             clock=self._clock,
             on_outcome=self._on_outcome,
@@ -157,7 +164,6 @@ class KvMover:
         pages = PageIntake(context, self._pool)
         self.departures = KvDepartures(context)
         self.arrivals = KvArrivals(context, pages)
-        #: What members of prefill groups exchange.
         self.groups = KvGroups(context, PageIntake(context, self._pool, pages))
         self.probes = KvProbes(context)
         threads = None
@@ -187,7 +193,7 @@ class KvMover:
         self.parts.cancel(request_id, epoch)
 
     def forget(self, address: bytes) -> None:
-        """Note that the peer at this data address is gone: sends to it fail, and its endpoint is closed."""
+        """Fail sends to the peer at this data address, which is gone, and close its endpoint."""
         self.groups.forget(address)
         self.parts.forget(address)
         if self._context.peer_reads is not None:

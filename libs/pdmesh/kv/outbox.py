@@ -1,4 +1,4 @@
-"""What waits to be sent to one peer: layers of the same blocks that wait together go as one piece."""
+"""Queue of blocks and headers for one peer. Layers of the same blocks that wait together are sent as one piece."""
 
 from __future__ import annotations
 
@@ -16,38 +16,44 @@ NO_BLOCKS = Blocks(0, 0, 0, 0, 0)
 
 
 class Outgoing(NamedTuple):
-    """Blocks to send, and how many members of a group get them from the one that computed them."""
+    """Blocks to send, or a header about them.
+
+    The member of a group that computed the blocks sends them to ``num_members`` members. A ``kind`` other than KV makes
+    a header alone. ``is_again`` marks blocks that the peer asked for again.
+    """
 
     blocks: Blocks
     num_members: int = 0
-    kind: PieceKind = PieceKind.KV  # another one is said of these blocks, in a header alone
-    is_again: bool = False  # the peer asked for it
+    kind: PieceKind = PieceKind.KV
+    is_again: bool = False
 
 
 class Outbox:
-    """First in, first out, except for layers that are held back until more of the same blocks join them.
+    """Queue to one peer, first in, first out, except for layers held back until more of the same blocks join them.
 
-    They are held until as many are together as was wanted when the last one came, or until nothing more can join them:
-    they reach the model's last layer, fill a piece, or something else of these blocks was added. A message without
-    pages overtakes pages, and leaves even while pages are paused. The user bounds the outbox by adding each page only
-    once. Event loop only.
+    Layers are held until as many are together as the latest `put` asks for, or until no layer can join them: they reach
+    the model's last layer, fill a piece, or other layers of these blocks were added. A message without pages overtakes
+    pages, and is sent even while pages are paused. The outbox has no bound; its user adds each page only once. Event
+    loop only.
     """
 
     def __init__(
         self, *, num_layers: int, max_pages: Callable[[], int], pages_a_message: Callable[[], int] = lambda: 0
     ) -> None:
-        """``max_pages`` is the most that a piece holds now; up to ``pages_a_message``, pieces leave together."""
+        """``max_pages`` returns the current limit of a piece. Pieces of ``pages_a_message`` pages together are sent as
+        one message.
+        """
         self._num_layers = num_layers
         self._max_pages = max_pages
         self._pages_a_message = pages_a_message
         self._said: deque[Outgoing] = deque()
         self._due: deque[Outgoing] = deque()
-        self._held: dict[int, Outgoing] = {}  # by their first block
+        self._held: dict[int, Outgoing] = {}  # key: first block
         self._is_paused = self.is_closed = False
         self._news = anyio.Event()
 
     def put(self, item: Outgoing, layers_a_piece: int = 1) -> None:
-        """Add blocks, and hold them back until so many of their layers are together."""
+        """Add blocks, and hold them back until ``layers_a_piece`` of their layers are together."""
         blocks = item.blocks
         held = self._held.pop(blocks.first_block, None)
         if held is not None and self._follows(held, item):
@@ -76,31 +82,31 @@ class Outbox:
         self._wake()
 
     def flush(self) -> None:
-        """Stop holding back what is here now."""
+        """Release all layers that are held back."""
         self._due.extend(self._held.values())
         self._held.clear()
         self._wake()
 
     def pause(self) -> None:
-        """Let no page leave until `resume`."""
+        """Hold all pages until `resume`."""
         self._is_paused = True
 
     def resume(self) -> None:
-        """Let pages leave."""
+        """Release the pages that `pause` holds."""
         if self._is_paused:
             self._is_paused = False
             self._wake()
 
     def close(self) -> None:
-        """Let nothing leave any more: `take` returns None."""
+        """Hand out nothing more: `take` returns an empty list."""
         self.is_closed = True
         self._wake()
 
     async def take(self) -> list[Outgoing]:
-        """Return what is to be sent next: a header, or blocks, cut to what fits into a piece; nothing once closed.
+        """Wait, and return the next items: one header, or blocks cut to pieces. Return an empty list once closed.
 
-        Blocks that are due are returned together, as far as their pages fit into a message: nothing waits for more of
-        them, but more of them are there the longer the last send took. Several tasks may wait.
+        Due blocks are returned together, as far as their pages fit into a message. The longer the last send took, the
+        more blocks are due; `take` never waits for more. Several tasks may wait.
         """
         while not self.is_closed:
             if self._said:

@@ -1,4 +1,4 @@
-"""How KV transfers end, or pause, as told to the worker runtime."""
+"""Outcomes of KV transfers, as reported to the worker runtime."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pdmesh.model import Epoch, RequestId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentTransfer:
-    """Sender's side: the receiver acknowledged the whole KV.
+    """Sender's outcome: the receiver acknowledged the whole KV.
 
-    ``duration_s`` runs from the transfer's first grant, and ``exposed_s`` from the moment the prompt was computed and
-    its first token sampled (when decode could have started), both to the acknowledgement. For a move, ``duration_s`` is
-    the time of the whole move, and ``exposed_s`` how long the request paused. In ``sent_s`` of that time pieces with KV
-    were under way; 0 if the receiver read it where it lay. ``carrier`` is `KvTransport.carrier_to` of the receiver.
+    ``duration_s`` and ``exposed_s`` end with the acknowledgement. ``duration_s`` begins with the copy's first grant.
+    ``exposed_s`` begins when the prompt was computed and its first token sampled, so decode could have started. For a
+    move, ``duration_s`` is the time of the whole move, and ``exposed_s`` the pause of the request.
+
+    During ``sent_s`` pieces with KV were under way; 0 if the receiver read the KV from the sender's cache. ``carrier``
+    is `KvTransport.carrier_to` of the receiver.
     """
 
     request_id: RequestId
@@ -29,20 +31,24 @@ class SentTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandedTransfer:
-    """Receiver's side: all blocks of all layers are in place and checked, and the token to go on from, if any."""
+    """Receiver's outcome: all blocks of all layers are in place and checked.
+
+    ``token_id`` is the token to continue from; None if the KV is only cached. ``duration_s`` begins with the first
+    piece. ``transcript`` is set for a move (`pdmesh.kv.transcript`).
+    """
 
     request_id: RequestId
     epoch: Epoch
-    token_id: int | None  # None: of KV that is only kept
+    token_id: int | None
     token_index: int
     num_bytes: int
-    duration_s: float  # from the first piece
-    transcript: bytes = b""  # of a move: see `pdmesh.kv.transcript`
+    duration_s: float
+    transcript: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedTransfer:
-    """A transfer that either side gave up. The sender still has all its KV, for another transfer."""
+    """A transfer that either side has ended. The sender still has all its KV, for another transfer."""
 
     request_id: RequestId
     epoch: Epoch
@@ -52,7 +58,7 @@ class FailedTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PausedTransfer:
-    """Sender's side: it stopped when asked to, and no piece is in progress. It goes on with the next grant."""
+    """Sender's report that no piece is under way, after it was told to pause. The next grant resumes the transfer."""
 
     request_id: RequestId
     epoch: Epoch
@@ -60,7 +66,7 @@ class PausedTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedExchange:
-    """The end of a membership in a prefill group: the member can neither pass its KV on nor wait for others'."""
+    """The end of a membership in a prefill group: the member can neither send its KV nor receive the others'."""
 
     request_id: RequestId
     epoch: Epoch

@@ -1,4 +1,4 @@
-"""Blocks of one request on their way out, as pieces: gather, seal, send."""
+"""Outgoing blocks of one request, as pieces: gather, seal, send."""
 
 from __future__ import annotations
 
@@ -18,27 +18,33 @@ from pdmesh.transport.buffers import PieceBuffer
 from pdmesh.transport.kv_transport import KvTransport
 from pdmesh.transport.seal import MeshKey
 
-#: Blocks to send, and what the headers of their pieces say.
+#: Blocks to send, and the remaining fields of their headers.
 BlocksAbout = tuple[Blocks, PieceHeader]
 
 
 @dataclass(slots=True, kw_only=True)
 class Means:
-    """What a writer of pieces works with."""
+    """The shared objects that a writer of pieces uses. Threads of ``copies`` copy and check pieces.
+
+    ``weights`` is `PieceHeader.weights` of all pieces.
+    """
 
     store: KvStore
     transport: KvTransport
     key: MeshKey
-    copies: CallThreads  # that copy and check pieces
-    weights: int = 0  # see `PieceHeader.weights`
+    copies: CallThreads
+    weights: int = 0
 
 
 class PieceWriter:
-    """Sends blocks of one request's table; several tasks may call it at the same time."""
+    """Sends blocks of one request's table; several tasks may call it at the same time.
+
+    ``num_pushed_bytes`` counts KV sent in pieces; ``num_bytes`` also counts KV offered as peer reads, and transcripts.
+    """
 
     def __init__(self, block_ids: Sequence[int], means: Means) -> None:
         self.num_bytes = 0
-        self.num_pushed_bytes = 0  # of KV that travelled; the others were for peers to read
+        self.num_pushed_bytes = 0
         self.num_pieces = 0
         self._block_ids = block_ids
         self._store = means.store
@@ -53,41 +59,44 @@ class PieceWriter:
         return self._transport.max_payload_bytes // self._store.layout.block_bytes
 
     def may_read(self, address: bytes) -> bool:
-        """Whether the peer at an address copies pages from where they lie: nothing is pushed there."""
+        """Whether the peer at an address copies pages from this cache, so that none are pushed."""
         return False
 
     def pages_a_piece(self, address: bytes) -> int:
-        """Return the maximum number of pages in a piece to this address; `send` reports an unreachable one."""
+        """Return the maximum number of pages in a piece to this address. `send` reports an unreachable address."""
         try:
             return self._pages_taken(address)
         except KvTransferError:
             return self.max_pages
 
     def carrier_to(self, address: bytes) -> str:
-        """Return what carries pieces to this address; empty if the peer has become unreachable."""
+        """Return the name of the transport that carries pieces to this address; empty if the peer is unreachable."""
         try:
             return self._transport.carrier_to(address)
         except KvTransferError:
             return ""
 
     def pages_a_message(self, address: bytes) -> int:
-        """Return the number of pages up to which pieces to this address travel together."""
+        """Return the number of pages up to which pieces to this address are sent together."""
         try:
             return self._transport.message_limit(address) // self._store.layout.block_bytes
         except KvTransferError:
             return 1
 
     def refused(self, address: bytes, num_pages: int) -> bool:
-        """Note that the peer refused to read pages: KV goes there as bytes from now on. False if fewer were offered."""
+        """Send KV to this address as bytes from now on, because its peer cannot read pages.
+
+        Return False if fewer than ``num_pages`` were offered.
+        """
         return False
 
     def close(self) -> None:
-        """Let peers read nothing any more: what they have not copied by now does not count. Idempotent."""
+        """End the peers' permission to read: copies that they finish from now on do not count. Idempotent."""
 
     async def send(self, address: bytes, blocks: Sequence[BlocksAbout]) -> None:
-        """Send blocks that fit into a message, each as a piece. Raises KvTransferError.
+        """Send blocks that fit into one message, each as a piece. Raises KvTransferError.
 
-        Blocks that are more than a piece holds go one piece after the other.
+        If a range of blocks exceeds a piece, all pieces are sent one after the other.
         """
         limit = self._pages_taken(address)
         pieces = [(piece, about) for some, about in blocks for piece in some.cut(limit)]
@@ -96,19 +105,19 @@ class PieceWriter:
                 await self._send_message(address, message, buffer)
 
     async def send_bytes(self, address: bytes, start: int, data: bytes, about: PieceHeader) -> None:
-        """Send bytes that are not KV, from number ``start`` on, one piece after the other. Raises KvTransferError."""
+        """Send bytes that are not KV, numbered from ``start``, one piece after the other. Raises KvTransferError."""
         for taken, header in self.cut_bytes(address, start, data, about):
             await self.send_payload(address, taken, header)
             self.num_bytes += len(taken)
 
     def divided(self, address: bytes, data: bytes, about: PieceHeader) -> Iterator[tuple[bytes, PieceHeader]]:
-        """Yield bytes in pieces, each of which says how many there are in all. Raises KvTransferError."""
+        """Yield bytes in pieces whose headers carry the total number of bytes. Raises KvTransferError."""
         return self.cut_bytes(address, 0, data, about._replace(num_context_tokens=len(data)))
 
     def cut_bytes(
         self, address: bytes, start: int, data: bytes, about: PieceHeader
     ) -> Iterator[tuple[bytes, PieceHeader]]:
-        """Yield bytes in pieces that an address takes, from number ``start`` on. Raises KvTransferError."""
+        """Yield bytes in pieces that an address accepts, numbered from ``start``. Raises KvTransferError."""
         size = min(self._transport.max_payload_bytes, self._transport.payload_limit(address))
         for offset in range(0, len(data), size):
             taken = data[offset : offset + size]
@@ -123,9 +132,9 @@ class PieceWriter:
         begins: Callable[[], object] = lambda: None,
         is_notice: bool = False,
     ) -> None:
-        """Send a header alone, or as a notice. Raises KvTransferError.
+        """Send a header alone, possibly as a notice. Raises KvTransferError.
 
-        ``begins`` is called when there is a buffer for it.
+        ``begins`` is called once there is a buffer for the header.
         """
         async with self._transport.lend() as buffer:
             begins()
@@ -137,7 +146,7 @@ class PieceWriter:
         await self.tell(address, about._replace(chunk=blocks.chunk, part=self._part(blocks)))
 
     async def send_payload(self, address: bytes, payload: bytes, about: PieceHeader) -> None:
-        """Send one piece that is no KV. Raises KvTransferError."""
+        """Send one piece that is not KV. Raises KvTransferError, also if ``payload`` is too long for the receiver."""
         limit = min(self._transport.max_payload_bytes, self._transport.payload_limit(address))
         if len(payload) > limit:
             raise KvTransferError(f"{len(payload)} bytes are more than a piece of {limit} holds")
@@ -158,7 +167,7 @@ class PieceWriter:
         )
 
     def _pages_taken(self, address: bytes) -> int:
-        """Pages of a piece that a destination takes: its buffers may be smaller than ours."""
+        """Return the pages of a piece that a destination accepts. Raises KvTransferError if not one fits."""
         limit = self._transport.payload_limit(address)
         if limit < self._store.layout.block_bytes:
             raise KvTransferError(f"the receiver takes pieces of {limit} bytes, less than one KV block")
@@ -178,7 +187,7 @@ class PieceWriter:
         self.num_pushed_bytes += num_bytes
 
     def _fill(self, pieces: Sequence[BlocksAbout], buffer: PieceBuffer) -> int:
-        """Write pieces into a buffer; the payload bytes of the last one."""
+        """Write pieces into a buffer. Return the payload bytes of the last one."""
         payload_bytes = 0
         for number, (blocks, about) in enumerate(pieces):
             if number:

@@ -1,4 +1,4 @@
-"""Neighbouring pages of a request: how they are named here, divided into pieces, and found in a table."""
+"""Neighbouring pages of a request: their name here, their division into pieces, and searches in a table."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import NamedTuple
 from pdmesh.kv.piece import PieceHeader
 from pdmesh.model import IndexRange, KvLayout, KvPart
 
-#: In a table, of a context's blocks that are held elsewhere.
+#: Entry of a block table for a block of the context that is held elsewhere.
 NO_BLOCK = -1
 
 
 class Blocks(NamedTuple):
-    """Neighbouring complete blocks of a request's block table, in one layer or the same ones in several."""
+    """Neighbouring complete blocks of a request's block table, in ``num_layers`` layers from ``layer`` on."""
 
     chunk: int
-    layer: int  # the first
+    layer: int
     first_block: int
     num_blocks: int
     num_layers: int = 1
 
     @classmethod
     def of(cls, header: PieceHeader) -> Blocks:
-        """Return the blocks that a piece holds, or asks for."""
+        """Return the blocks that a piece contains or asks for."""
         blocks, layers, _ = header.part
         return cls(header.chunk, layers.start, blocks.start, blocks.size, layers.size)
 
@@ -42,13 +42,16 @@ class Blocks(NamedTuple):
         return self.num_layers * self.num_blocks
 
     def within(self, part: KvPart) -> Blocks:
-        """Return the blocks among these that are in a part."""
+        """Return the blocks of this range that are in ``part``."""
         blocks = IndexRange(self.first_block, self.end).common(part.blocks)
         layers = IndexRange(self.layer, self.end_layer).common(part.layers)
         return Blocks(self.chunk, layers.start, blocks.start, blocks.size, layers.size)
 
     def held(self, layout: KvLayout, first_block: int) -> Iterator[Blocks]:
-        """Yield these without the blocks before ``first_block`` in layers with a window; nothing if none are left."""
+        """Yield this range without the blocks before ``first_block`` in layers with a window.
+
+        The yielded ranges have the same blocks in all their layers. Nothing is yielded if no page is left.
+        """
         if self.first_block >= first_block or not layout.windowed_layers:
             if self.num_pages:
                 yield self
@@ -61,9 +64,10 @@ class Blocks(NamedTuple):
                 yield part
 
     def split(self, size: int, max_blocks: int | None = None) -> tuple[Blocks, list[Blocks]]:
-        """Return a first piece of at most so many pages, of whole layers if one fits, and what is left, in order.
+        """Return a first piece, and the remaining ranges in order.
 
-        The piece has at most ``max_blocks`` blocks of each layer, too.
+        The piece has at most ``size`` pages, and at most ``max_blocks`` blocks of each layer. It has whole layers if
+        one fits.
         """
         if self.num_pages <= size and self.num_blocks <= (max_blocks or self.num_blocks):
             return self, []
@@ -85,14 +89,14 @@ class Blocks(NamedTuple):
 
 @functools.cache
 def marked(*values: int) -> bytes:
-    """Return a table for `bytes.translate` that makes these values 1, and all others 0."""
+    """Return a table for `bytes.translate` that maps these values to 1 and all others to 0."""
     return bytes(value in values for value in range(256))
 
 
 def runs(marks: bytes | bytearray) -> Iterator[tuple[int, int]]:
-    """Yield each run of neighbouring ones among zeros as (first, count).
+    """Yield each run of ones among zeros as (first, count).
 
-    A context may have a million pages, and this is called on the event loop, so the cost is only for each run.
+    A context may have a million pages, and the event loop calls this function, so the cost is per run, not per page.
     """
     end = 0
     while (first := marks.find(1, end)) >= 0:

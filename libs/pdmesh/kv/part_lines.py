@@ -1,12 +1,12 @@
-"""Blocking connections inside a host, from the engine's thread of a home to a thread of each member.
+"""Blocking connections inside a host, from an owner's engine thread to a thread of each shard holder.
 
-A piece of a layer's exchange would pass two event loops and two threads on its way there, and as many on its way back.
-A line is a Unix stream socket. Its home writes the questions of all contexts of a step as one frame, and its member
-answers them as one frame, on the thread that read them. A question that cannot be answered at once goes to the member's
-event loop, and its answer comes as pieces. A line that breaks is closed, and the same questions go as pieces.
+As pieces, a layer's questions and answers would pass two event loops and two threads in each direction. A line is a
+Unix stream socket. The owner writes the questions of all contexts of a step as one frame. The shard holder answers them
+as one frame, on the thread that read them. A question that cannot be answered at once goes to the shard holder's event
+loop, and is answered by pieces. A line that breaks is closed, and the same questions go as pieces.
 
-The kernel says that both ends belong to one user. A home proves by its first frame that it has the mesh's key, and each
-question names the capability of its range, as a piece does.
+The kernel reports that both ends belong to one user. An owner's first frame proves that it has the mesh's key, and each
+question carries the capability of its range, as a piece does.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from pdmesh.transport.seal import SEAL_BYTES, MeshKey
 
 log = structlog.get_logger()
 
-_FRAME = struct.Struct("<4sII")  # magic, bytes behind this, how many questions or answers these are
-_ABOUT = struct.Struct("<16sIQIHHI")  # request's key, epoch, capability, question, layer, member, bytes
+_FRAME = struct.Struct("<4sII")  # magic, number of bytes that follow, number of questions or answers
+#: Request key, epoch, capability, question number, layer, index of the shard holder, number of bytes.
+_ABOUT = struct.Struct("<16sIQIHHI")
 _MAGIC = b"pdL1"
 
-#: Maximum size of a frame. Answers are in fp32, so a frame of them has up to 2.2 times the bytes of the questions.
+#: Maximum size of a frame. Answers are in fp32, so a frame of answers is up to 2.2 times as long as its questions.
 MAX_FRAME_BYTES = 4 << 20
 #: Maximum size of a frame's questions. A longer question goes as pieces.
 MAX_ASKED_BYTES = MAX_FRAME_BYTES // 4
 MAX_LINES = 1024
-#: Time limit of a home's first words, of a frame of questions, and of each write of answers.
+#: Time limit for an owner's greeting, for sending a frame of questions, and for each write of answers.
 PATIENCE_S = 1.0
 _READ_BYTES = 1 << 16
 
@@ -51,12 +52,12 @@ Said = tuple[PieceHeader, bytes]
 
 
 def _name(process: int, address: bytes) -> bytes:
-    """Return the abstract name that the instance at a data address listens under."""
+    """Return the abstract socket name that the instance at this data address listens on."""
     return b"\0pdmesh-parts-%d-" % process + peer_id(address).hex().encode()
 
 
 def _hello(address: bytes, weights: int) -> bytes:
-    """Return the first words of a line to the member at an address, between instances of the same weights."""
+    """Return the greeting of a line to the shard holder at ``address``; ``weights`` must be equal at both ends."""
     return _MAGIC + peer_id(address) + weights.to_bytes(4, "little")
 
 
@@ -78,7 +79,7 @@ def _pack(said: Sequence[Said]) -> bytes:
 
 
 def _unpack(kind: PieceKind, num_said: int, frame: memoryview) -> Iterator[Said]:
-    """Yield what a frame says. Raises ValueError for anything that `_pack` does not make."""
+    """Yield the questions or answers of a frame. Raises ValueError if `_pack` cannot have made it."""
     data_start = num_said * _ABOUT.size
     if data_start > len(frame):
         raise ValueError(f"{num_said} questions or answers do not fit into {len(frame)} bytes")
@@ -105,7 +106,7 @@ def _unpack(kind: PieceKind, num_said: int, frame: memoryview) -> Iterator[Said]
 
 
 class _Frames:
-    """Frames that come on a stream socket."""
+    """Receiving end of a stream socket that carries frames."""
 
     def __init__(self, kind: PieceKind, connection: socket.socket) -> None:
         self._kind = kind
@@ -113,11 +114,11 @@ class _Frames:
         self._came = bytearray()
 
     def receive(self) -> list[Said]:
-        """Read once, and return what complete frames say. Raises OSError or ValueError."""
+        """Read once, and return the contents of all complete frames. Raises OSError or ValueError."""
         came = self._came
         try:
             data = self._socket.recv(_READ_BYTES)
-        except BlockingIOError:  # another thread was first
+        except BlockingIOError:
             return []
         if not data:
             raise ConnectionResetError("the other end of the line is closed")
@@ -136,13 +137,13 @@ class _Frames:
 
 
 class Bell:
-    """Wakes the thread that waits for a context's answers. Any thread may ring."""
+    """A wake-up for the thread that waits for a context's answers. Any thread may ring."""
 
     def __init__(self) -> None:
         self.fileno = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def ring(self) -> None:
-        with suppress(BlockingIOError):  # rung so often that the number overflows
+        with suppress(BlockingIOError):  # the counter is full, so the bell rings already
             os.eventfd_write(self.fileno, 1)
 
     def silence(self) -> None:
@@ -154,10 +155,10 @@ class Bell:
 
 
 class PartLine:
-    """A home's end. Used by the threads of the engine; any thread may close it."""
+    """An owner's end of a line. The engine's threads use it, and any thread may close it."""
 
     def __init__(self, process: int, address: bytes, hello: bytes) -> None:
-        """Connect to the member in a process, and send it the sealed ``hello``. Raises OSError."""
+        """Connect to the shard holder in ``process``, and send the sealed ``hello``. Raises OSError."""
         self._socket = connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             connection.connect(_name(process, address))
@@ -170,13 +171,14 @@ class PartLine:
         self.fileno = connection.fileno()
         self.is_open = True
         self._frames = _Frames(PieceKind.ANSWER, connection)
-        self._lock = threading.Lock()  # no thread closes a socket that another one uses
+        self._lock = threading.Lock()  # held by each thread that uses or closes the socket
         self._pending: list[Said] = []
 
     def put(self, header: PieceHeader, question: bytes) -> bool:
-        """Add a question to the next frame. False if the line is closed, or the frame has no room for it.
+        """Add a question to the next frame. Return False if the line is closed or the frame has no room for it.
 
-        There is one frame for a layer: the member reads no second one before the home has read its answers.
+        There is one frame for each layer, and a second one is read only once the owner has read the answers to the
+        first.
         """
         if not self.is_open or len(question) > MAX_ASKED_BYTES:
             return False
@@ -187,13 +189,13 @@ class PartLine:
         return self.is_open
 
     def flush(self) -> None:
-        """Send the questions that were put."""
+        """Send the questions added by `put`."""
         if self._pending:
             with self._lock:
                 self._send()
 
     def receive(self) -> list[Said]:
-        """Return the answers that have come."""
+        """Return the answers that have arrived; none if the line has ended."""
         with self._lock:
             try:
                 return self._frames.receive()
@@ -202,7 +204,7 @@ class PartLine:
                 return []
 
     def close(self) -> None:
-        """End the line, and wake the threads that wait for its answers."""
+        """Close the line, and wake the threads that wait for its answers."""
         if self.is_open:
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -235,12 +237,15 @@ class PartLine:
         log.info("a member of a spread context is asked by pieces from now on", reason=str(error))
         self.is_open = False
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the threads that poll it
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 def wait_for_lines(lines: Iterable[PartLine], bell: Bell, until_s: float) -> list[Said]:
-    """Return the answers that come next on some lines; none if the bell rings, a line ends, or at ``until_s``."""
+    """Wait, and return the next answers from ``lines``.
+
+    Return none if ``bell`` rings, if a line has ended, or at ``until_s`` of the monotonic clock.
+    """
     by_fileno = {line.fileno: line for line in lines}
     if not all(line.is_open for line in by_fileno.values()):
         return []
@@ -257,16 +262,18 @@ def wait_for_lines(lines: Iterable[PartLine], bell: Bell, until_s: float) -> lis
 
 
 class PartLines:
-    """A home's lines, by the addresses of the members."""
+    """An owner's lines, by the data addresses of the shard holders. ``address`` is the owner's."""
 
     def __init__(self, address: bytes, key: MeshKey, weights: int) -> None:
-        self.address = address  # the home's
+        self.address = address
         self._key = key
         self._weights = weights
         self._lines: dict[bytes, PartLine] = {}
 
     def connect(self, process: int, address: bytes) -> None:
-        """Open a line to a member on this host, unless there is one. Without one, questions go as pieces."""
+        """Open a line to a shard holder on this host, unless one is open. If that fails, log it: questions go as
+        pieces.
+        """
         if self.line_to(address) is None:
             try:
                 self._lines[address] = PartLine(process, address, self._key.seal(_hello(address, self._weights)))
@@ -278,12 +285,12 @@ class PartLines:
         return line if line is not None and line.is_open else None
 
     def flush(self) -> None:
-        """Send the questions that were put on any line."""
+        """Send the questions that were added to any line."""
         for line in list(self._lines.values()):
             line.flush()
 
     def forget(self, address: bytes) -> None:
-        """Close the line to a peer that is gone."""
+        """Close the line to a peer, if there is one."""
         if (line := self._lines.pop(address, None)) is not None:
             line.close()
 
@@ -293,12 +300,15 @@ class PartLines:
 
 
 class PartPort:
-    """A member's end: a thread for each home, which answers the home's questions."""
+    """A shard holder's end of all lines: one thread for each owner, which answers the owner's questions."""
 
     def __init__(
         self, address: bytes, key: MeshKey, weights: int, answer: Callable[[PieceHeader, bytes], Said | None]
     ) -> None:
-        """``answer`` is called on the threads of several homes at once; None: the event loop has the question."""
+        """``answer`` is called on the threads of several owners at once.
+
+        It returns None if it has passed the question to the event loop.
+        """
         self._name = _name(os.getpid(), address)
         self._hello = _hello(address, weights)
         self._key = key
@@ -361,13 +371,13 @@ class PartPort:
                 if self._is_closing:
                     return
                 log.warning("a connection of a home was not accepted", reason=str(error))
-                time.sleep(PATIENCE_S)  # out of descriptors: the next one may find some
+                time.sleep(PATIENCE_S)  # out of descriptors: retry later
                 continue
             if process_and_user(connection)[1] != os.getuid() or not self._start(self._serve, connection):
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Answer a home, until either end is closed."""
+        """Greet an owner and answer its questions, until either end closes the line."""
         try:
             connection.settimeout(PATIENCE_S)
             hello = connection.recv(len(self._hello) + SEAL_BYTES)

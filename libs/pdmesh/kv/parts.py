@@ -1,12 +1,13 @@
-"""A context spread over several instances: its *home*, where it decodes, asks the *members*, which hold a range each.
+"""A spread context: its owner (`home` in names) decodes it, and shard holders (`members`) hold a range of its KV each.
 
-In each layer the home sends its query rows to all members at once, and meanwhile attends to its own blocks. In a layer
-with a window it asks only members whose ranges the rows see. A member attends to its range on a thread of its own,
-beside its steps, because a range never changes. A query that comes before its range waits for the range. A member that
-does not answer in time, stops, or is gone ends the request's step at its home, and nothing else.
+In each layer the owner sends its query rows to all shard holders at once, and meanwhile attends to its own blocks. In a
+layer with a window it asks only the shard holders whose ranges the rows see. A shard holder attends to its range on a
+separate thread, beside its steps, because a range never changes. A query that arrives before its range waits for the
+range. If a shard holder does not answer in time, stops, or is lost, the request's step fails at its owner, and nothing
+else.
 
-Inside a host questions and answers take a line (`pdmesh.kv.part_lines`), which no event loop is part of. Between hosts,
-and where a line cannot be had or has ended, they are pieces.
+Inside a host, questions and answers travel on lines (`pdmesh.kv.part_lines`), which bypass the event loops. Between
+hosts, and where no line can be opened or the line has ended, they travel as pieces.
 """
 
 from __future__ import annotations
@@ -32,39 +33,50 @@ from pdmesh.threads import CallThreads
 from pdmesh.transport.address import unpack_address
 from pdmesh.transport.kv_transport import KvTransport, ReceivedPiece
 
-#: What an engine makes of a question, given a range's number and blocks (`pdmesh.engine.base.Engine.attend_part`);
-#: ValueError: it is none.
+#: Returns the answer to a question about a range, given the range's index and blocks
+#: (`pdmesh.engine.base.Engine.attend_part`). Raises ValueError if the question is malformed.
 AttendPart = Callable[[int, Sequence[int], PartQuestion], bytes]
 
-#: Questions that wait for the event loop, of all contexts of an instance. Each home has one under way.
+#: Maximum number of calls that wait for the event loop, for all contexts of an instance. Each owner has one question
+#: under way.
 MAX_QUESTIONS = 4096
 
 
 @dataclass(slots=True, eq=False)
 class LostTokens:
-    """Tokens of a range that was lost, as they come."""
+    """Tokens of a lost range that arrive in pieces, for the instance that computes the range again.
+
+    ``on_all`` is called with all tokens and the number of the client's own prompt tokens. ``on_failure`` is called with
+    the reason if the tokens arrive damaged or not in time.
+    """
 
     num_bytes: int
-    on_all: Callable[[bytes, int], None]  # with them, and the number of its client's own prompt tokens
-    on_failure: Callable[[str], None]  # with the reason: they came damaged, or not in time
+    on_all: Callable[[bytes, int], None]
+    on_failure: Callable[[str], None]
     joined: JoinedPieces = field(default_factory=JoinedPieces)
 
 
 @dataclass(slots=True, eq=False)
 class HeldPart:
-    """A member's side: a range in its blocks."""
+    """A shard holder's side of a spread context: one range in its blocks.
+
+    ``member`` is its index among the shard holders. ``question`` is the question that is arriving; ``waiting`` holds
+    the complete question that waits for the range. ``lost`` is set until the tokens of a range to be computed again
+    have arrived. ``num_attending`` counts the threads that read the blocks; the last one has ``unpin`` called on the
+    event loop.
+    """
 
     request_id: RequestId
     epoch: Epoch
     capability: int
     block_ids: Sequence[int]
-    member: int  # its place among them
+    member: int
     has_landed: bool = False
-    question: JoinedPieces = field(default_factory=JoinedPieces)  # that is coming
+    question: JoinedPieces = field(default_factory=JoinedPieces)
     waiting: list[tuple[PieceHeader, bytes]] = field(default_factory=list[tuple[PieceHeader, bytes]])
-    lost: LostTokens | None = None  # set until these have come
-    num_attending: int = 0  # threads of lines that read the blocks
-    unpin: Callable[[], object] | None = None  # called on the event loop once the last thread has ended
+    lost: LostTokens | None = None
+    num_attending: int = 0
+    unpin: Callable[[], object] | None = None
     key: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,7 +84,7 @@ class HeldPart:
 
 
 class KvParts:
-    """An instance's spread contexts, as their home and as a member. Event loop only, but for the last methods."""
+    """An instance's spread contexts, as owner and as shard holder. Event loop only, except the methods for threads."""
 
     def __init__(
         self,
@@ -82,7 +94,7 @@ class KvParts:
         attend: AttendPart | None,
         wakeup: Wakeup,
     ) -> None:
-        """Without ``attend``, which is called on ``threads``, an instance is no member."""
+        """``attend`` is called on ``threads`` and on threads of lines. Without it, the instance holds no shards."""
         self._context = context
         self._pool = pool
         self._threads = threads
@@ -92,12 +104,12 @@ class KvParts:
         self._homes: dict[bytes, SpreadKv] = {}
         self._held: dict[bytes, HeldPart] = {}
         self._put, self._calls = anyio.create_memory_object_stream[Callable[[], object]](MAX_QUESTIONS)
-        self._lock = threading.Lock()  # guards `HeldPart.num_attending`, and removals of ranges
-        self._attending = threading.Lock()  # held by the one thread that attends
-        self.num_answers = 0  # that were given
+        self._lock = threading.Lock()  # guards `HeldPart.num_attending` and removals from `_held`
+        self._attending = threading.Lock()
+        self.num_answers = 0
         address = context.transport.address
         self._lines: PartLines | None = None
-        self.port: PartPort | None = None  # the owner enters this port
+        self.port: PartPort | None = None
         if attend is not None and _process_of(context.transport, address) is not None:
             self._lines = PartLines(address, context.key, context.weights)
             self.port = PartPort(address, context.key, context.weights, self._answer_on_line)
@@ -108,9 +120,9 @@ class KvParts:
     # --- for the worker runtime ---------------------------------------------------------------------------------------
 
     def open(self, request_id: RequestId, epoch: Epoch, *, members: Sequence[PartHolder], num_tokens: int) -> SpreadKv:
-        """Be the home of a context, whose first tokens these members hold, in their order.
+        """Become the owner of a context whose first ``num_tokens`` tokens ``members`` hold, in this order.
 
-        Of one that is open already it asks these from now on: between two steps.
+        If the context is already open in this epoch, ask these members from now on. Call between two steps.
         """
         for member in members:
             self._context.admit(member.address)
@@ -146,7 +158,11 @@ class KvParts:
         member: int,
         lost: LostTokens | None = None,
     ) -> None:
-        """Begin to be a member. Questions wait until `landed`. ``lost`` are tokens to come, if it is to be computed."""
+        """Become a shard holder. Questions wait until `landed` is called.
+
+        ``member`` is this instance's index among the shard holders. ``lost`` is given if this instance computes the
+        range again from tokens that will arrive.
+        """
         self._context.admit(home_address)
         part = HeldPart(request_id, epoch, capability, array("q", block_ids), member, lost=lost)
         self._held[part.key] = part
@@ -154,19 +170,22 @@ class KvParts:
             self._context.tasks.start_soon(self._limit, part, lost)
 
     async def _limit(self, part: HeldPart, lost: LostTokens) -> None:
-        """Give up tokens that do not come in time: nobody acknowledges them, so their sender does not know."""
+        """Report lost tokens as failed if they do not arrive within the deadline.
+
+        The receiver must limit this, because tokens are not acknowledged and so their sender does not notice.
+        """
         limit_s = self._context.config.deadline_s
         await anyio.sleep(limit_s)
         if part.lost is lost and self._held.get(part.key) is part:
             lost.on_failure(f"its tokens did not come within {limit_s:g} s")
 
     def rehome(self, request_id: RequestId, epoch: Epoch, address: bytes) -> None:
-        """Answer questions that come from this address, too."""
+        """Admit messages from the owner's new data address."""
         if self._part(request_id, epoch) is not None:
             self._context.admit(address)
 
     def landed(self, request_id: RequestId, epoch: Epoch) -> None:
-        """Answer from now on: a range is here."""
+        """Mark a range as here. Answer the questions that wait for it, and later ones at once."""
         part = self._part(request_id, epoch)
         if part is not None:
             part.has_landed = True
@@ -175,7 +194,7 @@ class KvParts:
             part.waiting.clear()
 
     def close(self, request_id: RequestId, epoch: Epoch) -> None:
-        """Ask nobody about a context any more. A range of it that is here stays."""
+        """Stop owning a context: ask its shard holders no more. A range of the context that is held here stays."""
         spread = self._homes.get(request_key(request_id))
         if spread is not None and spread.epoch == epoch:
             del self._homes[spread.key]
@@ -190,7 +209,10 @@ class KvParts:
         holder: PartHolder,
         on_failure: Callable[[str], None],
     ) -> None:
-        """Send the packed tokens of a range to who is to compute it."""
+        """Send the packed tokens of a lost range to ``holder``, which computes the range again.
+
+        ``on_failure`` is called with the reason if ``holder`` does not take them.
+        """
         self._context.admit(holder.address)
         about = PieceHeader(
             kind=PieceKind.TOKENS,
@@ -203,7 +225,10 @@ class KvParts:
         self._context.tasks.start_soon(self._say, holder.address, pieces, on_failure)
 
     def cancel(self, request_id: RequestId, epoch: Epoch) -> None:
-        """Have no part in this epoch of a request, nor in older ones. Idempotent."""
+        """Drop the context and the range of this epoch of a request, and of older ones. Idempotent.
+
+        An owner's wait for answers fails. Blocks that a thread still reads stay pinned until it has ended.
+        """
         key = request_key(request_id)
         spread, part = self._homes.get(key), self._held.get(key)
         if spread is not None and spread.epoch <= epoch:
@@ -218,7 +243,7 @@ class KvParts:
                     part.unpin = partial(pin.__exit__, None, None, None)
 
     def forget(self, address: bytes) -> None:
-        """Note that a peer is gone: nobody waits for its answers."""
+        """Fail the contexts that have a shard holder at this address, and close the line to it: the peer is gone."""
         for spread in self._homes.values():
             for number, member in enumerate(spread.members):
                 if member.address == address:
@@ -227,25 +252,28 @@ class KvParts:
             self._lines.forget(address)
 
     def abort(self, reason: str) -> None:
-        """End what the engine's thread waits for."""
+        """Fail every wait for answers of the engine's thread."""
         for spread in self._homes.values():
             spread.fail(reason)
 
     # --- for the mover ------------------------------------------------------------------------------------------------
 
     def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
-        """Take a question or an answer."""
+        """Handle a question, an answer, or a piece of lost tokens.
+
+        Pieces of unknown requests, of other epochs, or with a wrong capability or checksum are counted as dropped.
+        """
         is_question = header.kind is not PieceKind.ANSWER
         side = self._held.get(header.request_key) if is_question else self._homes.get(header.request_key)
         fault: str | None = "unknown"
         if isinstance(side, HeldPart):
             fault = mismatch(side, header)
-        elif side is not None:  # each member has a capability of its own
+        elif side is not None:  # `SpreadKv.take` checks the capability
             fault = None if header.epoch == side.epoch else "epoch"
         if side is None or fault is not None:
             self._context.settle(piece, fault)
         elif not piece.load() or not self._context.key.opens_payload(piece.payload, header.check):
-            self._context.drop(piece, "checksum")  # nobody asks again: the home's limit ends the step
+            self._context.drop(piece, "checksum")  # the owner's time limit ends the step
             if header.kind is PieceKind.TOKENS and isinstance(side, HeldPart) and side.lost is not None:
                 side.lost.on_failure("its tokens came damaged")
         else:
@@ -260,7 +288,7 @@ class KvParts:
                 self._asked(header, question)
 
     def _asked(self, header: PieceHeader, question: bytes) -> None:
-        """Answer a question by pieces, as soon as its range has landed."""
+        """Answer a question by pieces, now or when its range has landed."""
         part = self._held.get(header.request_key)
         if part is None:
             self._context.dropped["unknown"] += 1
@@ -269,7 +297,7 @@ class KvParts:
         elif part.has_landed:
             self._context.tasks.start_soon(self._answer, header, question)
         else:
-            part.waiting = [(header, question)]  # a home has one question under way
+            part.waiting = [(header, question)]  # an owner has one question under way
 
     def _take_tokens(self, part: HeldPart, header: PieceHeader, data: bytes) -> None:
         lost = part.lost
@@ -284,7 +312,7 @@ class KvParts:
             lost.on_failure("its tokens came damaged")
 
     def clear(self) -> None:
-        """End everything."""
+        """Fail every wait, close the lines, and forget all contexts and ranges."""
         self.abort("the instance is stopping")
         self._put.close()
         self._homes.clear()
@@ -299,13 +327,13 @@ class KvParts:
         return part if part is not None and part.epoch == epoch else None
 
     async def run(self) -> None:
-        """Make the calls that other threads ask for. A task that they start has the context of this one."""
+        """Make the calls that other threads request. Tasks started by a call inherit this task's context variables."""
         async with self._calls:
             async for call in self._calls:
                 call()
 
     def _call_soon(self, call: Callable[[], object]) -> None:
-        """Let `run` make a call. Any thread."""
+        """Have `run` make a call. Any thread."""
         self._context.call_soon(partial(self._add_call, call))
 
     def _add_call(self, call: Callable[[], object]) -> None:
@@ -318,7 +346,7 @@ class KvParts:
 
     def _send_queries(self, spread: SpreadKv, number: int, asked: PartQuestion, members: Sequence[int]) -> None:
         if number != spread.question:
-            return  # the home asks another question now
+            return  # the owner asks another question now
         question = pack_question(self._context.transport.address, asked)
         for member in [each for each in members if each < len(spread.members)]:
             about, address = spread.question_header(number, asked.layer, member), spread.members[member].address
@@ -341,7 +369,10 @@ class KvParts:
         on_failure: Callable[[str], object],
         is_due: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Send pieces to a peer one after the other, as long as they are due. Return whether all were sent."""
+        """Send pieces to a peer one after the other, until ``is_due`` returns False. Return whether all were sent.
+
+        ``on_failure`` is called with the reason if the peer does not take a piece that is still due.
+        """
         try:
             for payload, header in pieces:
                 if not is_due():
@@ -354,7 +385,7 @@ class KvParts:
         return True
 
     async def _answer(self, header: PieceHeader, query: bytes) -> None:
-        """Attend on a thread, and answer by pieces. The request may be freed meanwhile."""
+        """Attend on a thread, and answer by pieces. Do nothing if the range is not here any more."""
         part = self._begin(header)
         if part is None:
             return
@@ -379,7 +410,10 @@ class KvParts:
             return self._attend(part.member, part.block_ids, question)
 
     def _answer_on_line(self, header: PieceHeader, query: bytes) -> Said | None:
-        """Answer a question at once if it is about a range that is here, else leave it to the event loop."""
+        """Return the answer to a question if its range is here. The thread of a line calls this.
+
+        Otherwise, or if the question is malformed, return None and leave the question to the event loop.
+        """
         layer = header.part.layers.start
         if (part := self._begin(header)) is not None:
             try:
@@ -396,7 +430,7 @@ class KvParts:
         return None
 
     def _begin(self, header: PieceHeader) -> HeldPart | None:
-        """Return the range that a question is about, if it is here; its blocks stay until `_end`."""
+        """Return the range of a question, or None if it is not here. Its blocks are not freed before `_end`."""
         with self._lock:
             part = self._held.get(header.request_key)
             if part is None or mismatch(part, header) or not part.has_landed:
@@ -411,10 +445,10 @@ class KvParts:
             part.num_attending -= 1
             unpin = None if part.num_attending else part.unpin
         if unpin is not None:
-            self._context.call_soon(unpin)  # never dropped, unlike questions
+            self._context.call_soon(unpin)
 
     def _take_from_line(self, waiting: SpreadKv, header: PieceHeader, answer: bytes) -> None:
-        """Take an answer to any home, on the thread that waits for one of them."""
+        """Hand an answer to its owner's context, which may differ from the context ``waiting`` on this thread."""
         spread = self._homes.get(header.request_key)
         if spread is None or spread.epoch != header.epoch or not spread.take(header, answer, is_whole=True):
             self._context.dropped["late answer"] += 1
@@ -427,7 +461,7 @@ def _about_answer(part: HeldPart, question: PieceHeader) -> PieceHeader:
 
 
 def _process_of(transport: KvTransport, address: bytes) -> int | None:
-    """Return the process at a data address on this host; None if it is elsewhere, or that is no data address."""
+    """Return the process at a data address, or None if it is on another host or the address is invalid."""
     try:
         unpack_address(address)
         return transport.process_of(address)

@@ -1,23 +1,23 @@
-"""KV that instances on one host copy from each other's caches, where it lies.
+"""Peer reads: instances on one host copy KV from each other's caches.
 
-In place of a piece with pages an instance sends where in its cache they lie. The receiver copies them from there
-straight into its own cache, from host to host memory or from device to device, and stages nothing. So it is with all
-KV that moves: of prompts that are handed over, of decodes, and between members of a prefill group.
+In place of a piece with pages, an instance sends where in its cache the pages are. The receiver copies them straight
+into its own cache, from host to host memory or from device to device, and stages nothing. All transfers do so:
+hand-overs, moves, and exchanges between members of a prefill group.
 
 **Until when a page may be read.** A transfer's *window* is open as long as a word in the sender's memory has the value
-that the sender said, and the sender changes that word before it gives the blocks to another request. The receiver reads
-the word *after* it has copied: if it is still the same, so were the pages. (An optimistic read, as of FaRM, NSDI 2014
-§4.) So nobody waits for anybody: the sender keeps no blocks for receivers that were stopped, hears of no copy's end,
-and may die at any time; that a word of 64 random bits was read says that it was the right process, and alive, after the
+that the sender sent. The sender changes that word before it gives the blocks to another request. The receiver reads the
+word *after* it has copied: if the word is unchanged, so were the pages (an optimistic read, as in FaRM, NSDI 2014 §4).
+So neither side waits: the sender keeps no blocks for stopped receivers, is not told when a copy ends, and may die at
+any time. The word has 64 random bits, so reading it shows that the right process was read, and was alive after the
 copy.
 
-**Who may read.** Processes of one host and user that the system lets read each other's memory, as pieces are read
-(`pdmesh.transport.local`). What may be read is said as pieces are sent: sealed, with the transfer's capability, between
-instances that the scheduler has named; whose process is read follows from the data address that it gave. The addresses
-are in its sender's own memory, and whatever that holds it could have sent.
+**Permissions.** Processes of one host and user that the system lets read each other's memory, as for pieces
+(`pdmesh.transport.local`). Notes are sent like pieces: sealed, with the transfer's capability, between instances that
+the scheduler has named. The process that is read follows from the scheduler's data address. The addresses in a note are
+in its sender's own memory, so a note discloses nothing that its sender could not have sent.
 
-**Where it cannot be** (another host, another kind of cache, a device out of reach, an instance whose setting is off)
-pages travel as bytes. A receiver that cannot read says so (NO_PEER_READS), and is sent bytes from then on.
+**Where reads are impossible** (another host, another kind of cache, a device out of reach, an instance whose setting is
+off) pages travel as bytes. A receiver that cannot read replies NO_PEER_READS, and is sent bytes from then on.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from pdmesh.transport.buffers import PieceBuffer
 from pdmesh.transport.kv_transport import KvTransport
 from pdmesh.transport.reading import FORBIDDEN, read_memory
 
-#: Transfers of one instance whose KV peers may read at once; that of further ones travels as bytes.
+#: Maximum number of open windows of an instance. KV of further transfers travels as bytes.
 MAX_WINDOWS = 1024
 
 _NOTE = struct.Struct("<3Q")
 _WORD_BYTES = 8
 _PAGE_BYTES = 4
 
-_CARD_HEAD = struct.Struct("<4s4s16s")  # magic, kind of cache, what layout
+_CARD_HEAD = struct.Struct("<4s4s16s")  # magic, kind of cache, hash of the layout
 _CARD_MAGIC = b"pdC1"
 
 
 class ReadWindow:
-    """One request's KV as the peers of one transfer or group may read it, until closed."""
+    """The permission to read one request's KV, for the peers of one transfer or group, until ended."""
 
     def __init__(self, words: ctypes.Array[ctypes.c_uint64], number: int, on_over: Callable[[int], object]) -> None:
         self._words = words
@@ -67,33 +67,37 @@ class ReadWindow:
         self.word_address = ctypes.addressof(words) + number * _WORD_BYTES
 
     def end(self) -> None:
-        """Invalidate the window: nothing read under it counts from now on. Idempotent."""
+        """Close the window: peers discard copies that they finish from now on. Idempotent."""
         if self._words[self._number] == self.word:
             self._words[self._number] = 0
             self._on_over(self._number)
 
 
 class ReadNote(NamedTuple):
-    """What a piece says of the pages that it peer_reads, beside its header."""
+    """The payload of a peer read: where the peer may read the pages.
 
-    card_address: int  # where the sender's memory describes its cache
+    ``card_address`` is where the sender's memory describes its cache. ``pages`` are numbers in that cache: blocks, then
+    their frames if the cache has frames (`pdmesh.kv.frames`).
+    """
+
+    card_address: int
     word_address: int
     word: int
-    pages: Sequence[int]  # of the sender's cache: blocks, then their frames if it has any (`pdmesh.kv.frames`)
+    pages: Sequence[int]
 
     def pack(self) -> bytes:
         return _NOTE.pack(*self[:3]) + array.array("I", self.pages).tobytes()
 
     @classmethod
     def unpack(cls, payload: memoryview) -> ReadNote:
-        """Decode a payload that is `note_bytes` long."""
+        """Decode a payload whose length is `note_bytes`."""
         card_address, word_address, word = _NOTE.unpack_from(payload)
         return cls(card_address, word_address, word, array.array("I", bytes(payload[_NOTE.size :])))
 
     def copies(self, blocks: Blocks, first_block: int, block_ids: Sequence[int], store: KvStore) -> Iterator[Copies]:
-        """Yield what is to be copied for these blocks of a note that begins with ``first_block``, as are ``block_ids``.
+        """Yield the copies for ``blocks``. The note and ``block_ids`` begin with ``first_block``.
 
-        What nobody will see has no place here.
+        Pages that lie outside the receiver's window have no frame there, and are left out.
         """
         where = slice(blocks.first_block - first_block, blocks.end - first_block)
         ours, theirs = block_ids[where], self.pages[: len(block_ids)][where]
@@ -112,7 +116,7 @@ class ReadNote(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Pages of a peer's cache that are copied into ``ours``, each into the one in its place, in some layers."""
+    """Pages ``theirs`` of a peer's cache and the pages ``ours`` they are copied into, pairwise, in some layers."""
 
     layers: IndexRange
     theirs: Sequence[int]
@@ -120,14 +124,14 @@ class Copies(NamedTuple):
 
 
 class CacheOwner(NamedTuple):
-    """A peer: its data address, and the process that has it."""
+    """A peer: its data address and its process."""
 
     address: bytes
     pid: int
 
 
 def note_bytes(num_blocks: int, layout: KvLayout | None = None) -> int:
-    """Return the size in bytes of a note of so many blocks in any number of layers."""
+    """Return the size in bytes of a note of ``num_blocks`` blocks, in any number of layers."""
     return _NOTE.size + num_blocks * _bytes_a_block(layout)
 
 
@@ -138,20 +142,23 @@ def _bytes_a_block(layout: KvLayout | None) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Opened:
-    """A peer's cache, and how many threads read from it."""
+    """A peer's opened cache. If ``is_left``, it is closed when no thread reads from it."""
 
     cache: PeerCache
     num_readers: int = 0
-    is_left: bool = False  # closed when nobody reads
+    is_left: bool = False
 
 
 class PeerReads:
-    """What peers may read of one instance, and its reads of theirs. `read` is for any thread, all else for the loop."""
+    """The peer reads of one instance: permissions for its peers, and its own reads of their caches.
+
+    `read` is for any thread, all else for the event loop. ``max_pages`` is the limit of one read.
+    """
 
     def __init__(self, cache: SharedCache, layout: KvLayout, transport: KvTransport) -> None:
         self._cache = cache
         self._transport = transport
-        self.max_pages = max(1, cache.max_read_bytes // layout.block_bytes)  # of one read
+        self.max_pages = max(1, cache.max_read_bytes // layout.block_bytes)
         self.copies_inline = cache.copies_inline
         described = cache.describe()
         kind_of_layout = hashlib.blake2b(repr(layout).encode(), digest_size=16).digest()
@@ -165,46 +172,47 @@ class PeerReads:
         self._declined: set[bytes] = set()
 
     def begin(self) -> ReadWindow | None:
-        """Let peers read a request's KV, if not too many windows are open already."""
+        """Return a new window for a request's KV, or None if too many are open."""
         return ReadWindow(self._words, self._free_words.pop(), self._free_words.append) if self._free_words else None
 
     def may_read(self, address: bytes) -> bool:
         return address not in self._declined and self._transport.process_of(address) is not None
 
     def decline(self, address: bytes) -> None:
-        """Note that the peer there cannot read."""
+        """Note that the peer at this address cannot read."""
         self._declined.add(address)
 
     def note(self, window: ReadWindow, pages: Sequence[int]) -> ReadNote:
         return ReadNote(ctypes.addressof(self._card), window.word_address, window.word, pages)
 
     def read(self, owner: CacheOwner, note: ReadNote, copies: Sequence[Copies]) -> bool:
-        """Copy what a peer's note names. Any thread.
+        """Copy the pages of a peer's note. Any thread.
 
-        False if the window was closed: what was copied means nothing. Raises KvTransferError if it cannot be read.
+        Return False if the window was closed: the copied bytes are invalid. Raises KvTransferError if the peer cannot
+        be read.
         """
         try:
             self._copy(owner, note, copies)
         except KvTransferError:
             if self._is_open(owner, note):
                 raise
-            return False  # that is why
+            return False  # the copy failed because the window is closed
         return self._is_open(owner, note)
 
     @staticmethod
     def _is_open(owner: CacheOwner, note: ReadNote) -> bool:
-        """Whether the note's window is open yet. Raises KvTransferError if this process may not know."""
+        """Whether the note's window is still open. Raises KvTransferError if this process may not read it."""
         word = ctypes.c_uint64()
         try:
             read_memory(owner.pid, note.word_address, _WORD_BYTES, ctypes.addressof(word))
         except OSError as error:
             if error.errno in FORBIDDEN:
                 raise KvTransferError(f"the peer's memory cannot be read: {error}") from error
-            return False  # it is gone
+            return False
         return word.value == note.word
 
     def _copy(self, owner: CacheOwner, note: ReadNote, copies: Sequence[Copies]) -> None:
-        """Raises KvTransferError."""
+        """Copy pages from a peer's cache, which is opened if necessary. Raises KvTransferError."""
         opened = self._open(*owner, note.card_address)
         try:
             for layers, theirs, ours in copies:
@@ -215,15 +223,15 @@ class PeerReads:
             self._close_if_left(opened)
 
     def owner(self, address: bytes) -> CacheOwner | None:
-        """The peer there, if its memory can be read here."""
+        """Return the peer at an address, or None if its memory cannot be read here."""
         try:
             pid = self._transport.process_of(address)
-        except KvTransferError:  # what the scheduler gave for one is no address
+        except KvTransferError:  # the scheduler sent an invalid address
             return None
         return None if pid is None else CacheOwner(address, pid)
 
     def forget(self, address: bytes) -> None:
-        """The peer there is gone."""
+        """Close the cache of a peer that is gone, when no thread reads from it, and forget that it declined."""
         self._declined.discard(address)
         with self._lock:
             opened = self._opened.pop(address, None)
@@ -233,7 +241,7 @@ class PeerReads:
             self._close_if_left(opened)
 
     def close(self) -> None:
-        """Close every opened cache; to be called after the last `read`."""
+        """Close every opened cache. Call after the last `read`."""
         for address in list(self._opened):
             self.forget(address)
 
@@ -244,7 +252,7 @@ class PeerReads:
     def _open(self, address: bytes, pid: int, card_address: int) -> _Opened:
         opened = self._borrowed(address)
         if opened is None:
-            with self._opening:  # two threads would map the same memory
+            with self._opening:
                 opened = self._borrowed(address)
                 if opened is None:
                     cache = self._map(pid, card_address)
@@ -260,7 +268,7 @@ class PeerReads:
             return opened
 
     def _map(self, pid: int, card_address: int) -> PeerCache:
-        """Raises KvTransferError."""
+        """Open a peer's cache. Raises KvTransferError if it cannot be read or is of another kind."""
         card = ctypes.create_string_buffer(len(self._card))
         try:
             read_memory(pid, card_address, len(card), ctypes.addressof(card))
@@ -279,14 +287,14 @@ class PeerReads:
 
 
 class PeerReadWriter(PieceWriter):
-    """Lets peers read where they can, and sends all others pieces with pages."""
+    """A writer that lets peers read where they can, and sends all others pieces with pages."""
 
     def __init__(self, peer_reads: PeerReads, window: ReadWindow, block_ids: Sequence[int], means: Means) -> None:
         super().__init__(block_ids, means)
         self._peer_reads = peer_reads
         self._window = window
-        self._num_offered: Counter[bytes] = Counter()  # pages, by address, less those that were refused
-        self._num_refused: Counter[bytes] = Counter()  # and not yet sent as bytes
+        self._num_offered: Counter[bytes] = Counter()  # pages offered and not refused, by address
+        self._num_refused: Counter[bytes] = Counter()  # pages refused and not yet sent as bytes, by address
 
     @property
     def max_pages(self) -> int:
@@ -295,7 +303,7 @@ class PeerReadWriter(PieceWriter):
     def may_read(self, address: bytes) -> bool:
         try:
             return self._peer_reads.may_read(address)
-        except KvTransferError:  # no address: sending there says so
+        except KvTransferError:  # an invalid address: sending reports it
             return False
 
     def pages_a_piece(self, address: bytes) -> int:
@@ -311,7 +319,7 @@ class PeerReadWriter(PieceWriter):
         for piece, about in [(piece, about) for some, about in blocks for piece in some.cut(*limits)]:
             if self.may_read(address):
                 await self._offer(address, piece, about)
-            else:  # it has said so meanwhile
+            else:  # the peer has declined meanwhile
                 await super().send(address, [(piece, about)])
 
     def refused(self, address: bytes, num_pages: int) -> bool:
@@ -328,7 +336,7 @@ class PeerReadWriter(PieceWriter):
     async def _send_message(self, address: bytes, pieces: Sequence[BlocksAbout], buffer: PieceBuffer) -> None:
         await super()._send_message(address, pieces, buffer)
         num_pages = sum(blocks.num_pages for blocks, _ in pieces)
-        num_counted = min(num_pages, self._num_refused[address])  # when they were offered
+        num_counted = min(num_pages, self._num_refused[address])  # `_offer` counted these
         self._num_refused[address] -= num_counted
         self.num_bytes -= num_counted * self._store.layout.block_bytes
 
@@ -342,7 +350,7 @@ class PeerReadWriter(PieceWriter):
         self.num_bytes += blocks.num_pages * self._store.layout.block_bytes
 
     def _blocks_a_note(self, address: bytes) -> int:
-        """Raises KvTransferError."""
+        """Return how many blocks a note to an address may have. Raises KvTransferError if none fits."""
         limit = min(self._transport.max_payload_bytes, self._transport.payload_limit(address))
         num_blocks = (limit - _NOTE.size) // _bytes_a_block(self._store.layout)
         if num_blocks < 1:

@@ -1,7 +1,7 @@
-"""A KV cache that processes of the same host may copy pages from: how it is named, opened and read.
+"""A KV cache that processes of the same host may copy pages from: its description, and how it is opened and read.
 
-Caches are only read: no process writes into another's memory, so a page holds what its owner wrote. What a page held
-when it was read, the owner says separately (`pdmesh.kv.peer_reads`).
+Caches are only read: no process writes into another's memory, so a page holds what its owner wrote. Whether a page
+still held the wanted KV when it was read, the owner says separately (`pdmesh.kv.peer_reads`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class PeerCache(Protocol):
     """Another instance's cache of the same layout, opened."""
 
     def read(self, layers: IndexRange, theirs: Sequence[int], ours: Sequence[int]) -> None:
-        """Copy the cache's pages ``theirs``, in order, into ``ours`` of this instance, in each of some layers.
+        """Copy the cache's pages ``theirs``, in order, into ``ours`` of this instance, in each of ``layers``.
 
-        Where a layer has frames (`pdmesh.kv.frames`), these are frames, and else blocks; it is one or the other.
+        Page numbers are frames in layers with frames (`pdmesh.kv.frames`), and blocks in others; ``layers`` has one
+        kind only.
 
-        The pages are there when it returns. Any thread. Raises KvTransferError, and may have copied some of them by
-        then.
+        The copy is complete on return. Any thread. Raises KvTransferError, possibly after copying some pages.
         """
         ...
 
     def close(self) -> None:
-        """Release the mapping; to be called after the last read."""
+        """Release the mapping. Call after the last read."""
         ...
 
 
@@ -45,16 +45,16 @@ class SharedCache(Protocol):
 
     @property
     def max_read_bytes(self) -> int:
-        """Maximum bytes of KV in one window. A copy runs to its end whatever becomes of the request."""
+        """Maximum bytes of KV in one read. A copy runs to its end even if the request is cancelled."""
         ...
 
     @property
     def copies_inline(self) -> bool:
-        """Whether short copies may be made on the event loop, because they wait for nothing."""
+        """Whether short copies may be made on the event loop, because they do not wait."""
         ...
 
     def describe(self) -> bytes:
-        """Return what `open` needs in another process: equally many bytes for all caches of this kind and layout."""
+        """Return the argument of `open` for other processes. Its length is fixed for a kind and layout."""
         ...
 
     def open(self, pid: int, described: bytes) -> PeerCache:
@@ -63,22 +63,22 @@ class SharedCache(Protocol):
 
 
 class HostCache:
-    """`SharedCache` of host memory: each page is read where it lies in the other process, and nothing is staged."""
+    """`SharedCache` of host memory: pages are read directly from the other process, without staging."""
 
     kind = b"host"
     copies_inline = True
 
-    # All buffers of a receiver may hold reads that are copied before what comes next, such as the commit of a decode
-    # that stands still. A prompt of one block behind 1.5 GiB took 3 to 9 ms where those went in pieces, 10 to 26 in
-    # reads of 16 MiB, 19 to 57 in such of 64; the long one 0.23 s, 0.11 and 0.10 (2-core VM, 2026-11-23).
+    # All buffers of a receiver may hold reads that are copied before the next message, such as the commit of a paused
+    # decode. A prompt of one block behind 1.5 GiB took 3 to 9 ms if the 1.5 GiB went in pieces, 10 to 26 in reads of
+    # 16 MiB, 19 to 57 in reads of 64 MiB. The 1.5 GiB took 0.23 s, 0.11 and 0.10 (2-core VM, 2026-11-23).
     max_read_bytes = 16 << 20
 
     def __init__(
         self, layout: KvLayout, num_blocks: int, layer_addresses: Sequence[int], *, num_frames: int = 0
     ) -> None:
-        """``layer_addresses`` are the addresses of each layer's page 0; its other pages follow.
+        """``layer_addresses`` has the address of each layer's page 0, which its other pages follow.
 
-        Layers with a window have ``num_frames`` of them, if the layout gives up what is behind it.
+        Layers with a window have ``num_frames`` pages, if the layout frees pages outside the window.
         """
         self._layout = layout
         self._num_blocks, self._num_frames = num_blocks, num_frames
@@ -97,7 +97,7 @@ class HostCache:
 
 
 class HostPeerCache:
-    """`PeerCache` of host memory, by cross-memory attach. If the owner dies, reading raises an error."""
+    """`PeerCache` of host memory, by cross-memory attach. Reads raise KvTransferError once the owner is dead."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class HostPeerCache:
         block_bytes: int,
     ) -> None:
         self._pid = pid
-        self._num_pages = num_pages  # of each layer
+        self._num_pages = num_pages
         self._their_layers = their_layers
         self._our_layers = our_layers
         self._block_bytes = block_bytes
@@ -133,7 +133,7 @@ class HostPeerCache:
 
 
 class Run(NamedTuple):
-    """Blocks that follow one another in both caches."""
+    """Blocks that are contiguous in both caches."""
 
     theirs: int
     ours: int
@@ -141,7 +141,7 @@ class Run(NamedTuple):
 
 
 def common_runs(theirs: Sequence[int], ours: Sequence[int]) -> Iterator[Run]:
-    """Yield the fewest copies that bring blocks to others, each to the one at the same place."""
+    """Yield the fewest runs that copy each block of ``theirs`` to the block of ``ours`` at the same index."""
     first = 0
     for position in range(1, len(ours) + 1):
         if (
@@ -154,6 +154,6 @@ def common_runs(theirs: Sequence[int], ours: Sequence[int]) -> Iterator[Run]:
 
 
 def check_blocks(block_ids: Sequence[int], num_blocks: int) -> None:
-    """Raise KvTransferError unless all blocks that a peer named exist in a cache of so many."""
+    """Raise KvTransferError unless a peer's cache of ``num_blocks`` blocks has all blocks that the peer named."""
     if not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
         raise KvTransferError(f"a block outside the peer's {num_blocks}")

@@ -1,4 +1,4 @@
-"""A home's side of a context that is spread over several instances: questions to the members, and their answers."""
+"""An owner's side of a spread context: its questions to the shard holders, and their answers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pdmesh.kv.part_lines import Bell, PartLine, PartLines, wait_for_lines
 from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind, request_key
 from pdmesh.model import Epoch, IndexRange, RequestId
 
-#: Before the home's address and the rows of a question: its first row's position, and the address's length.
+#: Head of a packed question: position of its first row, and length of the owner's address. Address and rows follow.
 _START_AND_LENGTH = struct.Struct("<IH")
 
-#: Of a question, or an answer, in all its pieces: rows of a chunk come to a few MiB.
+#: Maximum bytes of a question or an answer, in all its pieces. The rows of a chunk take a few MiB.
 MAX_JOINED_BYTES = 1 << 28
 
 
 def pack_question(home: bytes, question: PartQuestion) -> bytes:
-    """Return a question as it is sent. ``home`` is the address that the answer goes to: a home moves."""
+    """Return a question as bytes. The answer goes to address ``home``, because an owner may move."""
     return _START_AND_LENGTH.pack(question.start, len(home)) + home + question.query
 
 
 def unpack_question(sent: bytes, layer: int) -> tuple[bytes, PartQuestion]:
-    """Return the home's address, and the question. Raises ValueError if the bytes are too few."""
+    """Return the owner's address and the question. Raises ValueError if ``sent`` is too short."""
     if len(sent) < _START_AND_LENGTH.size:
         raise ValueError(f"a question of {len(sent)} bytes")
     start, length = _START_AND_LENGTH.unpack_from(sent)
@@ -37,13 +37,16 @@ def unpack_question(sent: bytes, layer: int) -> tuple[bytes, PartQuestion]:
 
 @dataclass(slots=True)
 class JoinedPieces:
-    """A question or an answer in several pieces, which come in order and each give the number of all bytes."""
+    """A message in several pieces, which arrive in order. ``number`` is the question's, also in an answer."""
 
-    number: int = 0  # the question's
+    number: int = 0
     came: bytearray = field(default_factory=bytearray)
 
     def take(self, header: PieceHeader, data: bytes, num_bytes: int) -> bytes | None:
-        """Add a piece, and return all ``num_bytes`` with the last one. A first piece drops earlier messages."""
+        """Add a piece. Return the whole message of ``num_bytes`` bytes with its last piece, else None.
+
+        A first piece drops an incomplete earlier message. A piece that is not the next one is ignored.
+        """
         begin, end = header.part.blocks
         if (begin, end) == (0, num_bytes) and num_bytes == len(data):
             return data
@@ -57,14 +60,18 @@ class JoinedPieces:
 
 
 class PartHolder(NamedTuple):
-    """An instance that holds a range."""
+    """A shard holder. Each question about its range carries ``capability``."""
 
     address: bytes
-    capability: int  # each question about the range names it
+    capability: int
 
 
 class SpreadKv:
-    """A home's side of one context. Implements `pdmesh.kv.elsewhere.KvElsewhere`."""
+    """An owner's side of one spread context. Implements `pdmesh.kv.elsewhere.KvElsewhere`.
+
+    ``lost_members`` are the members without an answer. ``bell`` is None without lines, or if no descriptor was left for
+    it.
+    """
 
     def __init__(
         self,
@@ -79,7 +86,7 @@ class SpreadKv:
         lines: PartLines | None = None,
         take: Callable[[SpreadKv, PieceHeader, bytes], object] | None = None,
     ) -> None:
-        """``send`` sends a question with this number as pieces to some members.
+        """``send`` sends the question of a given number, as pieces, to some members.
 
         ``take`` receives each answer from ``lines``, also answers about other contexts. The engine's thread calls both.
         """
@@ -95,16 +102,16 @@ class SpreadKv:
         self._take = take
         try:
             self.bell = None if lines is None else Bell()
-        except OSError:  # no descriptor is left: questions go as pieces
+        except OSError:
             self._lines = self.bell = None
-        self._number = 0  # the last question's
+        self._number = 0
         self._question: PartQuestion | None = None
-        self._asked = range(0)  # members that the last question went to
-        self._answers: dict[int, bytes] = {}  # complete ones, by member
-        self._coming: dict[int, JoinedPieces] = {}  # incomplete ones, by member
-        self._on_lines: dict[int, PartLine] = {}  # members that owe an answer on a line
+        self._asked = range(0)
+        self._answers: dict[int, bytes] = {}  # by member
+        self._coming: dict[int, JoinedPieces] = {}  # incomplete, by member
+        self._on_lines: dict[int, PartLine] = {}
         self._failure: str | None = None
-        self.lost_members: tuple[int, ...] = ()  # members without an answer
+        self.lost_members: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -116,7 +123,7 @@ class SpreadKv:
         return self._number
 
     def question_header(self, number: int, layer: int, member: int) -> PieceHeader:
-        """Return what a question to a member says about itself."""
+        """Return the header of question ``number`` about ``layer`` to a member."""
         return PieceHeader(
             kind=PieceKind.QUERY,
             request_key=self.key,
@@ -169,7 +176,7 @@ class SpreadKv:
         return self._failure is not None or len(self._answers) == len(self._asked)
 
     def _wait_on_lines(self, until_s: float) -> None:
-        """Wait for the answers on lines. Members whose line ends are asked by pieces."""
+        """Wait for the answers on lines. Ask members by pieces whose line has ended."""
         assert self.bell is not None
         assert self._take is not None
         while self._on_lines and not self._is_over() and time.monotonic() < until_s:
@@ -183,7 +190,7 @@ class SpreadKv:
     def take(self, header: PieceHeader, data: bytes, *, is_whole: bool = False) -> bool:
         """Take a piece of an answer, on the event loop, or a whole answer, on the engine's thread.
 
-        False if it is to no question that waits.
+        Return False if no question waits for the answer.
         """
         member = header.source
         if not self._waits_for(header):
@@ -199,13 +206,13 @@ class SpreadKv:
         return True
 
     def _waits_for(self, header: PieceHeader) -> bool:
-        """Whether an answer is to the last question, from a member that was asked."""
+        """Whether an answer is to the last question, from a member that was asked and has this capability."""
         member = header.source
-        capabilities = [each.capability for each in self.members[member : member + 1]]  # none if there are fewer now
+        capabilities = [each.capability for each in self.members[member : member + 1]]
         return header.chunk == self._number and member in self._asked and capabilities == [header.capability]
 
     def set_members(self, members: Sequence[PartHolder], num_tokens: int) -> None:
-        """Ask ``members``, which hold ``num_tokens``, from now on. Between two steps."""
+        """Ask ``members``, which hold the first ``num_tokens`` tokens, from now on. Call between two steps."""
         self.members, self._num_tokens = tuple(members), num_tokens
         self._failure, self.lost_members = None, ()
 
@@ -217,7 +224,7 @@ class SpreadKv:
             self.bell.ring()
 
     def fail(self, reason: str, *members: int) -> None:
-        """End every wait for answers until `set_members`. ``members`` are lost, if any are named."""
+        """End every wait for answers until `set_members`. Record ``members`` as lost. Only the first reason counts."""
         if self._failure is None:
             self._failure, self.lost_members = reason, members
         self._ring()
