@@ -1,8 +1,8 @@
 """Batching modes: whether prompts are computed beside decodes (mixed), in phases of their own (exclusive), or either.
 
-An *exclusive* instance computes prompts alone until its idle seats are filled or nobody waits, then decodes alone until
-a share of its seats is idle. A *switching* one does what is predicted to be faster with what was measured, as long as
-that keeps its targets. The theory is `pdmesh.policy.batching_theory`.
+An *exclusive* instance computes prompts alone until its idle seats are filled or no request waits. It then decodes
+alone until a share of its seats is idle. A *switching* instance uses the mode that measured step times predict to be
+faster, as long as the latency targets are kept. The theory is `pdmesh.policy.batching_theory`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NOTHING_EXCLUSIVE = (
 
 
 class Mode(StrEnum):
-    """What an instance does now."""
+    """Batching mode of an instance at one time."""
 
     MIXED = "mb"
     EXCLUSIVE = "eb"
@@ -47,61 +47,90 @@ def other_mode(mode: Mode) -> Mode:
 
 
 class DecodePhase(NamedTuple):
-    """A decode phase of an exclusive instance, and what waits for its end. Times are seconds on the core's clock."""
+    """State of an exclusive instance in a decode phase, and of the requests that wait for the end of the phase.
+
+    Times are seconds on the core's clock.
+
+    ``limit_s``: longest duration of a decode phase while a request waits.
+    ``num_fillable``: number of waiting requests for which there are idle seats and free blocks.
+    ``urgent_s``: when the first request in line must begin to keep its own target; infinite without such a target.
+    ``turn_s``: earliest end, because another instance of the pool has just begun a prefill phase.
+    """
 
     now_s: float
     began_s: float
-    limit_s: float  # how long one may last while somebody waits
+    limit_s: float
     num_seats: int
     num_busy: int
-    num_fillable: int  # of those that wait: as many as idle seats and free blocks take
-    urgent_s: float  # when the first in line must begin for its own target; infinite without one that can be kept
-    turn_s: float  # not before: another instance of the pool has just begun a prefill phase
+    num_fillable: int
+    urgent_s: float
+    turn_s: float
 
 
 class Load(NamedTuple):
-    """What an instance has to serve, as observed, and what its steps cost."""
+    """Observed load of an instance, and the costs of its steps.
 
-    num_slots: float  # requests that are there or could be, in the mean
+    ``num_slots``: mean number of requests that are there or could be.
+    ``lengths``: outputs are counted without their first token, which prefill draws.
+    ``threshold``: the best threshold for these costs and outputs.
+    ``tpot_s``: the smallest TPOT target that a resident has of its own.
+    ``together``: observed mean number of requests that begin at once in mixed batching.
+    ``held``: lengths of single requests, where ``lengths`` are of something else.
+    ``max_stall_s``: longest prefill phase, whatever the mode allows.
+    ``few_prompts``: whether other instances compute nearly all prompts.
+    """
+
+    num_slots: float
     max_num_seqs: int
     num_kv_tokens: int
-    lengths: LengthMoments  # outputs without their first token, which prefill draws
-    threshold: Threshold  # the best one for these costs and outputs
+    lengths: LengthMoments
+    threshold: Threshold
     costs: StepCosts
-    tpot_s: float | None  # the smallest target that a resident has of its own
+    tpot_s: float | None
     mixed_limit: StepLimit = NO_LIMIT
     correction: Correction = NO_CORRECTION
-    together: float = 1.0  # requests that begin at once where it is mixed, as observed
-    held: LengthMoments | None = None  # lengths of single requests, if ``lengths`` are not
-    max_stall_s: float = inf  # longest prefill phase, whatever the mode allows
-    few_prompts: bool = False  # other instances compute nearly all prompts
+    together: float = 1.0
+    held: LengthMoments | None = None
+    max_stall_s: float = inf
+    few_prompts: bool = False
 
 
 class ModeChoice(NamedTuple):
-    """What an instance is to do, until more is known."""
+    """Decision on how an instance batches until the next decision.
+
+    ``idle_share``: share of the seats that are idle when a decode phase ends.
+    ``gain``: throughput of exclusive over mixed batching, less 1; None: unknown.
+    ``reason``: why a faster mode is not chosen.
+    ``cycle_s``: predicted duration of a prefill phase and a decode phase.
+    ``max_prompt_tokens``: a prompt with more tokens to compute is computed beside decodes.
+    ``is_open``: whether a slightly wrong prediction could hide that the other mode is faster.
+    ``max_stall_s``: longest prefill phase while no resident has a TPOT target of its own.
+    ``least_stall_s``: duration of the shortest prefill phase; with less time to spare, batching is mixed.
+    ``decodes_s``: predicted duration of a decode phase.
+    """
 
     mode: Mode
-    idle_share: float = 0.0  # of its seats, at which a decode phase ends
+    idle_share: float = 0.0
     num_seats: int = 0
-    gain: float | None = None  # throughput of exclusive over mixed batching, less 1; None: not known
-    reason: str = ""  # why a faster mode is not chosen
-    cycle_s: float = 0.0  # predicted, of a prefill phase and a decode phase
-    max_prompt_tokens: float = inf  # a prompt with more to compute is computed beside decodes
-    is_open: bool = True  # whether the other mode could be the faster one, if the prediction is a little wrong
-    max_stall_s: float = inf  # of a prefill phase, while nothing decodes that has a TPOT target of its own
-    least_stall_s: float = 0.0  # a phase with anything in it takes as long; with less to spare it is mixed
-    decodes_s: float = 0.0  # predicted, of a decode phase
+    gain: float | None = None
+    reason: str = ""
+    cycle_s: float = 0.0
+    max_prompt_tokens: float = inf
+    is_open: bool = True
+    max_stall_s: float = inf
+    least_stall_s: float = 0.0
+    decodes_s: float = 0.0
 
 
 class Batching(Protocol):
-    """What an instance that prefills and decodes does at once, and what after the other."""
+    """Rule by which an instance that prefills and decodes shares its steps between both."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def first(self) -> ModeChoice:
-        """Return the choice while nothing is known."""
+        """The choice before anything was observed."""
         ...
 
     @property
@@ -115,30 +144,31 @@ class Batching(Protocol):
         ...
 
     def choose(self, load: Load, now: Mode) -> ModeChoice:
-        """What to do from here on, by an instance that does ``now``."""
+        """Return the choice from now on for an instance that is in the mode ``now``."""
         ...
 
     def prefills_from_s(self, choice: ModeChoice, phase: DecodePhase) -> float:
-        """Return when a decode phase may end if nothing else happens; not after ``phase.now_s`` if it may now."""
+        """Return when a decode phase may end if nothing else happens; at most ``phase.now_s`` if it may end now."""
         ...
 
     def carries_decodes(self, longest_tokens: int) -> bool:
-        """Whether a step of a mixed instance has a token for every resident too, by the longest prompt in it."""
+        """Whether a mixed step also decodes for all residents, by the tokens to compute of its longest prompt."""
         ...
 
 
-#: Of a seat: a share of 1 / 7.9, of eight seats, is one, not two.
+#: Share of a seat that counts as a rounding error: a share of 1 / 7.9 of eight seats is one seat, not two.
 _NEARLY = 0.45
 
 
 def phase_end_s(choice: ModeChoice, phase: DecodePhase) -> float:
-    """The rule of EB(k) in its ratio form, which serves a queue shorter than k too (`ebplus_math`, section 5).
+    """Return when a decode phase ends, by the ratio form of EB(k), which also serves queues shorter than k.
 
-    A phase ends when fillable / busy >= idle share / (1 - idle share), to the nearest seat, when nobody is busy, when
-    the first in line must begin for its own target, or when it has lasted its limit.
+    A phase with waiting requests ends when fillable / busy >= idle share / (1 - idle share), to the nearest seat. It
+    also ends when no seat is busy, since nothing else frees memory, when the first request in line must begin to keep
+    its own target, and after ``phase.limit_s``. The derivation is in `ebplus_math`, section 5.
     """
     if phase.num_busy == 0:
-        return -inf  # nothing else frees memory either
+        return -inf
     if phase.num_fillable == 0:
         return inf
     wanted = (phase.num_busy + phase.num_fillable) * choice.idle_share
@@ -149,7 +179,7 @@ def phase_end_s(choice: ModeChoice, phase: DecodePhase) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedBatching:
-    """Prompts and decodes in one step. Without ``colocates`` a step of short prompts has no decodes."""
+    """Mixed batching: prompts and decodes in one step. Without ``colocates``, steps of short prompts decode nothing."""
 
     long_prompt_tokens: int
     colocates: bool = True
@@ -173,14 +203,18 @@ class MixedBatching:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExclusiveBatching:
-    """Phases, always: EB(k). ``idle_share`` is k / N; None takes that of the theory, from what was observed."""
+    """Exclusive batching at all times: EB(k).
+
+    ``idle_share`` is k / N; None: the best share in theory for the observed load. ``risk`` is the accepted chance of
+    running out of KV in a decode phase.
+    """
 
     idle_share: float | None = None
-    risk: float = 0.01  # of running out of KV in a decode phase
+    risk: float = 0.01
     name: str = "eb"
     probes: bool = False
 
-    #: Before outputs were observed, with steps of about equal constants and a hundred tokens.
+    #: Share before outputs were observed: the best for steps of about equal constants and outputs of a hundred tokens.
     UNKNOWN_IDLE_SHARE = 0.125
 
     @property
@@ -208,18 +242,21 @@ class ExclusiveBatching:
 class SwitchingBatching:
     """EB+: exclusive where that is predicted to be faster and keeps the targets, mixed otherwise.
 
-    A prefill phase stalls every resident, so none is longer than the smallest TPOT target among them, or than
-    ``max_stall_s`` if none has one: what does not fit goes on after another decode phase. And a cycle is no longer than
-    ``slo_ttft_s``, which stands for those that wait. The threshold is lowered until both hold in the mean: that costs
-    throughput, but no more than is still gained. A prompt that alone would take longer than a cycle may is computed
-    beside decodes.
+    A prefill phase stalls every resident. So no phase is longer than the smallest TPOT target of a resident, or than
+    ``max_stall_s`` without such targets; the remaining prompt tokens wait for another decode phase. A cycle is no
+    longer than ``slo_ttft_s``, for the requests that wait. The threshold is lowered until both hold in the mean, as
+    long as exclusive batching stays faster. A prompt that takes longer than a cycle may is computed beside decodes.
+
+    ``risk``: accepted chance of running out of KV in a decode phase.
+    ``dead_band``: smallest gain in throughput that is worth a switch; the deviation of probes may raise it.
+    ``min_slots``: with fewer requests, batching is mixed.
     """
 
     slo_ttft_s: float
     max_stall_s: float
     risk: float = 0.01
-    dead_band: float = 0.003  # of throughput: no switch for less, nor for less than a probe may be wrong by
-    min_slots: float = 4.0  # below, mixed
+    dead_band: float = 0.003
+    min_slots: float = 4.0
     name: str = "ebplus"
     probes: bool = True
 
@@ -268,12 +305,16 @@ class SwitchingBatching:
         )
 
     def _share_of_stall(self, load: Load, least_share: float) -> float:
-        """Return the share of idle seats at which a prefill phase is as long as it may be."""
+        """Return the share of idle seats at which a prefill phase reaches its longest allowed duration."""
         return self._tokens_within(load, self.max_stall_s) / load.lengths.mean_prompt_tokens * least_share
 
     @staticmethod
     def _tokens_within(load: Load, limit_s: float) -> float:
-        """Prompt tokens of a phase that stalls nobody for longer than that, or than its own target."""
+        """Return how many prompt tokens a phase may have.
+
+        The phase is no longer than the smallest TPOT target of a resident, or than ``limit_s`` without such a target,
+        and never longer than ``load.max_stall_s``.
+        """
         stall_s = min(load.max_stall_s, limit_s if load.tpot_s is None else load.tpot_s)
         token_s = load.costs.prompt_token_s
         return (stall_s - load.costs.switch_s) / token_s if token_s > 0 else inf
@@ -286,7 +327,7 @@ class SwitchingBatching:
 
 
 class ModePrediction(NamedTuple):
-    """Exclusive batching at a threshold compared with mixed batching, for the seats that there are requests for."""
+    """Prediction for exclusive batching at a threshold and for mixed batching, with ``num_slots`` seats in use."""
 
     threshold: Threshold
     num_slots: float
@@ -302,7 +343,7 @@ class ModePrediction(NamedTuple):
         return nothing_yet.at(load, max(threshold.idle_share, 1 / num_slots))
 
     def at(self, load: Load, idle_share: float) -> ModePrediction:
-        """The same at another share of idle seats."""
+        """Return the prediction at another share of idle seats."""
         threshold = _at(self.threshold, idle_share)
         throughput = exclusive_throughput(self.num_slots, threshold, load.costs, load.lengths)
         return self._replace(threshold=threshold, throughput=throughput)
@@ -331,20 +372,23 @@ class ModePrediction(NamedTuple):
         return self.mixed.step_s
 
     def share_of_cycle(self, load: Load, limit_s: float) -> float:
-        """The share with which a cycle is no longer than that: but for its switch, it is convex in the share."""
+        """Return a share of idle seats with which a cycle is no longer than ``limit_s``.
+
+        Scaling the share is safe, because the duration of a cycle without its switch is convex in the share.
+        """
         switch_s = load.costs.switch_s
         return self.threshold.idle_share * max(0.0, limit_s - switch_s) / (self.cycle_s - switch_s)
 
 
 def safe_seats(load: Load, threshold: Threshold, risk: float) -> int:
-    """N: as many as decode at once and, with the observed lengths, run out of KV in a phase with less than ``risk``."""
+    """Return N: the most requests that decode at once with a chance of at most ``risk`` to run out of KV in a phase."""
     most = load.max_num_seqs
     lengths = load.held or load.lengths
     return max(1, max_safe_slots(load.num_kv_tokens, risk, threshold, lengths, at_most=most))
 
 
 def _at(threshold: Threshold, idle_share: float) -> Threshold:
-    """Another share of idle seats, and the steps until it: -ln(1 - share) of them in proportion, as seats empty."""
+    """Return the threshold at another share; seats empty exponentially, so the steps scale with -ln(1 - share)."""
     if idle_share == threshold.idle_share:
         return threshold
     best = -math.log1p(-min(threshold.idle_share, 0.999))

@@ -1,13 +1,15 @@
 """Exclusive and mixed batching in saturation: throughput, the best threshold, and a safe batch size.
 
-An instance has N slots, each busy or idle, and some request always waits. Under *exclusive* batching decode
-phases end when k of them are idle; a prefill phase then fills all of these while the others pause. Under *mixed*
-batching every step carries a chunk and all decodes. Formulas are those of the EB+ paper (§3), numbered as there and
-derived again; what of it did not survive a check against an exact chain of finite N is left out (its correction for
-hazards that grow, (5), and its memory bound, (6)) and replaced by what did.
+An instance has N slots, each busy or idle, and some request always waits. Under *exclusive* batching a decode phase
+ends when k slots are idle. A prefill phase then fills the idle slots while the others pause. Under *mixed* batching
+every step carries a chunk and all decodes.
+
+The formulas come from the EB+ paper (§3), keep the paper's numbers and were derived again. Two of them failed a check
+against an exact Markov chain of finite N and are replaced here: the correction for growing hazards (5), and the memory
+bound (6).
 
 Everything here is a pure function of measured constants and observed lengths. Terms that every request pays under any
-threshold cancel in comparisons, so thresholds depend on the constants of steps and on output lengths alone.
+threshold cancel in comparisons. So thresholds depend only on the constants of steps and on output lengths.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """What steps of the two modes cost, in seconds.
+    """Costs of the steps of both modes, in seconds.
 
-    A prefill phase takes ``switch_s`` (all that one switch costs end to end, with further passes and bubbles: not the
-    intercept of a fit) and ``prompt_token_s`` a token; a step of D decodes ``decode_step_s + D * decode_token_s``; a
-    mixed step of L prompt tokens and D decodes ``mixed_step_s``, both token terms, and
-    ``interference_s * L * D / (L + D)``.
+    A prefill phase takes ``switch_s`` and ``prompt_token_s`` for each token. ``switch_s`` is the whole cost of a
+    switch, with further passes and bubbles, and not the intercept of a fit. A step of D decodes takes
+    ``decode_step_s + D * decode_token_s``. A mixed step of L prompt tokens and D decodes takes ``mixed_step_s``, both
+    token terms, and ``interference_s * L * D / (L + D)``.
     """
 
     switch_s: float
@@ -40,18 +42,22 @@ class StepCosts:
 
     @property
     def mixing_costs(self) -> bool:
-        """Whether a mixed step takes longer than its parts: else nothing is gained by keeping them apart."""
+        """Whether a mixed step takes longer than separate steps; otherwise exclusive batching gains nothing."""
         return self.interference_s > 0 or self.mixed_step_s > self.decode_step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthMoments:
-    """Moments of what requests bring, in tokens."""
+    """Moments of the lengths of requests, in tokens.
 
-    mean_prompt_tokens: float  # to compute
+    ``mean_prompt_tokens`` counts computed tokens, and ``mean_reused_tokens`` the cached rest of the prompts.
+    ``var_prompt_tokens`` is the variance of whole prompts.
+    """
+
+    mean_prompt_tokens: float
     mean_output_tokens: float
-    var_prompt_tokens: float = 0.0  # of whole prompts, as they are held
-    mean_reused_tokens: float = 0.0  # of prompts, held beside those that are computed
+    var_prompt_tokens: float = 0.0
+    mean_reused_tokens: float = 0.0
 
     @property
     def num_tokens(self) -> float:
@@ -60,7 +66,7 @@ class LengthMoments:
 
 
 class StepLimit(NamedTuple):
-    """How long a mixed step may take and how many prompt tokens it may have. In any case it has `LEAST_TOKENS`."""
+    """Longest duration and most prompt tokens of a mixed step. `LEAST_TOKENS` are allowed whatever the limit."""
 
     seconds: float = math.inf
     num_tokens: float = math.inf
@@ -68,35 +74,39 @@ class StepLimit(NamedTuple):
 
 NO_LIMIT = StepLimit()
 
-#: That a mixed step has of a prompt whatever its limit, so that a prompt goes on beside any number of decodes.
+#: Prompt tokens of a mixed step whatever its limit, so that a prompt progresses beside any number of decodes.
 LEAST_TOKENS = 32.0
 
-#: Chunks of a prompt in the mean, below which each is as good as one.
+#: Mean number of chunks of a prompt below which prompts count as not cut.
 _HARDLY_CUT = 1.001
 
 
 class MixedState(NamedTuple):
-    """Mixed batching in the long run."""
+    """Long-run means of mixed batching: requests a second, and the duration and the decodes of a step."""
 
-    throughput: float  # requests a second
-    step_s: float  # in the mean
-    num_decodes: float  # in a step, in the mean
+    throughput: float
+    step_s: float
+    num_decodes: float
 
 
 class Threshold(NamedTuple):
-    """The end of a decode phase: ``idle_share`` of the slots idle, after about ``num_steps`` steps."""
+    """The end of a decode phase: ``idle_share`` of the slots idle, after about ``num_steps`` steps.
+
+    Several requests may end in one step. So the mean number of idle slots is ``excess`` times the threshold.
+    """
 
     idle_share: float
     num_steps: float
-    excess: float = 1.0  # so many times as many are idle then, in the mean: several may end at once
+    excess: float = 1.0
 
 
 def renewal_threshold(costs: StepCosts, output_tokens: Sequence[int]) -> Threshold:
-    """The best threshold for outputs of any law, of which ``output_tokens`` (not empty) are a sample.
+    """Return the best threshold for outputs of any distribution, given a sample of lengths (not empty).
 
-    A request that joins at the start of a phase of T steps is there for ceil(O / T) phases, in the mean
-    G(T) = sum over j >= 0 of P(O > j T), so a phase frees N / G(T) slots, and T minimises (switch + step * T) * G(T). T
-    is searched on a grid of 2 % (the minimum is flat), then step by step around its best point.
+    A request with O output tokens that joins at the start of a phase of T steps stays for ceil(O / T) phases. The mean
+    is G(T) = sum over j >= 0 of P(O > j T). So a phase frees N / G(T) slots, and the best T minimises
+    (switch + step * T) * G(T). T is searched on a grid of 2 % (the minimum is flat), then step by step around the best
+    point of the grid.
     """
     lengths = sorted(output_tokens)
     cost = _PhaseCost(costs, lengths)
@@ -114,11 +124,12 @@ def renewal_threshold(costs: StepCosts, output_tokens: Sequence[int]) -> Thresho
 
 
 def tried_threshold(num_slots: int, costs: StepCosts, output_tokens: Sequence[int], around: Threshold) -> Threshold:
-    """The best of several thresholds ``around`` one, by what each makes of these outputs (not empty), in their order.
+    """Return the best of several thresholds ``around`` a given one, by simulating these outputs (not empty) in order.
 
-    Phases are not alike where many outputs are of one length: what began together ends together, and ``around`` may
-    just be missed by one such cohort, to wait for the next. So slots are followed through as many phases as the outputs
-    fill, some of them twice: nothing but steps and phases is counted, so that only the constants of steps matter.
+    Where many outputs have one length, requests that began together also end together. Such a cohort may just miss the
+    threshold ``around`` and make the phase wait for the next cohort. So the simulation follows the slots through as
+    many phases as the outputs fill, and uses some outputs twice. Only steps and phases are counted, so only the
+    constants of steps matter.
     """
     number = max(len(output_tokens), _TURNOVERS * num_slots)
     nearest = round(around.idle_share * num_slots)
@@ -134,17 +145,18 @@ def tried_threshold(num_slots: int, costs: StepCosts, output_tokens: Sequence[in
     return best
 
 
-#: Times the nearest number of idle slots.
+#: Multiples of the nearest number of idle slots that are tried as thresholds.
 _TRIED = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4)
 
-#: Of all slots, that thresholds are tried over at least.
+#: Least number of outputs per slot over which thresholds are tried.
 _TURNOVERS = 4
 
 
 def _phases_of(num_slots: int, num_idle: int, output_tokens: Sequence[int], number: int) -> tuple[int, int, int]:
-    """Phases, steps and ended requests of slots that are filled when so many are idle, until ``number`` have begun.
+    """Return the phases, steps and ended requests until ``number`` requests have begun.
 
-    In the beginning each slot has another part of its output before it, as in the long run.
+    The slots are filled whenever ``num_idle`` of them are idle. At first each slot has a different part of an output
+    left, as in the long run.
     """
     ends = [1 + int(output_tokens[slot % len(output_tokens)] * (slot + 0.5) / num_slots) for slot in range(num_slots)]
     heapify(ends)
@@ -163,13 +175,13 @@ def _phases_of(num_slots: int, num_idle: int, output_tokens: Sequence[int], numb
 
 @dataclass(frozen=True, slots=True)
 class _PhaseCost:
-    """What decode phases of so many steps cost for each request that they end."""
+    """Cost of decode phases for each request that they end, by their number of steps. ``lengths`` are sorted."""
 
     costs: StepCosts
-    lengths: Sequence[int]  # sorted
+    lengths: Sequence[int]
 
     def mean_phases(self, num_steps: int) -> float:
-        """G(T): of how many phases a request is a part."""
+        """Return G(T): the mean number of phases through which a request stays."""
         lengths, count = self.lengths, len(self.lengths)
         total, bound = count, num_steps
         while bound < lengths[-1]:
@@ -182,9 +194,9 @@ class _PhaseCost:
 
 
 def exclusive_throughput(num_slots: float, threshold: Threshold, costs: StepCosts, lengths: LengthMoments) -> float:
-    """Requests a second under exclusive batching: N θ over the time of a cycle.
+    """Return the requests a second under exclusive batching: N θ over the duration of a cycle.
 
-    At the best threshold for geometric outputs this is (4); there an exact chain of 64 slots or more is 0.8 % away.
+    At the best threshold for geometric outputs this is (4), within 0.8 % of an exact chain of 64 slots or more.
     """
     work_s = costs.prompt_token_s * lengths.mean_prompt_tokens + costs.decode_token_s * lengths.mean_output_tokens
     cycle_s = costs.switch_s + costs.decode_step_s * threshold.num_steps
@@ -194,22 +206,24 @@ def exclusive_throughput(num_slots: float, threshold: Threshold, costs: StepCost
 def mixed_state(
     num_slots: float, costs: StepCosts, lengths: LengthMoments, limit: StepLimit = NO_LIMIT, together: float = 1.0
 ) -> MixedState:
-    """Mixed batching with steps of a limited size.
+    """Predict mixed batching with steps of a limited size.
 
-    Without a limit, a request has a slot for one step of its prompt and one for each output token, so N / (1 + mean
-    output) of them begin in every step. They begin one by one, at random: steps without a chunk, and the spread of what
-    the others carry, are taken from a Poisson law of that mean. Taking the mean for all steps overstates interference
-    by up to a third where less than two begin in a step. Where they begin ``together``, so many at once in the mean,
-    fewer steps have a chunk: requests that began at once and have outputs of one length end at once, for ever.
+    Without a limit, a request holds a slot for one step of its prompt and one for each output token. So
+    N / (1 + mean output) requests begin in every step, one by one at random. A Poisson distribution with this mean says
+    how many steps have no chunk and how large the other chunks are. Taking the mean for all steps would overstate
+    interference by up to a third where less than two requests begin in a step.
 
-    A limit cuts prompts (taken as geometric in length) into chunks: so much more often a step has one. Where prompts
-    would fill more than all steps, they hold slots until decodes leave room for as many prompt tokens in a step as come
-    with the requests that end in it.
+    ``together`` is the mean number of requests that begin at once. Requests that began at once with outputs of one
+    length keep ending at once, so fewer steps have a chunk.
+
+    A limit cuts prompts, whose lengths are taken as geometric, into chunks, and more steps have one. Where the prompts
+    would need more than all steps, they hold slots. Then as many requests decode as leave room in a step for the prompt
+    tokens of the requests that replace the ended ones.
     """
     starts = num_slots / (1 + lengths.mean_output_tokens)
     num_decodes = starts * lengths.mean_output_tokens
     chunk_tokens = _chunk_tokens(num_decodes, costs, limit)
-    num_chunks = -1 / math.expm1(-chunk_tokens / lengths.mean_prompt_tokens)  # of a prompt
+    num_chunks = -1 / math.expm1(-chunk_tokens / lengths.mean_prompt_tokens)
     work_s = costs.prompt_token_s * lengths.mean_prompt_tokens + costs.decode_token_s * lengths.mean_output_tokens
     if num_chunks < _HARDLY_CUT:
         with_chunks = -math.expm1(-starts / together)
@@ -228,7 +242,7 @@ def mixed_state(
 
 
 def _mean_mixing(starts: float, num_decodes: float, mean_tokens: float) -> float:
-    """The mean of L D / (L + D), where whole prompts (or several) begin at random, so many in the mean."""
+    """Return the mean of L D / (L + D) where whole prompts begin at random, ``starts`` in a step in the mean."""
     chance = math.exp(-starts)
     mixing = 0.0
     begun = 0
@@ -241,7 +255,7 @@ def _mean_mixing(starts: float, num_decodes: float, mean_tokens: float) -> float
 
 
 def _chunk_tokens(num_decodes: float, costs: StepCosts, limit: StepLimit) -> float:
-    """Prompt tokens that a mixed step of so many decodes has room for."""
+    """Return how many prompt tokens a mixed step of ``num_decodes`` decodes has room for."""
     left_s = limit.seconds - costs.mixed_step_s - costs.decode_token_s * num_decodes
     if left_s <= 0 or left_s == math.inf:
         return LEAST_TOKENS if left_s <= 0 else limit.num_tokens
@@ -255,7 +269,10 @@ def _chunk_tokens(num_decodes: float, costs: StepCosts, limit: StepLimit) -> flo
 
 
 def _decodes_that_leave_room(most: float, costs: StepCosts, lengths: LengthMoments, limit: StepLimit) -> float:
-    """How many decode beside as many prompt tokens as come in the place of those that end; at most ``most``."""
+    """Return the most decodes, at most ``most``, that leave room in a step for the prompts of the next requests.
+
+    In the long run each ended request is replaced by one prompt.
+    """
     tokens_per_decode = lengths.mean_prompt_tokens / lengths.mean_output_tokens
     low = 0.0
     for _ in range(40):
@@ -270,16 +287,17 @@ def _decodes_that_leave_room(most: float, costs: StepCosts, lengths: LengthMomen
 def max_safe_slots(
     capacity_tokens: float, risk: float, threshold: Threshold, lengths: LengthMoments, *, at_most: int = 1 << 20
 ) -> int:
-    """The largest N whose KV stays within ``capacity_tokens`` through a decode phase, but for a chance of ``risk``.
+    """Return the largest N whose KV exceeds ``capacity_tokens`` in a decode phase with a chance of at most ``risk``.
 
-    A normal bound on the sum of what the slots hold, at the moments at which it can be largest: the start of the phase,
-    its end, and where growth and releases balance. It kept its promise in 41 of 42 cases (the miss: 0.0104 for 0.01);
-    the paper's own bound, (6), in 2. Returns 0 if not even one slot is safe.
+    A normal bound on the total KV of the slots, at the moments when the total can be largest: the start of the phase,
+    the end, and where growth and releases balance. The bound held in 41 of 42 cases (the miss: 0.0104 for 0.01), and
+    the paper's bound (6) in 2. Returns 0 if not even one slot is safe.
     """
     idle_share = threshold.idle_share
     mean_output, mean_held = lengths.mean_output_tokens, lengths.mean_prompt_tokens + lengths.mean_reused_tokens
     phase_tokens = -math.log1p(-idle_share) * mean_output if idle_share < 1 else threshold.num_steps
-    age = (1 - idle_share) * phase_tokens / idle_share  # mean tokens of a survivor when the phase starts
+    # The age of a survivor is the number of tokens that it has drawn when the phase starts.
+    age = (1 - idle_share) * phase_tokens / idle_share
     age_variance = phase_tokens**2 * (1 - idle_share) / idle_share**2
     balanced = min(max(mean_output - mean_held - age, 0.0), phase_tokens)
     score = NormalDist().inv_cdf(1 - risk) + 0.5

@@ -1,4 +1,4 @@
-"""The named bundles. Bundles of papers are named here, and the laboratory builds them (`pdmesh_lab.studies`)."""
+"""The named bundles. Bundles of papers are only named here; the laboratory builds them (`pdmesh_lab.studies`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _switching(config: PolicyConfig) -> Batching:
     return SwitchingBatching(slo_ttft_s=config.slo_ttft_s, max_stall_s=config.max_stall_s)
 
 
-#: What `scheduler.batching` may name.
+#: Batching modes that `scheduler.batching` may name.
 BATCHINGS: Mapping[str, Callable[[PolicyConfig], Batching]] = MappingProxyType(
     {"mb": mixed, "eb": _exclusive, "ebplus": _switching}
 )
@@ -162,9 +162,9 @@ def check_bundle_name(name: str) -> None:
 
 
 def make_bundle(name: str, config: PolicyConfig) -> Bundle:
-    """Build the bundle called ``name``, with the batching of ``config`` if that names one.
+    """Build the bundle called ``name``, with the batching mode that ``config`` names, if any.
 
-    Raises ConfigError if there is none of that name, or if its package is not installed.
+    Raises ConfigError if no bundle has this name, if its package is not installed, or for an invalid batching mode.
     """
     check_bundle_name(name)
     bundle = _builders(name)[name](config)
@@ -181,7 +181,7 @@ def _builders(name: str) -> Mapping[str, Callable[[PolicyConfig], Bundle]]:
 
 
 def make_batching(name: str, config: PolicyConfig) -> Batching:
-    """Build the batching mode called ``name``. Raises ConfigError if there is none, or for an invalid threshold."""
+    """Build the batching mode called ``name``. Raises ConfigError for an unknown mode or an invalid threshold."""
     build = BATCHINGS.get(name)
     if build is None:
         raise ConfigError(f"no batching mode is called {name!r}: use one of {', '.join(BATCHINGS)}")

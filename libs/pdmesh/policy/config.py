@@ -1,4 +1,4 @@
-"""What the policies of any bundle are tuned by."""
+"""Settings of the policies of any bundle."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from pdmesh.policy.links import LinkRates
 from pdmesh.ranges import Amount, AnyCount, Count, Duration, Rate, Share
 from pdmesh.settings import one_of
 
-#: Of a group; with more than workers take, a prompt would begin again each time that one too many joined.
+#: Number of members of a group. With more than workers accept, a prompt would restart whenever one too many joined.
 _Members = Annotated[int, Meta(ge=1, le=MAX_GROUP_MEMBERS)]
 _Overhead = Annotated[float, Meta(ge=1e-3, le=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyConfig:
-    """What the policies of any bundle are tuned by: the ``[policy]`` of the configuration."""
+    """Settings of the policies of any bundle: the ``[policy]`` table of the configuration."""
 
     chunk_tokens: Annotated[Count, "prompt tokens in a step, with static packing"] = 512
-    #: Of an instance; from `scheduler.profile`, or measured.
+    #: Step times of an instance; from `scheduler.profile`, or measured.
     latency: LinearLatencyModel = PROFILES["a100-llama3-8b"]
     #: Pipeline stages of the instances whose times ``latency`` gives.
     num_stages: int = 1
-    #: Of device classes of instances; those without one are as fast as ``latency`` says.
+    #: Step times by device class; instances of other classes are as fast as ``latency`` says.
     latency_of_device_class: Mapping[str, LinearLatencyModel] = field(default_factory=dict[str, LinearLatencyModel])
-    #: Between instances; without them all are as fast as ``link_bytes_per_s``.
+    #: Rates of the links between instances; None: all links have ``link_bytes_per_s``.
     links: LinkRates | None = None
     slo_ttft_s: Annotated[Duration, "deadline of a request without a TTFT target: this long after its arrival..."] = 1.0
     slo_tpot_s: Annotated[
@@ -75,11 +75,11 @@ class PolicyConfig:
     slo_ttft_stretch: Amount = 2.0
     #: Largest chunk of an adaptive step
     max_chunk_tokens: Count = 8192
-    #: Most of a step that a long prompt leaves to others
+    #: Largest share of a step that a long prompt leaves to others
     max_shared: Share = 0.4
     #: `pdmesh` serves the shortest first while every request has this much relative slack
     spare_slack: Amount = 0.25
-    #: Of an instance's time, promised to a long prompt without a target of its own (`pdmesh`)
+    #: Share of an instance's time promised to a long prompt without a target of its own (`pdmesh`)
     min_share: Share = 0.125
     #: Largest share of a step that its constant time may be; sets the shortest chunk
     max_step_overhead: _Overhead = 0.05
@@ -91,11 +91,11 @@ class PolicyConfig:
     colocate_tokens: AnyCount = 8192
     #: Instances that `reservation` keeps for long prompts, the first to join
     reserved_instances: AnyCount = 0
-    #: Of an instance's KV that may wait to move away; beyond it no new prompt begins (`pdmesh`)
+    #: Share of an instance's KV that may wait to move away; beyond it no new prompt begins (`pdmesh`)
     waiting_kv_share: Share = 0.5
     #: Compute a short prompt on a decode instance if that is faster (`pdmesh`)
     prefills_locally: bool = True
-    #: Of the TPOT target that a step with such a prompt may take; tests with slow steps allow more than all of it
+    #: Share of the TPOT target that a step with such a prompt may take; tests with slow steps set more than 1
     local_step_share: Annotated[float, Meta(ge=0)] = 0.6
     #: Decode on a prefill instance if waiting for a decode instance costs more (`pdmesh`)
     decodes_locally: bool = True

@@ -8,17 +8,17 @@ import numpy as np
 
 from pdmesh.policy.latency import LinearLatencyModel, StepShape, features
 
-#: No machine is so fast; relative errors of damaged times below it are no numbers.
+#: Shorter than a step on any machine. Relative errors of damaged times below it would overflow.
 MIN_STEP_S = 1e-9
 
 
 def fit(samples: Sequence[tuple[StepShape, float]]) -> LinearLatencyModel:
-    """The model with the least squared *relative* error on measured (step, seconds).
+    """Return the model with the least squared *relative* error on measured (step, seconds).
 
-    No coefficient is negative: a term that would be is left out, the worst first. Terms that no sample exercises are 0,
-    but for history: without a chunk that has one, its cost is twice that of a new pair of tokens, since a causal chunk
-    has L²/2 pairs of its own and C·L with its history; and but for the constant of steps of chunks and decodes, which
-    is that of chunks alone without any. Raises ValueError where a time is below `MIN_STEP_S`.
+    No coefficient is negative: terms that would be are left out, the worst first. Terms that no sample exercises are 0,
+    with two exceptions. Without a chunk that has history, a history pair costs twice a squared token, since a causal
+    chunk has L²/2 pairs of its own and C·L with its history. Without a mixed step, the constant of mixed steps is the
+    constant of chunks alone. Raises ValueError without samples and where a time is below `MIN_STEP_S`.
     """
     if not samples or not all(seconds >= MIN_STEP_S for _, seconds in samples):
         raise ValueError(f"a fit needs samples, each of at least {MIN_STEP_S:g} s")

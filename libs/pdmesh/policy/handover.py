@@ -1,8 +1,8 @@
 """Prompts that begin before there is room to decode: when one may begin, and when a long one gets its room.
 
 Room that is promised when a prompt begins stays idle until the prompt is computed. If room is short, another request
-could decode in it. So a prompt may begin when its KV is predicted to be complete about when there is room for it. A
-long prompt may begin without the room that others wait for.
+could decode there. So a prompt may begin when its KV is predicted to be complete about when there is room for it. A
+long prompt may begin without the room for which others wait.
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ from pdmesh.policy.views import InstanceView
 
 
 class Decoding(NamedTuple):
-    """The seats and blocks of the instances whose room a request waits for, in sum."""
+    """Sums over the instances whose room a request waits for.
 
-    num_requests: int  # with a seat
-    num_blocks: int  # held by these requests
+    ``num_requests`` have a seat and hold ``num_blocks``; ``ends_per_s`` is the predicted rate at which they end.
+    """
+
+    num_requests: int
+    num_blocks: int
     num_free_seats: int
     num_free_blocks: int
-    ends_per_s: float  # predicted rate at which requests end
+    ends_per_s: float
 
     def room_s(self, num_requests: int, num_blocks: int) -> float:
-        """Return the predicted seconds until so many more requests have room; each that ends frees a mean share.
+        """Return the predicted seconds until ``num_requests`` more have room for ``num_blocks`` in all.
 
+        Each request that ends is taken to free the mean number of blocks.
         Infinite if no request runs that could end.
         """
         if not self.num_requests or self.ends_per_s <= 0:
@@ -42,19 +46,19 @@ class Decoding(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAhead:
-    """Begins a prompt without room when its KV will be complete about when there is room for it.
+    """Rule that begins a prompt without room when its KV will be complete about when there is room for it.
 
-    It begins earlier if its first token would be late after a wait for room. An early first token then costs nothing,
-    and a long enough output bears the wait between its first two tokens.
+    A prompt begins earlier if its first token would be late after a wait for room. An early first token then costs
+    nothing, and a long enough output bears the wait between its first two tokens.
     """
 
     prediction: Prediction
     latency: LatencyModel
-    links: LinkRates  # that KV moves over
+    links: LinkRates
     latency_of_device_class: Mapping[str, LatencyModel] = field(default_factory=dict[str, LatencyModel])
 
     def tokens_per_s(self, instance: InstanceView) -> float:
-        """Return the tokens a second that an instance's requests draw once all of them decode."""
+        """Return the tokens a second that an instance's requests draw once they all decode."""
         latency = self.latency_of_device_class.get(instance.device_class, self.latency)
         shape = StepShape((), max(1, instance.num_seats_taken), instance.num_resident_tokens)
         return instance.num_seats_taken / max(1e-6, latency.step_s(shape.shared_by(instance.num_stages)))
@@ -62,9 +66,9 @@ class RunAhead:
     def begins(
         self, request: Request, prefill: InstanceView, num_reused_tokens: int = 0, *, room_s: float, now_s: float
     ) -> bool:
-        """Whether to begin a prompt on ``prefill`` now, if it is predicted to have room to decode in ``room_s``.
+        """Whether to begin a prompt on ``prefill`` now, if there will be room to decode in ``room_s`` seconds.
 
-        ``num_reused_tokens`` of it are kept there.
+        ``num_reused_tokens`` of the prompt are cached there.
         """
         total_s = self.prediction.remaining.total_s
         work_s = self.prediction.work_s(request, num_reused_tokens)
@@ -74,6 +78,6 @@ class RunAhead:
     def needs_room(
         self, request: Request, prefill: InstanceView, num_planned_tokens: int, num_kv_bytes: float, room_s: float
     ) -> bool:
-        """Whether to promise room now: the rest of the prompt takes no longer than getting room and moving the KV."""
+        """Whether to promise room now: the rest of the prompt takes no longer than freeing room and moving the KV."""
         remaining_s = self.prediction.remaining_s(request, num_planned_tokens)
         return remaining_s <= room_s + num_kv_bytes / self.links.bytes_per_s(prefill, None)

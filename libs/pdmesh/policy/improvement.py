@@ -1,7 +1,7 @@
 """The improvement rate: how much earlier a larger group must give the first token, by the load of the mesh.
 
 While few requests arrive, no request misses the instances that a large group takes. Under load, later requests do. So
-the best rate depends on the arrivals (Tetris, §5.1). A simulation finds it in advance, and the planner looks it up.
+the best rate depends on the arrivals (Tetris, §5.1). A simulation found the rates, and the planner looks them up.
 Tetris counts requests a second; here the load is the seconds of work that arrive in a second for each instance that
 prefills.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-#: Time over which the load is measured, and for which a rate is kept (Tetris, §7.1).
+#: Seconds over which the load is measured, and for which a rate is used (Tetris, §7.1).
 LOOK_EVERY_S = 30.0
 
 #: Rows of (load, best rate) for pipelined groups: a compromise between prompts of 4 to 95K tokens on 8 instances and
@@ -31,7 +31,7 @@ class MinimumGain:
         self._work_s = 0.0
 
     def arrived(self, now_s: float, work_s: float, num_instances: Callable[[], float]) -> None:
-        """Count a request's work. ``num_instances`` is asked when a rate is looked up."""
+        """Add a request's work. ``num_instances`` is called only when the next rate is looked up."""
         if self._since_s is None:
             self._since_s = now_s
         passed_s = now_s - self._since_s

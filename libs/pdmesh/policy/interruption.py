@@ -11,25 +11,29 @@ from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 
 
 class StepInFlight(NamedTuple):
-    """A step plan that an instance runs or will run."""
+    """A step plan that an instance runs or will run.
 
-    longest_tokens: int  # to compute, of the longest prompt of which it has a chunk; 0: it has none
+    ``longest_tokens``: tokens to compute of the longest prompt with a chunk in the step; 0: no chunks.
+    ``num_stages``: number of stages; the next step begins when this one leaves the first stage.
+    """
+
+    longest_tokens: int
     shape: StepShape
-    num_stages: int = 1  # that it passes: the next step begins as it leaves the first
+    num_stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class ShortInterruptsLong:
-    """A short prompt interrupts long ones if it would otherwise wait for longer than it takes itself.
+    """Rule by which a short prompt interrupts long ones if waiting for them takes longer than the short prompt.
 
-    Steps with decodes are not interrupted: they are as short as the decodes need, and would be delayed.
+    Steps with decodes are not interrupted, because this would delay the decodes. Such steps are short anyway.
     """
 
     latency: LatencyModel
     long_prompt_tokens: int
 
     def max_tokens(self, in_flight: Sequence[StepInFlight]) -> int:
-        """Return how many tokens a prompt may have to compute that may interrupt these steps; 0 if none may."""
+        """Return the most tokens to compute of a prompt that may interrupt these steps; 0 if none may."""
         if any(step.shape.num_decodes for step in in_flight):
             return 0
         if max([step.longest_tokens for step in in_flight], default=0) < self.long_prompt_tokens:

@@ -1,7 +1,7 @@
-"""How long a step takes, from what it is made of.
+"""Prediction of a step's duration from its chunks and decodes.
 
-The model is the one of Tetris §4.1 (Eq. 1), summed over a step's chunks, with terms for the decodes beside them. A
-profile is such a model for one model on one instance: ``PROFILES`` has built-in ones, `pdmesh.policy.fit` makes others.
+The model is Eq. 1 of Tetris (§4.1), summed over a step's chunks, with terms for the decodes beside them. A profile is
+such a model for one LLM on one instance. ``PROFILES`` has the built-in ones, and `pdmesh.policy.fit` makes others.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from typing import NamedTuple, Protocol, Self
 
 
 class ChunkShape(NamedTuple):
-    """New prompt tokens of one request, and the tokens before them."""
+    """Number of new prompt tokens of one request, and of the tokens before them."""
 
     num_tokens: int
     num_history_tokens: int
 
 
 class StepShape(NamedTuple):
-    """What a step computes: chunks, and one token for each of its decodes. The mean of several steps is one too."""
+    """Contents of a step, or of the mean of several steps: chunks, and one token for each decode.
+
+    ``num_decode_context_tokens`` is the sum over the decodes.
+    """
 
     chunks: tuple[ChunkShape, ...]
     num_decodes: float
-    num_decode_context_tokens: float  # summed over the decodes
+    num_decode_context_tokens: float
 
     @property
     def num_tokens(self) -> int:
@@ -32,7 +35,7 @@ class StepShape(NamedTuple):
         return sum([chunk.num_tokens for chunk in self.chunks])
 
     def shared_by(self, num_steps: int) -> StepShape:
-        """Return the step with the part of its decodes that it has if these are dealt out to so many, none divided."""
+        """Return the step with its share of the decodes if these are dealt out to ``num_steps``, at least one each."""
         num_shares = min(num_steps, self.num_decodes)
         if num_shares <= 1:
             return self
@@ -40,12 +43,12 @@ class StepShape(NamedTuple):
 
 
 class LatencyModel(Protocol):
-    """Predicts a step's device time."""
+    """Predictor of a step's device time."""
 
     def step_s(self, shape: StepShape) -> float: ...
 
 
-#: Of `LinearLatencyModel.mixed_a_s`, where nothing else is known.
+#: Value of `LinearLatencyModel.mixed_a_s` that stands for ``a_s``.
 _AS_CHUNKS = -1.0
 
 
@@ -53,10 +56,10 @@ _AS_CHUNKS = -1.0
 class LinearLatencyModel:
     """a + b·ΣL + c·Σ(C·L) + d·ΣL² + decode·D + context·K + interference·ΣL·D/(ΣL + D), seconds.
 
-    L are a chunk's new tokens, C those before them; D decodes have K tokens of context together. The constant is
-    ``a_s`` for a step of chunks alone, ``decode_a_s`` for one of decodes alone and ``mixed_a_s`` for one of both, which
-    is ``a_s`` unless given. Interference, seconds per token, is what a step of both takes beyond its parts: EB+'s
-    quadratic of the decode share (appendix A.3), written for one step. An empty step takes no time.
+    L is the number of a chunk's new tokens, C the number of tokens before them, and D decodes have K tokens of context
+    together. The constant is ``a_s`` for chunks alone, ``decode_a_s`` for decodes alone, and ``mixed_a_s`` (by default
+    ``a_s``) for both. Interference, in seconds per token, is the time of a mixed step beyond its parts: the quadratic
+    of EB+ in the decode share (appendix A.3), written for one step. An empty step takes no time.
     """
 
     a_s: float
@@ -75,7 +78,7 @@ class LinearLatencyModel:
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """The coefficients in the order of the fields, which is that of `features`."""
+        """The coefficients in the order of the fields, and of `features`."""
         return (
             self.a_s,
             self.b_s,
@@ -90,7 +93,7 @@ class LinearLatencyModel:
 
     @classmethod
     def of(cls, coefficients: Iterable[float]) -> Self:
-        """The inverse of `coefficients`."""
+        """Build the model from its `coefficients`."""
         a_s, b_s, c_s, d_s, decode_a_s, decode_s, decode_context_s, mixed_a_s, interference_s = coefficients
         return cls(
             a_s=a_s,
@@ -114,7 +117,7 @@ class LinearLatencyModel:
         return total_s
 
     def _apart_s(self, shape: StepShape) -> float:
-        """A step with chunks, or about to have one, but for what they and its decodes cost each other."""
+        """Return the time, without interference, of a step that has chunks or will get one."""
         total_s = self.decode_s * shape.num_decodes + self.decode_context_s * shape.num_decode_context_tokens
         total_s += self.mixed_a_s if shape.num_decodes else self.a_s
         for chunk in shape.chunks:
@@ -123,7 +126,10 @@ class LinearLatencyModel:
         return total_s
 
     def with_chunk_s(self, beside: StepShape, num_history_tokens: int) -> Callable[[int], float]:
-        """`step_s` of what is ``beside`` and one more chunk, by how many tokens that has; bit for bit the same."""
+        """Return a function from a chunk's tokens to `step_s` of the step ``beside`` with that chunk.
+
+        The function and `step_s` agree bit for bit.
+        """
         before_s = self._apart_s(beside)
         token_s, d_s = self.b_s + self.c_s * num_history_tokens, self.d_s
         mixing_s, num_before, num_decodes = self.interference_s, beside.num_tokens, beside.num_decodes
@@ -137,12 +143,12 @@ class LinearLatencyModel:
 
 
 def _mixing(num_tokens: int, num_decodes: float) -> float:
-    """L·D/(L + D): 0 for a step of one kind, most for equal parts."""
+    """Return L·D/(L + D): 0 for a step of one kind, and largest for equal parts."""
     return num_tokens * num_decodes / (num_tokens + num_decodes)
 
 
 def features(shape: StepShape) -> tuple[float, ...]:
-    """What each of `LinearLatencyModel.coefficients` is multiplied with."""
+    """Return the factors of `LinearLatencyModel.coefficients` in a step's time, in the same order."""
     is_mixed = bool(shape.chunks) and shape.num_decodes > 0
     tokens = history = squares = 0
     for chunk in shape.chunks:
@@ -164,7 +170,7 @@ def features(shape: StepShape) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a dense decoder; ``num_parameters`` are those a token meets (no input embedding)."""
+    """Sizes of a dense decoder. ``num_parameters`` leaves out the input embedding."""
 
     num_parameters: float
     num_layers: int
@@ -176,21 +182,25 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Peaks of what one instance runs on, and the share of them that serving reaches."""
+    """Peak rates of one instance's hardware, and the share of the peaks that serving reaches.
+
+    Medha and Mnemosyne measure 50-75 % MFU in chunked prefill, and Mnemosyne up to 92 % MBU. ``launch_s`` is the time
+    of a step before the device begins.
+    """
 
     flops_per_s: float
     bytes_per_s: float
-    flops_utilisation: float = 0.55  # Medha and Mnemosyne measure 50-75 % MFU in chunked prefill
-    bytes_utilisation: float = 0.8  # Mnemosyne measures up to 92 % MBU
-    launch_s: float = 1e-3  # of a step, before the device has anything to do
+    flops_utilisation: float = 0.55
+    bytes_utilisation: float = 0.8
+    launch_s: float = 1e-3
 
 
 def analytic_model(model: ModelShape, device: Device) -> LinearLatencyModel:
-    """A latency model from arithmetic and bytes alone.
+    """Return a latency model from arithmetic and bytes alone.
 
-    A token costs 2 FLOPs per parameter; attention costs 4 FLOPs per head dimension, head, layer and (query, key) pair,
-    of which a causal chunk of L tokens has L²/2 and its history C·L. A decode step reads all weights and the KV of
-    every context. A step with chunks is taken as bound by compute, so a very small chunk costs more than this says.
+    A token costs 2 FLOPs per parameter. Attention costs 4 FLOPs per head dimension, head, layer and (query, key) pair.
+    A causal chunk of L tokens has L²/2 such pairs, and C·L with its history. A decode step reads all weights and the KV
+    of every context. Steps with chunks are taken as compute-bound, so a very small chunk costs more than predicted.
     """
     flop_s = 1 / (device.flops_per_s * device.flops_utilisation)
     byte_s = 1 / (device.bytes_per_s * device.bytes_utilisation)
@@ -217,7 +227,7 @@ H200 = Device(flops_per_s=989e12, bytes_per_s=4.8e12)
 
 
 def tensor_parallel(device: Device, degree: int) -> Device:
-    """``degree`` devices as one instance; communication takes 15 % of the compute rate of more than one."""
+    """Return ``degree`` devices as one; communication takes 15 % of the compute rate of more than one."""
     return Device(
         flops_per_s=device.flops_per_s * degree,
         bytes_per_s=device.bytes_per_s * degree,

@@ -23,7 +23,12 @@ from pdmesh.policy.refine import Refinement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A model as an instance computes it, and what on. Parameters 0, and names that are empty, are not known."""
+    """A model and the hardware that computes it. Zero parameters and empty names mean unknown.
+
+    ``device``: cpu, cuda, cuda:1.
+    ``device_name``: name that the hardware reports; in a profile, a part of it.
+    ``num_ranks``: number of processes that compute together, divided into ``num_stages``.
+    """
 
     model: str
     num_parameters: int
@@ -31,10 +36,10 @@ class Subject:
     num_kv_heads: int
     head_dim: int
     dtype: str
-    device: str  # cpu, cuda, cuda:1
-    device_name: str  # the hardware's own, or, of a profile, a part of it
-    num_ranks: int = 1  # processes that compute together
-    num_stages: int = 1  # that they are divided into
+    device: str
+    device_name: str
+    num_ranks: int = 1
+    num_stages: int = 1
 
     @classmethod
     def of(cls, instance: InstanceProfile) -> Self:
@@ -54,7 +59,7 @@ class Subject:
 
     @property
     def device_class(self) -> str:
-        """What instances have in common that are equally fast: all but what the model is called."""
+        """Key that is equal for equally fast instances: everything but the model's name."""
         device = self.device.partition(":")[0]
         sizes = f"{self.num_parameters} {self.num_layers} {self.num_kv_heads} {self.head_dim} {self.dtype}"
         ranks = "" if self.num_ranks == self.num_stages == 1 else f" {self.num_ranks} ranks {self.num_stages} stages"
@@ -67,21 +72,22 @@ class Subject:
 
 
 def device_class_of(instance: InstanceProfile) -> str:
-    """What instances of equal speed have in common, in words: model, number of parameters, dtype and hardware."""
+    """Return the key of an instance's speed: the model's sizes and dtype, the hardware, ranks and stages."""
     return Subject.of(instance).device_class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A latency model and what it is of."""
+    """A latency model and its subject. ``name`` is a built-in profile or the path of a file."""
 
-    name: str  # as the operator calls it: a built-in one, or a file
+    name: str
     subject: Subject
     latency: LinearLatencyModel
 
     def mismatch(self, other: Subject) -> str | None:
-        """Why this profile says nothing of ``other``, in one sentence; None if it does. What models are called does
-        not matter: two of one device class are equally fast.
+        """Return in one sentence why this profile does not apply to ``other``; None if it does.
+
+        The model's name does not matter, because instances of one device class are equally fast.
         """
         own = self.subject
         same = (
@@ -97,12 +103,12 @@ class Profile:
 
 
 def _agree(one: object, other: object) -> bool:
-    """Whether they are equal, or one is not known."""
+    """Whether both are equal, or one is unknown."""
     return one == other or not (one and other)
 
 
 def built_in_profile(name: str) -> Profile:
-    """One of `PROFILES`; all are of Nvidia's devices. Raises ConfigError if there is none."""
+    """Return the built-in profile called ``name``, for an Nvidia device. Raises ConfigError if there is none."""
     latency = PROFILES.get(name)
     if latency is None:
         raise ConfigError(
@@ -124,23 +130,24 @@ def built_in_profile(name: str) -> Profile:
     return Profile(name=name, subject=subject, latency=latency)
 
 
-#: Arithmetic per byte that memory delivers, before anything is measured: CPUs have about 40, GPUs 150 to 300.
+#: Assumed FLOPs for each byte that memory delivers: CPUs have about 40, GPUs 150 to 300.
 _FLOPS_PER_BYTE = 80.0
 
-#: Over the same steps, since each pass weighs them by what the last one predicts.
+#: Passes over the same steps, since each pass weighs them by the last one's predictions.
 _PASSES = 5
 
 
 def shape_of(step: MeasuredStep) -> StepShape:
-    """What a latency model asks of a step, of one that was measured: one chunk at most, and the decodes beside it."""
+    """Return the shape of a measured step: at most one chunk, and the decodes beside it."""
     chunks = (ChunkShape(step.num_tokens, step.num_history_tokens),) if step.num_tokens else ()
     return StepShape(chunks, step.num_decodes, step.num_decode_context_tokens)
 
 
 def self_measured(instance: InstanceProfile) -> LinearLatencyModel | None:
-    """What the steps that an instance timed when it started say, with its model's arithmetic for what they leave open.
+    """Return a latency model from the steps that an instance timed when it started.
 
-    None if they say nothing.
+    The model's arithmetic stands in for what these steps leave open. None without a step of prompt tokens or without
+    the number of parameters.
     """
     steps = [(shape_of(step), step.duration_s) for step in instance.measured_steps]
     largest = max(instance.measured_steps, key=lambda step: step.num_tokens, default=None)

@@ -12,13 +12,13 @@ class LinkRates(Protocol):
     """Rates of the links between instances."""
 
     def bytes_per_s(self, source: InstanceView, destination: InstanceView | None) -> float:
-        """Return the bytes a second from ``source`` to ``destination``; None: to whoever there may be."""
+        """Return the bytes a second from ``source`` to ``destination``; None: to any other instance."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EqualLinks:
-    """All are equally fast: what is configured."""
+    """Links that all have the configured rate."""
 
     rate_bytes_per_s: float
 

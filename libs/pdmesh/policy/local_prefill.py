@@ -14,14 +14,14 @@ from pdmesh.policy.views import InstanceView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPrefill:
-    """Prefers the decode instance if a prompt's first token is predicted to come earlier there.
+    """Rule that prefers the decode instance if a prompt's first token is predicted to come earlier there.
 
     The packing protects the residents: no step with a chunk takes longer than a share of their smallest TPOT target.
     """
 
     remaining: RemainingTime
     packing: Packing
-    links: LinkRates  # that KV moves over
+    links: LinkRates
 
     def pays(
         self,
@@ -34,8 +34,8 @@ class LocalPrefill:
     ) -> bool:
         """Whether to compute the prompt on ``decode``; ``prefill`` has the fewest queued tokens of the other instances.
 
-        On ``prefill`` the prompt waits for those before it and takes its own time; then its last layer's KV moves.
-        Of the prompt ``num_reused_tokens`` are kept on ``decode``, and ``num_reused_there`` on ``prefill``.
+        On ``prefill`` the prompt waits for the queued prompts and is computed; then the KV of the last layer moves.
+        ``num_reused_tokens`` of the prompt are cached on ``decode``, and ``num_reused_there`` on ``prefill``.
         """
         there_s = inf
         if prefill is not None:

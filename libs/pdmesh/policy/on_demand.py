@@ -1,9 +1,8 @@
 """Memory on demand: how much KV a request is given at a time, and how many may share an instance's blocks.
 
-A request is admitted with room for its prompt and little more, and granted more as it grows. The length of its
-output is unknown. So an instance takes as many requests as will, except for a small risk, never need more blocks than
-it has: a normal bound on the sum of what they hold, as `pdmesh.policy.batching_theory.max_safe_slots` has
-it, of the requests that are there.
+A request is admitted with room for its prompt and little more, and gets more as it grows. The length of the output is
+unknown. So an instance takes as many requests as will, except for a small risk, never need more than its blocks. The
+test is a normal bound on the total of the running requests, as in `pdmesh.policy.batching_theory.max_safe_slots`.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from pdmesh.model import Request, num_blocks_for
 #: Room for output that a request is admitted with, in blocks.
 FIRST_BLOCKS = 2
 
-#: With room for less than this, in tokens, an instance says so. Decode steps go on meanwhile: about as many as a grant
-#: takes to come, many times over.
+#: Number of free tokens of a request below which an instance asks for more room. A grant arrives long before this many
+#: decode steps have run.
 LOW_TOKENS = 32
 
-#: A grant leaves room for so many tokens.
+#: Number of free tokens that a grant leaves.
 GRANT_TOKENS = 64
 
-#: Until outputs have been observed: that many requests are taken to have ended, after so many tokens in the mean.
+#: Assumed observations at the start: number of ended requests, and their mean output.
 PRIOR_ENDED = 4
 PRIOR_TOKENS = 512
 
@@ -37,12 +36,12 @@ _SURVIVING = tuple((share, math.exp(-share)) for share in _HORIZONS)
 
 
 def first_tokens(request: Request, block_size: int) -> int:
-    """Tokens that a request on demand is admitted with room for."""
+    """Return the number of tokens for which a request on demand gets room at admission."""
     return min(request.max_total_tokens, request.num_prompt_tokens + FIRST_BLOCKS * block_size)
 
 
 def granted_blocks(num_tokens: int, max_blocks: int, block_size: int) -> int:
-    """What a request that holds ``num_tokens`` should have in all, at most ``max_blocks``."""
+    """Return the total blocks that a request of ``num_tokens`` should have, at most ``max_blocks``."""
     return min(max_blocks, num_blocks_for(num_tokens + GRANT_TOKENS, block_size))
 
 
@@ -52,10 +51,10 @@ def is_low(num_tokens: int, num_blocks: int, block_size: int) -> bool:
 
 
 class RemainingTokens:
-    """How many tokens more a running request will draw, in the mean, whatever it has drawn so far.
+    """Mean number of tokens that a running request will still draw, however many it has drawn.
 
-    The rate at which requests end: ends over tokens drawn, of those that run too. So a change to long outputs shows
-    before the first of them has ended.
+    The estimate is tokens drawn over requests ended. Tokens of running requests count, so that a change to long outputs
+    shows before the first of these has ended.
     """
 
     def __init__(self) -> None:
@@ -76,24 +75,27 @@ class RemainingTokens:
 
 
 def risk_score(risk: float) -> float:
-    """Deviations above the mean, exceeded with this risk; a little more, for the sums are skewed and vary in time."""
+    """Return the standard deviations above the mean that a sum exceeds with this risk.
+
+    The result has a margin, because the sums are skewed and vary in time.
+    """
     return NormalDist().inv_cdf(1 - risk) + 0.8
 
 
 class Room(NamedTuple):
-    """Blocks for one more request, which may grow (`open`) or has all that it may ever need (`bounded`)."""
+    """Room in blocks for one more request that may grow (`open`), or that gets its maximum at once (`bounded`)."""
 
     open: float
     bounded: float
 
 
 def safe_room(room: float, number: int, blocks: float, squares: float, mean_growth: float, score: float) -> Room:
-    """Return with how many blocks one more request may join ``number`` growing ones; negative if with none.
+    """Return with how many blocks one more request may join ``number`` growing ones; negative: it may not.
 
-    These hold ``blocks``, with this sum of ``squares``; ``room`` is for them and the new one. Each grows by a block in
-    the same time, and ends after ``mean_growth`` blocks more in the mean, at any time alike. At each horizon t, where a
-    share p of them is left, sum p (b + t) + score sqrt(sum p (1 - p) (b + t)^2) is to be within the room. For one that
-    grows too, that is solved for its b.
+    The growing requests hold ``blocks`` in sum, with this sum of ``squares``. ``room`` is for them and the new one.
+    All grow at the same rate, and each ends at random, after ``mean_growth`` more blocks in the mean. At each horizon t
+    a share p of them is left, and sum p (b + t) + score sqrt(sum p (1 - p) (b + t)^2) must stay within the room. For a
+    new request that grows too, this is solved for its b.
     """
     least_open = least_bounded = math.inf
     for share, survival in _SURVIVING:

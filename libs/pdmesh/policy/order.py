@@ -1,7 +1,7 @@
 """Prefill orders.
 
-The work of a request is predicted: the seconds its prompt, or what is left of it, takes alone. Its *slack* is the time
-that would be left at its deadline if it ran from now on, its *relative slack* that time over its whole work.
+The *work* of a request is predicted: the seconds that computing the prompt alone takes. The *slack* is the time left at
+the deadline if the rest of the prompt ran from now on. The *relative slack* is the slack divided by the whole work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pdmesh.policy.views import Rank
 
 
 class ByPlace:
-    """An order that time does not change."""
+    """Base of orders that time does not change."""
 
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
         return [(rank.place,) for rank in ranks]
@@ -27,7 +27,7 @@ class ByPlace:
 
 @dataclass(frozen=True)
 class Fcfs(ByPlace):
-    """First come, first served: the core's own tie-break, by arrival and then by id, is the whole order."""
+    """First come, first served: the core's tie-break, by arrival and then by id, is the whole order."""
 
     def rank(self, request: Request, num_done_tokens: int, placed_s: float | None, num_reused_tokens: int = 0) -> Rank:
         return Rank()
@@ -35,7 +35,7 @@ class Fcfs(ByPlace):
 
 @dataclass(frozen=True)
 class ByPriority(ByPlace):
-    """The request's own priority, lower first, as in vLLM."""
+    """Order by the request's priority, lower first, as in vLLM."""
 
     def rank(self, request: Request, num_done_tokens: int, placed_s: float | None, num_reused_tokens: int = 0) -> Rank:
         return Rank(request.priority)
@@ -63,23 +63,22 @@ class EarliestDeadline(ByPlace):
 
 @dataclass(frozen=True)
 class GuardedShortestFirst:
-    """Shortest first; but requests with less relative slack than ``spare_slack`` go before all others, as in LARS.
+    """Shortest first, but requests with less relative slack than ``spare_slack`` precede all others, as in LARS.
 
-    Work is compared by powers of four, and within one by deadline. Preempting a prompt for one of half its work gains
-    little, and leaves half-computed long prompts on instances that new ones could have used.
+    Work is compared by powers of four, and within one power by deadline. Preempting a prompt for one of half its work
+    gains little, and leaves half-computed long prompts on instances that new ones could have used.
 
     While every request has slack to spare, this order has the shortest mean wait, and a short request never waits for a
     long one. A long request that was put off too often becomes urgent while it can still be in time. Under overload
-    every request is urgent, and the order is that of LARS: relative slack falls without bound while a request waits, so
-    none starves.
+    every request is urgent, and the order equals LARS: relative slack falls without bound while a request waits, so no
+    request starves.
 
-    Requests of equal work are one bucket. It is as urgent as its most urgent request, and within it requests go by
+    Requests of equal work form one bucket. A bucket is as urgent as its most urgent request, and orders its requests by
     deadline. Under strict LARS, equal requests would take turns and all end late.
 
-    A long prompt with a target of its own gets what it needs to keep it. Any other is due so that it gets at least
-    ``min_share`` of an instance's time, from when the instance took it; so is one that was too late by then. What it
-    waited before was for other long ones: it is no debt of the short ones, which would else all be late together with
-    it.
+    A long prompt that can still keep a target of its own is due at that target. Any other long prompt is due so that it
+    gets at least ``min_share`` of an instance's time from when the instance took it. Earlier waiting was for other long
+    prompts. If it counted, short prompts would have to make up for it and be late, too.
     """
 
     prediction: Prediction
@@ -101,21 +100,22 @@ class GuardedShortestFirst:
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
         if len(ranks) == 1:
             return [self._key(ranks[0], ranks[0].latest_start_s, now_s)]
-        starts_s = {work_s: latest_s for _, work_s, latest_s in ranks}  # of the most urgent in each bucket
+        starts_s = {work_s: latest_s for _, work_s, latest_s in ranks}
         if len(starts_s) < len(ranks):
             for _, work_s, latest_s in ranks:
                 starts_s[work_s] = min(starts_s[work_s], latest_s)
         return [self._key(rank, starts_s[rank.bucket], now_s) for rank in ranks]
 
     def _key(self, rank: Rank, start_s: float, now_s: float) -> tuple[float, ...]:
-        """Return the key of a request in whose bucket the most urgent must start by ``start_s``."""
+        """Return the key of a request; the most urgent one of the same bucket must start by ``start_s``."""
         due_s, work_s, _ = rank
         slack = (start_s - now_s) / work_s
-        urgent = slack < self.spare_slack - 5e-10  # as if all were rounded
+        # The margin has the effect of comparing the rounded slack.
+        urgent = slack < self.spare_slack - 5e-10
         return (0.0, round(slack, 9), work_s, due_s) if urgent else (1.0, _scale(work_s), due_s)
 
     def keeps_key_until_s(self, rank: Rank) -> float:
-        """Return the time until which the request cannot be urgent, a little early for rounding errors."""
+        """Return the time until which the request cannot become urgent, a little early for rounding errors."""
         return rank.latest_start_s - self.spare_slack * rank.bucket - 1e-3
 
 
@@ -126,7 +126,7 @@ def work_class_s(work_s: float) -> float:
 
 
 def _scale(work_s: float) -> float:
-    """Return the exponent of the power of four below."""
+    """Return the exponent of the largest power of four below ``work_s``."""
     return (frexp(work_s)[1] - 1) // 2
 
 

@@ -1,13 +1,14 @@
-"""How many layers of a chunk's KV the members of a group send each other at a time.
+"""Number of layers of a chunk's KV that the members of a group send each other at a time.
 
-A piece costs what it costs, be it of one layer or of eight: sending, taking and landing one takes half a millisecond of
-both event loops (two EPYC cores, 2026-11-23), which is what the model's steps are late by where the cores are theirs,
-too. So whoever needs a chunk's KV only layers later is sent that many layers at once, and waits no longer for it.
+A piece of one layer costs as much as a piece of eight. Sending, receiving and storing a piece takes half a millisecond
+of both event loops (two EPYC cores, 2026-11-23). Where the event loops share cores with the model, this delays the
+model's steps. So a member that needs a chunk's KV only several layers later gets that many layers at once, and does
+not wait longer.
 
-*In turn*, the next member of ``n`` begins its chunk an ``n``-th part of one later, and is as many layers behind. The
-slices of a *parallel prefill* could all be in the same layer; but where more of the prompt follows, later slices may be
-layers behind earlier ones, as those begin the next slices sooner by as much. So only a parallel step that begins
-together, as the first one does, or is to end together, as the last one is, has each layer waited for.
+*In turn*, the next of ``n`` members begins its chunk an ``n``-th part of a chunk later, and is as many layers behind.
+The slices of a *parallel prefill* could all be in the same layer. But where more of the prompt follows, later slices
+may be layers behind earlier ones, because the earlier members also begin the next slices sooner. So single layers are
+sent only in a parallel step that begins together, as the first one does, or ends together, as the last one does.
 """
 
 from __future__ import annotations
@@ -16,28 +17,30 @@ from enum import StrEnum
 from math import ceil
 from typing import assert_never
 
-#: Of a step: so much later ends the last slice of a parallel step than the first, where more of the prompt follows.
+#: Delay, as a share of a step, from the end of a parallel step's first slice to the end of its last one, where more of
+#: the prompt follows.
 PARALLEL_LAG = 0.5
 
 
 class ChunkPace(StrEnum):
-    """When other members need a chunk's KV."""
+    """When other members need a chunk's KV. AT_ONCE: in a parallel step that begins together or ends the prompt."""
 
     IN_TURN = "in turn"
     IN_PARALLEL = "in parallel"
-    AT_ONCE = "at once"  # in a parallel step that begins together, or that ends the prompt
+    AT_ONCE = "at once"
 
 
 def layers_a_piece(pace: ChunkPace, num_layers: int, num_members: int, behind: int) -> int:
-    """Return how many layers go at once to a member that is ``behind`` by so many of the running chunks.
+    """Return how many layers go at once to a member whose chunk is the ``behind``-th one after the sender's.
 
-    0: by more. At least one layer, and no more than half of them.
+    ``behind`` is 0 if the member runs no later chunk of the step, and then a parallel step's KV is needed only in the
+    next step. The result is at least one layer, and at most half of the layers.
     """
     match pace:
         case ChunkPace.IN_TURN:
             num_behind = behind * num_layers // num_members
         case _ if behind == 0:
-            num_behind = num_layers  # it needs none before the next parallel step
+            num_behind = num_layers
         case ChunkPace.IN_PARALLEL:
             num_behind = ceil(behind * num_layers * PARALLEL_LAG / max(1, num_members - 1))
         case ChunkPace.AT_ONCE:
@@ -48,7 +51,7 @@ def layers_a_piece(pace: ChunkPace, num_layers: int, num_members: int, behind: i
 
 
 def lag(num_layers: int, num_members: int) -> float:
-    """Return by what share of a step a slice may end later than the one before it, where more of the prompt follows."""
+    """Return the share of a step by which a slice may end after the previous one where more of the prompt follows."""
     if num_members < 2:
         return 0.0
     num_layers_behind = layers_a_piece(ChunkPace.IN_PARALLEL, num_layers, num_members, num_members - 1) - 1

@@ -12,13 +12,13 @@ from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.prediction import Prediction
 from pdmesh.policy.views import InstanceView, PartialStep
 
-#: Adaptive chunks are multiples of this, but for a prompt's last. A step with no chunk yet takes one in any case.
+#: Unit of adaptive chunks, except a prompt's last one. A step without chunks takes one unit whatever the time budget.
 CHUNK_UNIT_TOKENS = 32
 
-#: A prompt alone is cut into so many steps for each stage at most, however little a step costs by itself.
+#: Most steps for each stage into which a prompt alone is cut, however small a step's constant time is.
 _MAX_STEPS_PER_STAGE = 16
 
-#: So much more than a budget is a rounding error.
+#: Excess over a time budget that counts as a rounding error.
 ROUNDING_S = 1e-9
 
 #: The first chunk of a prompt, as small as it can be.
@@ -59,13 +59,13 @@ class StaticChunks:
         return inf
 
     def chunk_alone(self, start: int, num_left: int) -> int:
-        """The chunk of a prompt that has steps to itself."""
+        """Return the next chunk's size of a prompt that has steps to itself."""
         return min(num_left, self.chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkSizer:
-    """The largest chunk that keeps a step within a time budget (the binary search of Medha, Algorithm 2)."""
+    """Search for the largest chunk that keeps a step within a time budget (Medha, Algorithm 2)."""
 
     model: LinearLatencyModel
     max_tokens: int
@@ -84,10 +84,10 @@ class ChunkSizer:
         return low * CHUNK_UNIT_TOKENS
 
     def filling_s(self, num_tokens: int, num_history_tokens: int, num_stages: int) -> float:
-        """Return the time of steps with which so many tokens pass ``num_stages`` soonest.
+        """Return the duration of each step with which ``num_tokens`` pass ``num_stages`` soonest.
 
-        n steps take (n + stages - 1) · (a + work / n) / stages: the more there are, the shorter some stages are without
-        one at the beginning and the end, and the more often each pays a step's constant.
+        n steps take (n + stages - 1) · (a + work / n) / stages. With more steps, stages are idle for a shorter time at
+        the beginning and the end, but pay a step's constant more often.
         """
         constant_s = self.model.a_s
         work_s = self.model.step_s(StepShape((ChunkShape(num_tokens, num_history_tokens),), 0, 0)) - constant_s
@@ -100,13 +100,16 @@ class AdaptiveChunks:
     """Steps that fill a time budget (Medha, Algorithms 1 and 2).
 
     Chunks shrink as the tokens before them grow. A step has at most one long prompt. A long prompt with slack leaves
-    up to ``max_shared`` of the step to others, if there are any (*space sharing*). A step with no chunk yet takes one
-    unit whatever the time, so that a prompt goes on beside any number of decodes.
+    up to ``max_shared`` of the step to others, if there are any (*space sharing*). A step without chunks takes one unit
+    whatever the time, so that a prompt progresses beside any number of decodes.
 
-    Beside decodes the budget is the smallest TPOT target of them, ``slo_tpot_s`` for those without one. On an instance
-    that only decodes it is ``local_step_share`` of that, at any time. An instance of several stages has a share of the
-    decodes in each step, and the next step begins as one leaves the first stage: that is what ``prefill_step_s`` limits
-    there. A prompt alone on one is cut so that its chunks keep all stages busy.
+    Beside decodes the budget is their smallest TPOT target; decodes without a target have ``slo_tpot_s``. On an
+    instance that only decodes, the budget is always ``local_step_share`` of this target. On an instance of several
+    stages, each step has a share of the decodes, and the next step begins when one leaves the first stage.
+    ``prefill_step_s`` limits this interval there. A prompt alone on such an instance is cut to keep all stages busy.
+
+    ``long_chunk_alone``: whether a long prompt's chunk has its step to itself.
+    ``sizer_of_device_class``: sizers for instances of known device classes; others use ``sizer``.
     """
 
     sizer: ChunkSizer
@@ -115,10 +118,8 @@ class AdaptiveChunks:
     slo_tpot_s: float
     max_shared: float
     local_step_share: float
-    long_chunk_alone: bool = False  # a long prompt's chunk has its step to itself
-    sizer_of_device_class: Mapping[str, ChunkSizer] = field(
-        default_factory=dict[str, ChunkSizer]
-    )  # of instances; else sizer
+    long_chunk_alone: bool = False
+    sizer_of_device_class: Mapping[str, ChunkSizer] = field(default_factory=dict[str, ChunkSizer])
 
     def num_tokens(
         self,
@@ -158,7 +159,7 @@ class AdaptiveChunks:
         budget_s = self.local_step_share * self._tpot_s(instance)
         beside = _beside(instance, PartialStep())
         sizer, half = self._sizer(instance), start + num_tokens // 2
-        chunk_tokens = sizer.largest(beside, half, num_tokens, budget_s)  # as large as in the mean
+        chunk_tokens = sizer.largest(beside, half, num_tokens, budget_s)
         if not chunk_tokens:
             return inf
         num_steps = ceil((num_tokens + instance.num_queued_tokens) / chunk_tokens)

@@ -1,4 +1,4 @@
-"""The parts of bundles, as the configuration tunes them."""
+"""Functions that build the parts of bundles from the configuration."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ def _prediction(config: PolicyConfig, chunk: Callable[[int, int], int]) -> Predi
 
 
 def static(config: PolicyConfig) -> tuple[Packing, Prediction]:
-    """Steps of a fixed number of tokens, and the time that prompts take in them alone."""
+    """Return the packing with a fixed number of tokens per step, and the prediction for prompts alone in such steps."""
     packing = StaticChunks(config.chunk_tokens)
     return packing, _prediction(config, packing.chunk_alone)
 
 
 def adaptive(config: PolicyConfig, *, efficient: bool, long_chunk_alone: bool = False) -> tuple[Packing, Prediction]:
-    """Steps of a fixed time, and the time that prompts take in them alone.
+    """Return the packing with steps of a fixed time, and the prediction for prompts alone in such steps.
 
-    ``efficient``: steps with chunks alone are long enough for their constant time to be a small part of them."""
+    ``efficient``: steps of chunks alone are long enough to make a step's constant time a small part.
+    """
     sizer = ChunkSizer(config.latency, config.max_chunk_tokens)
     prefill_step_s = config.prefill_step_s
     if efficient:
@@ -65,17 +66,17 @@ def adaptive(config: PolicyConfig, *, efficient: bool, long_chunk_alone: bool = 
 
 
 def links_of(config: PolicyConfig) -> LinkRates:
-    """Links as fast as they are measured, or, where nothing measures them, as is configured."""
+    """Return the measured rates of links, or the configured rate where no link is measured."""
     return EqualLinks(config.link_bytes_per_s) if config.links is None else config.links
 
 
 def mixed(config: PolicyConfig, *, colocates: bool = True) -> Batching:
-    """Chunks and decodes in the same steps."""
+    """Return the batching with chunks and decodes in the same steps."""
     return MixedBatching(long_prompt_tokens=config.long_prompt_tokens, colocates=colocates)
 
 
 def with_order(name: str, make_order: Callable[[Prediction], PrefillOrder]) -> Callable[[PolicyConfig], Bundle]:
-    """Return the maker of a bundle that differs from ``fcfs`` in its order only."""
+    """Return the builder of a bundle that has the parts of ``fcfs`` but another order."""
 
     def build(config: PolicyConfig) -> Bundle:
         packing, prediction = static(config)
@@ -94,7 +95,7 @@ def with_order(name: str, make_order: Callable[[Prediction], PrefillOrder]) -> C
 
 
 def in_groups(config: PolicyConfig, bundle: Bundle, *, need_idle: bool = False) -> Bundle:
-    """Return the bundle with long prompts computed by groups of more than one member (PecSched and baselines)."""
+    """Return the bundle with long prompts computed by groups of ``config.group_size`` members (PecSched, baselines)."""
     if config.group_size == 1:
         return bundle
     placement = InGroups(
@@ -110,7 +111,7 @@ def in_groups(config: PolicyConfig, bundle: Bundle, *, need_idle: bool = False) 
 
 
 def make_group_policy(config: PolicyConfig) -> GroupPolicy:
-    """Long prompts on several instances, as ``config.sequence_parallel`` says."""
+    """Return the rule for computing long prompts on several instances, with the schedule of the configuration."""
     return GroupPolicy(
         latency=config.latency,
         max_members=config.max_group_members,

@@ -12,7 +12,7 @@ from pdmesh.policy.views import InstanceView
 
 @dataclass(frozen=True, slots=True)
 class LeastQueuedTokens:
-    """The instance with the fewest prompt tokens placed and not yet computed."""
+    """Placement on the instance with the fewest prompt tokens placed and not yet computed."""
 
     def key(self, instance: InstanceView) -> tuple[float, ...]:
         return (instance.num_queued_tokens,)
@@ -23,13 +23,14 @@ class LeastQueuedTokens:
 
 @dataclass(frozen=True, slots=True)
 class ShortAroundLong:
-    """PecSched's (§5): an instance without long work, else one with a long decode, else one with a long prefill.
+    """Placement of PecSched (§5): first instances without long work, then with a long decode, then with a long prefill.
 
-    The first two kinds take more prompts up to ``colocate_tokens`` queued. Among several instances, the one with the
-    fewest queued tokens takes the prompt. Without ``preempts`` a short prompt waits while all compute long ones.
+    An instance with ``colocate_tokens`` or more queued tokens counts as one with a long prefill. Within a kind, the
+    instance with the fewest queued tokens comes first. Without ``preempts``, a short prompt waits while all instances
+    compute long ones.
 
-    A long prompt waits for its turn, because a second one on an instance helps neither. The exception is one that is
-    ``give_way`` times shorter: it preempts the other.
+    A long prompt waits for its turn, because a second one on an instance helps neither. The exception is a prompt that
+    is ``give_way`` times shorter, which preempts the other.
     """
 
     long_prompt_tokens: int
@@ -51,11 +52,11 @@ class ShortAroundLong:
 
 @dataclass(frozen=True, slots=True)
 class InGroups:
-    """Another placement, with long prompts computed one after the other by groups of a fixed size.
+    """Placement ``around``, with long prompts computed one after the other by groups of a fixed size.
 
-    A second long prompt helps neither while the first is computed, and while the first decodes, every step of a group
-    would delay its tokens. With ``need_idle``, groups take only instances without any work; among many short requests
-    there may never be enough. Without ``interrupt``, short prompts go to instances that compute no long one.
+    Two long prompts at a time would delay each other, and a group's steps would delay the tokens of a long request that
+    decodes. With ``need_idle``, groups take only instances without any work; under many short requests there may never
+    be enough. Without ``interrupt``, short prompts go to instances that compute no long one.
     """
 
     around: PrefillPlacement
@@ -78,9 +79,10 @@ class InGroups:
 
 @dataclass(frozen=True, slots=True)
 class Freeness:
-    """The freest instance, counting what is promised to it as used; where the prompt is computed, if it can stay.
+    """Decode placement on the prompt's instance if the request can stay there, else on the freest instance.
 
-    Freeness is (free slots - virtual usage) / active batch size (Llumnix, as used by Tetris §4.2).
+    Freeness is (free slots - virtual usage) / active batch size (Llumnix, as used by Tetris §4.2). Promised blocks
+    count as used.
     """
 
     def key(self, instance: InstanceView) -> tuple[float, ...]:
@@ -92,7 +94,10 @@ class Freeness:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Long prompts decode where they are computed, if they can; the others on the freest instance that only decodes."""
+    """Decode placement of long prompts where they are computed if possible, else on the freest decode instance.
+
+    Without a decode instance that has room, a short request stays where its prompt is computed.
+    """
 
     long_prompt_tokens: int
 

@@ -1,17 +1,17 @@
-"""Pipelined prefill: a long prompt's chunks computed by several instances in turn, each passing its KV on to the
-others.
+"""Prefill groups: several instances compute one long prompt and send each other the KV.
 
-A chunk can begin while the one before it is still computed elsewhere: at each layer it waits for the KV of the tokens
-before it, which is written one layer ahead. So the chunks of ``size`` instances overlap but for a layer's time, nobody
-has to begin together, and what a group of them costs is its end: while the last chunks are computed, not everyone has
-one. Chunks therefore taper, down to those whose constant time is still a small part of their step. And its beginning:
-each member's first chunk begins a layer of the one before it later than that one. So chunks grow first.
+In a *pipelined prefill* the members compute chunks in turn. A chunk can begin while the previous one is still computed
+elsewhere: at each layer it waits for the KV of earlier tokens, which is written one layer ahead. So the chunks of the
+members overlap except for a layer's time, and members need not begin together. Time is lost at the end, where not every
+member has a chunk. So chunks shrink there, as long as a step's constant time stays a small part. Time is also lost at
+the beginning, because each member's first chunk begins a layer after the previous one. So chunks grow at first.
 
-Or as a *parallel prefill* (Tetris): all members begin at once, each with a slice of the next tokens, and end at once:
-slices are of equal time, the later ones shorter, as they attend to more. (Tetris has slices of equal length, the first
-and the last of them for one member and so on, as its ring passes equal shards; here each is sent to everybody.) So a
-slice needs only those before it, as a chunk does. Everyone must be there for it, and waits for the slowest before it;
-but there is no end at which some have none. So it is for prompts of few chunks, and for more members than layers.
+In a *parallel prefill* (Tetris) all members begin at once, each with a slice of the next tokens, and end at once. All
+slices take equal time, so later ones are shorter, since they attend to more tokens. (Tetris has slices of equal length
+and gives one member the first and the last, and so on, because its ring passes equal shards. Here each slice is sent to
+all members.) A slice needs only earlier slices, as a chunk does. All members must be free at the same time, and wait
+for the slowest earlier slice. But no member is without work at the end. So parallel prefill suits prompts of few chunks
+and groups with more members than layers.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from pdmesh.policy.sequence_parallel import (
     tokens_within,
 )
 
-#: So fast chunks grow: 2 to 4 are alike for 4 to 16 members, and 5 % better for 8 than to begin with long ones.
+#: Growth of chunks: each is at most this multiple of the tokens before it, shared by the members. Values of 2 to 4 are
+#: alike for 4 to 16 members, and 5 % better for 8 members than beginning with long chunks.
 _GROWTH = 3
 
-#: Halvings of the time that slices are given: a millionth of it is left.
+#: Bisection steps in the search for the end of slices: the error is a millionth of the first bound.
 _HALVINGS = 20
 
 
@@ -48,22 +49,30 @@ class Schedule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPolicy:
-    """Chooses the helpers of a prompt's leader, and the lengths of the chunks."""
+    """Rule that chooses the helpers of a prompt's leader, and the lengths of the chunks.
 
-    latency: LinearLatencyModel  # of one instance
-    max_members: int  # of a group; 1: never together
-    #: By which more members must bring the first token forward; None: it follows the load.
+    ``latency``: step times of one instance.
+    ``max_members``: most members of a group; 1: no groups.
+    ``improvement_rate``: share by which more members must bring the first token forward; None: by the load.
+    ``bytes_per_s``: rate at which an instance sends KV to others.
+    ``min_step_s``: shortest step of a chunk, except a prompt's last one.
+    ``step_overhead``: share of steps that is their constant time.
+    ``planner``: builds a planner from latencies by group size, an improvement rate and the fewest tokens of a chunk.
+    ``doubles``: whether groups have only 1, 2, 4, ... members.
+    ``group_size``: size of every group, formed when its prompt is placed (PecSched); 1: the planner chooses.
+    ``beside_decodes``: whether members compute chunks while they decode, in the same steps.
+    """
+
+    latency: LinearLatencyModel
+    max_members: int
     improvement_rate: float | None
-    bytes_per_s: float  # that an instance sends to others
-    min_step_s: float  # a chunk is so long, but for a prompt's last
-    step_overhead: float  # of the constant time of steps, as a share of them
-    #: Makes the planner of groups with such latencies, an improvement rate, and the fewest tokens of a chunk.
+    bytes_per_s: float
+    min_step_s: float
+    step_overhead: float
     planner: Callable[[GroupLatency, float, int], SequenceParallelPlanner] = ElasticPlanner
-    doubles: bool = False  # 1, 2, 4, ... members, and not those between
+    doubles: bool = False
     schedule: Schedule = Schedule.PIPELINED
-    #: Of every group, formed as its prompt is placed, whatever that gains (PecSched); 1: the planner says.
     group_size: int = 1
-    #: Members take chunks also while they decode, and their decodes into the same steps.
     beside_decodes: bool = False
     #: By bytes of a token's KV, the most members, and the improvement rate.
     _planners: dict[tuple[float, int, float], SequenceParallelPlanner] = field(
@@ -80,41 +89,43 @@ class GroupPolicy:
         max_members: int,
         rate_for_load: float,
     ) -> tuple[InstanceId, ...]:
-        """Return the instances of the ``pool`` that should help ``members``, also in it, with the rest of a prompt.
+        """Return the instances of the ``pool`` that should help ``members`` with the rest of a prompt.
 
-        Instances of the pool are free in so many seconds. A token's KV has ``token_bytes``. ``rate_for_load`` is the
-        improvement rate that the load of the mesh suggests, for where none is set. Those named are worth their
-        part now; they need not be free yet, and one that is not will be asked about again at the next chunk.
+        ``pool`` has the seconds until each instance is free, ``members`` included. A token's KV has ``token_bytes``.
+        ``rate_for_load`` is the improvement rate that the load of the mesh suggests, used where none is configured. The
+        helpers need not be free yet; the choice is made anew for each chunk.
         """
         rate = rate_for_load if self.improvement_rate is None else self.improvement_rate
         planner = self._planner(token_bytes, min(max_members, self.max_members), rate)
         if not any(len(members) < size <= len(pool) for size in planner.latency):
             return ()
-        copy_s = num_done_tokens * token_bytes / self.bytes_per_s  # of all that was computed before
+        copy_s = num_done_tokens * token_bytes / self.bytes_per_s
         arriving = sorted([(free_s if name in members else max(free_s, copy_s), name) for free_s, name in pool])
         largest = planner.plan(num_tokens, num_done_tokens, members, arriving)[-1].members
         return tuple([name for name in largest if name not in members])
 
     def copy_s(self, num_tokens: int, token_bytes: float) -> float:
-        """Return the seconds until a member that joins has the KV of so many tokens."""
+        """Return the seconds until a member that joins has the KV of ``num_tokens``."""
         return num_tokens * token_bytes / self.bytes_per_s
 
     def chunk_tokens(self, start: int, num_left: int, num_members: int, most: int) -> int:
-        """The next chunk of a prompt with ``num_members``, of whom one has a step for ``most`` tokens.
+        """Return the size of the next chunk of a group's prompt, for a member with a step for ``most`` tokens.
 
-        At most a member's part of what is left: shorter ones would even the end out no better, since each ends after
-        the one before it, and every chunk costs its constant time and its pieces. And at most a member's part of
-        `_GROWTH` times what was planned before: everybody begins a layer of a chunk after the one before. Two do not
-        wait long for that, and longer chunks are worth more (5 % of a 16K prompt, 82M on two EPYC cores, 2026-11-23).
+        At most a member's part of the rest of the prompt. Shorter chunks would not end more evenly, since each ends
+        after the previous one, and every chunk costs its constant time and its pieces. Also at most a member's part of
+        `_GROWTH` times ``start``, since each member begins a layer of a chunk after the previous one. Two members do
+        not wait long for this layer, and gain more by longer chunks (5 % of a 16K prompt, 82M on two EPYC cores,
+        2026-11-23).
         """
         num_together = num_left if num_members == 2 else min(num_left, _GROWTH * start)
         part = num_together // num_members
         return min(most, max(self._least_tokens(start, num_left), part))
 
     def first_chunk_tokens(self, num_tokens: int, num_members: int, most: int) -> int:
-        """The first chunk of a prompt for which so many are free, where one has a step for ``most`` tokens.
+        """Return the size of a prompt's first chunk, for a member with a step for ``most`` tokens.
 
-        Those that compute at once wait for it: then it is twice as long as its constant time.
+        ``num_members`` are free for the prompt. In a parallel prefill all of them wait for this chunk, so its step is
+        only twice as long as the constant time.
         """
         if self.schedule is not Schedule.PIPELINED:
             sizer = ChunkSizer(self.latency, num_tokens)
@@ -122,18 +133,18 @@ class GroupPolicy:
         return min(most, max(self._least_tokens(0, num_tokens), most // num_members))
 
     def most_members(self, num_layers: int) -> int:
-        """Return the largest useful number of members; in turn, one for each layer can compute at a time."""
+        """Return the largest useful number of members; in a pipeline, one for each layer can compute at a time."""
         return num_layers if self.schedule is Schedule.PIPELINED else self.max_members
 
     def last_slices(self, start: int, num_tokens: int, begin_s: Sequence[float], unit: int) -> list[int]:
-        """All that is left of a prompt: as many slices as there are members, of which the last one ends the soonest.
+        """Cut the rest of a prompt into one slice for each member so that the last slice ends as soon as possible.
 
-        They begin in ``begin_s`` seconds, in their order. Multiples of ``unit`` tokens, but for the last one, which is
-        not empty; others may be.
+        The slices begin in ``begin_s`` seconds, in order. All but the last are multiples of ``unit`` tokens and may be
+        empty; the last one is not empty.
         """
 
         def until(end_s: float) -> list[int]:
-            """How many tokens each can compute by then. A unit more would keep all waiting that come after it."""
+            """Return how many tokens each member can compute by ``end_s``, rounded down so that no later one waits."""
             found: list[int] = []
             for each_s in begin_s:
                 num = tokens_within(self.latency, start + sum(found), end_s - each_s)
@@ -150,13 +161,13 @@ class GroupPolicy:
     ) -> list[int]:
         """Cut ``num_tokens`` or a little more, at most ``most``, into slices for which no member waits.
 
-        They begin in ``begin_s`` seconds, in their order, and each ends ``lag_s`` or more after the one before it, by
-        up to a unit's time: whoever ends sooner begins the next ones sooner. Multiples of ``unit`` tokens; the last
-        one is not empty.
+        The slices begin in ``begin_s`` seconds, in order. Each ends ``lag_s`` after the previous one, or later by up to
+        the time of a unit, since a member that ends sooner begins its next slice sooner. All are multiples of ``unit``
+        tokens, and the last one is not empty.
         """
 
         def until(end_s: float) -> list[int]:
-            """How many tokens each computes if the first one ends by then."""
+            """Return how many tokens each member computes if the first one ends by ``end_s``."""
             first = tokens_within(self.latency, start, end_s - begin_s[0]) // unit * unit
             found = [first]
             before_s = begin_s[0] + _chunk_s(self.latency, start, first) if first else end_s
@@ -175,7 +186,7 @@ class GroupPolicy:
 
     @staticmethod
     def _soonest(until: Callable[[float], list[int]], num_tokens: int, latest_s: float) -> list[int]:
-        """The slices for the earliest time for which they are as many tokens."""
+        """Return the slices of ``until`` for the earliest end at which they have at least ``num_tokens`` together."""
         low_s, high_s = 0.0, latest_s
         for _ in range(_HALVINGS):
             middle_s = (low_s + high_s) / 2
@@ -202,7 +213,7 @@ class GroupPolicy:
         return self.min_step_s * (1 - 1 / size)
 
     def _of_size(self, size: int, token_bytes: float, more_s: float) -> LinearLatencyModel:
-        """Each member computes its part of the tokens, and sends their KV to each other one meanwhile."""
+        """Return the latency model of a group whose members compute equal parts and send their KV to all others."""
         model = self.latency
         linear_s = model.b_s * (1 + self.step_overhead)
         sent_s = token_bytes * (size - 1) / self.bytes_per_s

@@ -1,11 +1,12 @@
-"""Short probes of the other batching mode, near a tie: what a prediction is wrong by, from what both modes were.
+"""Short probes of the other batching mode near a tie, which measure the error of the predictions.
 
-Two predictions that are each a percent wrong say nothing of modes that are a percent apart. So every `PROBE_EVERY`
-cycles the other mode is done for a few, and both are compared by *work*: the seconds that the prompt tokens and decodes
-of their steps are predicted to cost, without the constants of steps. A request costs the same of it under any mode. A
-cycle is judged by the time for each decode that was not work, beside the work of a decode and its share of prompts for
-the lengths that are known: so neither the lengths that a cycle met by chance matter, nor how many prompts it had.
-Everything is a function of reported steps, in their order.
+Two predictions that are each a percent wrong cannot tell apart modes that differ by a percent. So every `PROBE_EVERY`
+cycles the other mode runs for a few cycles, and both modes are compared by *work*: the predicted seconds of the prompt
+tokens and decodes of their steps, without the constants of steps. A request has equal work under any mode.
+
+The measure of a cycle is the time of a decode: the time beyond work per decode, plus the work of a decode and its share
+of prompts at the mean lengths. So neither the lengths that a cycle met by chance nor its number of prompts matter.
+Everything is a function of the reported steps, in order.
 """
 
 from __future__ import annotations
@@ -17,52 +18,61 @@ from typing import NamedTuple
 from pdmesh.policy.batching_theory import LengthMoments, StepCosts
 from pdmesh.policy.latency import LinearLatencyModel, StepShape
 
-#: Cycles at home from one probe to the next; so many times as many where it is clear by now which mode is faster.
+#: Cycles in the home mode between two probes, and the factor on them where the faster mode is already clear.
 PROBE_EVERY = 40
 _WHERE_CLEAR = 4
 
-#: Of a probe. The first one after a change of mode is not counted.
+#: Cycles of a probe. The first cycle after a change of mode is not counted.
 PROBE_CYCLES = 3
 
-#: Predicted log ratio of throughputs, up to which it is a tie that probes may decide.
+#: Largest predicted log ratio of throughputs that counts as a tie for probes to decide.
 NEAR = 0.02
 
-#: Of the cycles at home, so many before a probe are compared with it.
+#: Number of cycles in the home mode before a probe that are compared with it.
 _COMPARED = 4
 
-#: Probes that are remembered.
+#: Number of probes that are remembered.
 _MEMORY = 16
 
-#: Of what was seen of requests that begin at once, at each cycle; and steps in which some did, to tell.
+#: For requests that begin at once: the decay of observations at each cycle, and the fewest steps with a begin.
 _FADING, _ENOUGH_STEPS = 0.95, 24
 
-#: Standard deviations, of log ratios: of what predictions are wrong by, and of one probe until several were made, which
-#: is worth so many of them.
+#: Standard deviations of log ratios: of the predictions' error, and the assumed noise of a probe. The assumption weighs
+#: as much as `_NOISE_WORTH` probes.
 _WRONG, _NOISE, _NOISE_WORTH = 0.01, 0.015, 2.0
 
 
 class Correction(NamedTuple):
-    """A correction of the predicted log ratio of throughputs, exclusive over mixed, and its standard deviation."""
+    """Correction of the predicted log ratio of throughputs, exclusive over mixed.
+
+    ``deviation`` is the standard deviation, 0 before the first probe.
+    """
 
     log_gain: float = 0.0
-    deviation: float = 0.0  # standard; 0 while nothing was probed
+    deviation: float = 0.0
 
 
 NO_CORRECTION = Correction()
 
 
 class Tally(NamedTuple):
-    """What an instance did in some time."""
+    """Totals of the steps of an instance over some time.
+
+    ``num_history_tokens``: sum over chunks of the new tokens times the tokens before them.
+    ``num_squares``: sum over chunks of the squared number of new tokens.
+    ``num_begun``: number of prompts that began in steps with decodes.
+    ``num_steps``: number of steps with decodes; prompts began in ``num_with_begun`` of them.
+    """
 
     wall_s: float = 0.0
     num_prompt_tokens: float = 0.0
-    num_history_tokens: float = 0.0  # of chunks: new tokens times those before them
-    num_squares: float = 0.0  # of chunks' new tokens
+    num_history_tokens: float = 0.0
+    num_squares: float = 0.0
     num_decodes: float = 0.0
     num_context_tokens: float = 0.0
-    num_begun: float = 0.0  # prompts, in steps with decodes beside them
-    num_steps: float = 0.0  # with decodes
-    num_with_begun: float = 0.0  # of these, that such prompts began in
+    num_begun: float = 0.0
+    num_steps: float = 0.0
+    num_with_begun: float = 0.0
 
     def plus(self, other: Tally) -> Tally:
         return Tally(*(one + two for one, two in zip(self, other, strict=True)))
@@ -73,7 +83,7 @@ class Tally(NamedTuple):
         return prompts_s + model.d_s * self.num_squares + decodes_s
 
     def decode_s(self, model: LinearLatencyModel, costs: StepCosts, lengths: LengthMoments) -> float | None:
-        """Seconds for a decode and its share of prompts and constants; None if there was none."""
+        """Return the seconds of a decode with its share of prompts and constants; None without a positive result."""
         if self.num_decodes <= 0:
             return None
         prompts_s = costs.prompt_token_s * lengths.mean_prompt_tokens / lengths.mean_output_tokens
@@ -82,20 +92,21 @@ class Tally(NamedTuple):
 
 
 class Meter:
-    """Follows one instance's steps, in their order, on its own clock, and tallies whole cycles of them.
+    """Totals over the whole cycles of one instance's steps, given in order and on the instance's clock.
 
-    A tally begins and ends where a step of prompts alone begins after decodes, or any step of both.
+    A cycle begins where a step of prompts alone follows other steps, and at each step with prompts and decodes.
+    ``_sums`` are the fields of `Tally` for the open cycle, without the first.
     """
 
     def __init__(self) -> None:
-        self._began_s: float | None = None  # of what is open
+        self._began_s: float | None = None
         self._ended_s = 0.0
-        self._in_phase = False  # of prefill alone
-        self._sums = [0.0] * 8  # open, as in `Tally`
+        self._in_phase = False
+        self._sums = [0.0] * 8
         self._whole = Tally()
 
     def step(self, began_s: float, ended_s: float, shape: StepShape, num_steps: int = 1) -> None:
-        """Steps that are alike; one that ran inside another, or did nothing, opens no tally."""
+        """Add ``num_steps`` equal steps. An empty step is ignored, and a step inside another opens no cycle."""
         if ended_s <= began_s:
             return
         if began_s >= self._ended_s and shape.chunks and (shape.num_decodes or not self._in_phase):
@@ -123,16 +134,16 @@ class Meter:
         self._began_s = None
 
     def take(self) -> Tally:
-        """What is whole, since it was last asked for."""
+        """Return the totals of the cycles that were completed since the last call."""
         whole, self._whole = self._whole, Tally()
         return whole
 
 
 class Together:
-    """How many requests begin at once on an instance that is mixed: 1 where they begin at random, one by one.
+    """Mean number of requests that begin at once under mixed batching: 1 where they begin one by one, at random.
 
-    Who began together and wants as many tokens ends together, and so on: then fewer steps have a chunk than a Poisson
-    law of the same mean says, and mixed batching is faster than predicted from it.
+    Requests that began together with equal outputs end together, and so do the requests that replace them. Then fewer
+    steps have a chunk than a Poisson distribution of the same mean says, and mixed batching is faster than predicted.
     """
 
     def __init__(self) -> None:
@@ -146,7 +157,7 @@ class Together:
 
     @property
     def number(self) -> float:
-        """Return how many requests begin together, as the observed share of steps in which some begin explains it."""
+        """Mean number of requests that begin together, from the observed share of steps in which any begin."""
         if not _ENOUGH_STEPS <= self._with_begun < self._steps:
             return 1.0
         number = -self._begun / self._steps / math.log1p(-self._with_begun / self._steps)
@@ -154,10 +165,10 @@ class Together:
 
 
 class Probing:
-    """Decides when an instance probes the mode that is not its *home*, and keeps what came of it.
+    """Schedule and results of an instance's probes of the mode that is not its *home*.
 
-    A residual is what was measured beyond what was predicted, as log ratios. The correction is their mean, drawn to 0
-    as far as their spread leaves room for chance.
+    A residual is the measured minus the predicted log ratio. The correction is the mean of the residuals, shrunk
+    towards 0 by their spread.
     """
 
     def __init__(self) -> None:
@@ -166,7 +177,7 @@ class Probing:
         self._at_home: deque[Tally] = deque(maxlen=_COMPARED)
         self._probed = Tally()
         self._num_at_home = 0
-        self._num_left = 0  # cycles of the probe
+        self._num_left = 0
 
     @property
     def is_on(self) -> bool:
@@ -174,14 +185,14 @@ class Probing:
         return self._num_left > 0
 
     def restart(self) -> None:
-        """Home has changed, or nothing may be probed: what was measured of a probe that is on is of no use."""
+        """Abandon a running probe and its measurements, because home has changed or probes are not allowed."""
         self._at_home.clear()
         self._num_at_home = self._num_left = 0
 
     def passed(self, tally: Tally, log_gain: float) -> Tally | None:
-        """Note a cycle; `is_on` says what the next one is to be. ``log_gain`` is predicted, with the correction.
+        """Add a completed cycle and begin or end a probe. ``log_gain`` is predicted, with the correction.
 
-        The tally of a probe that is over, to be given to `learn`.
+        Returns the tally of the probe that this cycle ended, else None. `is_on` says which mode the next cycle has.
         """
         if not self._num_left:
             self._num_at_home += 1
@@ -206,14 +217,14 @@ class Probing:
 
     @property
     def at_home(self) -> Tally:
-        """Return the tally of the last cycles before a probe."""
+        """Totals of the last cycles before a probe."""
         total = Tally()
         for tally in self._at_home:
             total = total.plus(tally)
         return total
 
     def learn(self, residual: float) -> None:
-        """Take a probe into account."""
+        """Add the residual of a probe and update the correction."""
         self._residuals.append(residual)
         number = len(self._residuals)
         mean = math.fsum(self._residuals) / number

@@ -1,7 +1,7 @@
 """The seams of scheduling policy: small Protocols over frozen views.
 
-The core asks, checks every hard rule itself (room, roles, seats, plans in flight) and acts; a policy only ranks what is
-possible. A policy reads no clock and no global state: what it needs comes as an argument.
+The core checks every hard rule itself (room, roles, seats, plans in flight) and acts; a policy only ranks the possible
+choices. A policy reads no clock and no global state: all inputs are arguments.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ class PrefillOrder(Protocol):
     """The order in which prompts are served."""
 
     def rank(self, request: Request, num_done_tokens: int, placed_s: float | None, num_reused_tokens: int = 0) -> Rank:
-        """``placed_s`` is when an instance took it; None while it waits.
+        """Return the rank of a request, which changes only as its prompt is computed.
 
-        ``num_reused_tokens`` of its prompt are no work, since their KV is kept; they count as done, too.
+        ``placed_s`` is when an instance took the request; None while it waits. The first ``num_reused_tokens`` of the
+        prompt are cached and no work; ``num_done_tokens`` include them.
         """
         ...
 
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
-        """A key for each of ``ranks``, compared with each other now: smaller is earlier.
+        """Return a key for each of ``ranks``, valid now: smaller is earlier.
 
-        Equal keys are served by arrival, then by id. In a bucket the keys never contradict the places; and a key
-        depends on the ranks of its own bucket alone, so that they can be kept while those of another bucket change. It
-        never grows as time passes, so that one of a later time tells how small it can be until then.
+        Equal keys are served by arrival, then by id. Three rules hold for all orders. Within a bucket, keys follow the
+        places. A key depends only on the ranks of its own bucket, so keys can be cached while another bucket changes. A
+        key never grows as time passes, so a key for a later time is a lower bound until then.
         """
         ...
 
     def keeps_key_until_s(self, rank: Rank) -> float:
-        """Return how long a rank alone in its bucket keeps its key; -inf if that changes with time."""
+        """Return until when a rank alone in its bucket keeps its key; -inf if the key changes all the time."""
         ...
 
 
 class Packing(Protocol):
-    """What goes into a step."""
+    """Rule that chooses the chunks of a step."""
 
     def num_tokens(
         self,
@@ -51,9 +52,9 @@ class Packing(Protocol):
         num_reused_tokens: int = 0,
         shared: bool = False,
     ) -> int:
-        """How many tokens of ``request``, from ``start``, to add to ``step``; 0 leaves it out of this step.
+        """Return how many tokens of ``request``, from ``start``, to add to ``step``; 0: none in this step.
 
-        ``num_reused_tokens`` of its prompt are kept. ``shared``: other prompts could use the step too.
+        ``num_reused_tokens`` of the prompt are cached. ``shared``: other prompts could use the step, too.
         """
         ...
 
@@ -62,42 +63,45 @@ class Packing(Protocol):
         ...
 
     def takes_local(self, instance: InstanceView) -> bool:
-        """Whether steps of ``instance``, which only decodes, have room for some of a prompt."""
+        """Whether steps of ``instance``, which only decodes, have room for a part of a prompt."""
         ...
 
     def local_s(self, instance: InstanceView, num_tokens: int, start: int = 0) -> float:
-        """Predicted time of so many tokens of a prompt, from ``start`` on, on such an instance; infinite: no room.
+        """Return the predicted seconds to compute ``num_tokens`` of a prompt, from ``start``, on a decode instance.
 
-        They come behind what is computed there already.
+        The prompt waits for the queued tokens there. The result is infinite if the steps have no room.
         """
         ...
 
 
 class PrefillPlacement(Protocol):
-    """Chooses where a prompt is computed: the first instance that has room and a step slot for it, and `takes` it.
+    """Rule for where a prompt is computed: on the first instance with room and a step slot that `takes` the prompt.
 
-    The core keeps the instances sorted by their keys, which so depend on nothing but the view.
+    The core keeps the instances sorted by their keys, so keys must depend only on the view.
     """
 
     def key(self, instance: InstanceView) -> tuple[float, ...]:
-        """Smaller is earlier; of equal keys, the one that was longest given nothing to keep, then the order of ids."""
+        """Return the sort key of an instance: smaller is earlier.
+
+        Among equal keys, the instance that has gone longest without a new request comes first, then the lower id.
+        """
         ...
 
     def takes(self, request: Request, instance: InstanceView, num_reused_tokens: int = 0) -> bool:
-        """Whether the request may go there now, where so much of its prompt is kept.
+        """Whether the request may go to ``instance`` now, where ``num_reused_tokens`` of its prompt are cached.
 
-        If no instance that could takes it, it waits; others may go past it.
+        If no instance with room takes the request, it waits, and others may pass it.
         """
         ...
 
 
 class DecodePlacement(Protocol):
-    """Chooses where output is generated: the first instance with room for it, or the one that computes the prompt."""
+    """Rule for where output is generated: on the first instance with room, or where the prompt is computed."""
 
     def key(self, instance: InstanceView) -> tuple[float, ...]:
-        """Smaller is earlier; of equal keys, the one that was longest given nothing to keep, then the order of ids."""
+        """Return the sort key of an instance: smaller is earlier, and ties as in `PrefillPlacement.key`."""
         ...
 
     def stays(self, request: Request, prefill: InstanceView, first: InstanceView) -> bool:
-        """Whether it decodes on ``prefill``, which has room for all of it, without a transfer, and not on ``first``."""
+        """Whether to decode on ``prefill``, which has room, without a transfer, instead of on ``first``."""
         ...

@@ -1,13 +1,13 @@
-"""How many instances compute each chunk of a long prompt together, and when: sequence-parallel planning.
+"""Sequence-parallel planning: how many instances compute each chunk of a long prompt together, and when.
 
-A plan is a sequence of chunks. Each chunk's group contains the groups of earlier chunks. It begins when all its
-instances are free and the chunk before it is done, and takes the time that Eq. 1 of Tetris (`pdmesh.policy.latency`)
-gives for its size. Instances that already hold a part of the prompt come first, then the others in the order in which
-they become free. The planner assumes equal instances that are equally far from each other (one host, or one switch).
+A plan is a sequence of chunks. Each chunk's group contains the groups of earlier chunks. A chunk begins when all
+instances of its group are free and the previous chunk is done. Eq. 1 of Tetris (`pdmesh.policy.latency`) gives its
+duration for the group's size. Instances that already hold a part of the prompt come first, then the others in the order
+in which they become free. The planner assumes equal instances at equal distances (one host, or one switch).
 
-`ElasticPlanner` finds the best of all chains of sizes by a dynamic program: of two ways to have a group free at the
-same time, the one with more tokens done is never worse, so one number for each size is enough. Tetris's own search and
-groups of a fixed size, which it is compared with, are in `pdmesh_lab.studies.planners`.
+`ElasticPlanner` finds the best of all chains of sizes by dynamic programming. Of two ways to have a group free at the
+same time, the one with more tokens done is never worse, so one number for each size is enough. For comparison,
+`pdmesh_lab.studies.planners` has Tetris's own search and groups of a fixed size.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pdmesh.policy.latency import LinearLatencyModel
 GroupLatency = Mapping[int, LinearLatencyModel]
 
 
-#: When an instance has computed what it was given, in seconds from now. A plain tuple: these are sorted for every plan.
+#: Seconds until an instance is free, and its id. A plain tuple, because these are sorted for every plan.
 FreeAt = tuple[float, InstanceId]
 _FREE_S = itemgetter(0)
 
 
 class PlannedChunk(NamedTuple):
-    """Tokens computed together, from ``start_s`` to ``end_s`` (seconds from now)."""
+    """Tokens that ``members`` compute together, from ``start_s`` to ``end_s`` (seconds from now)."""
 
     num_tokens: int
     members: tuple[InstanceId, ...]
@@ -40,7 +40,7 @@ class PlannedChunk(NamedTuple):
 
 
 class SequenceParallelPlanner(Protocol):
-    """Spreads the rest of a prompt over instances."""
+    """Planner that spreads the rest of a prompt over instances."""
 
     @property
     def latency(self) -> GroupLatency:
@@ -50,33 +50,33 @@ class SequenceParallelPlanner(Protocol):
     def plan(
         self, num_tokens: int, num_done_tokens: int, held: Collection[InstanceId], pool: Sequence[FreeAt]
     ) -> tuple[PlannedChunk, ...]:
-        """Chunks for the tokens from ``num_done_tokens`` to ``num_tokens``, of which only the first one binds.
+        """Return chunks for the tokens from ``num_done_tokens`` to ``num_tokens``; only the first chunk is binding.
 
-        ``pool`` (not empty) are the instances that may take part, ``held`` those of them that hold the tokens before;
-        every group contains these. Raises ValueError if none of the sizes can be had.
+        ``pool`` (not empty) are the instances that may take part. The instances ``held`` hold the earlier tokens and
+        are in every group. Raises ValueError if no size of a group is possible.
         """
         ...
 
 
 class _Size(NamedTuple):
-    """A size that groups may have, with Eq. 1 for it, and what its root takes of that."""
+    """A size that groups may have, with the coefficients of Eq. 1. ``square`` is 4 ``d_s``, for the root of Eq. 1."""
 
     size: int
     a_s: float
     b_s: float
     c_s: float
     d_s: float
-    square: float  # four times d_s
+    square: float
 
 
 @dataclass(frozen=True, slots=True)
 class ElasticPlanner:
-    """The chain of sizes with the earliest first token, over sizes that are worth their instances.
+    """Planner of the chain of sizes with the earliest first token, over sizes that are worth their instances.
 
-    A size is worth them if the chain that ends on it is earlier than every smaller one's by ``improvement_rate``, or if
-    the paper's rule says so of single chunks (Tetris, Algorithm 2): otherwise instances go to requests that gain more
-    from them. So the first token never comes later than Tetris's own search has it, with the same rate.
-    ``min_chunk_tokens`` keeps chunks worth their step.
+    A size is worth its instances if the chain ending on it is earlier than the chains of all smaller sizes by
+    ``improvement_rate``, or if the paper's rule for single chunks says so (Tetris, Algorithm 2). Otherwise the
+    instances are left to requests that gain more. So the first token never comes later than in Tetris's own search at
+    the same rate. ``min_chunk_tokens`` keeps chunks worth their step.
     """
 
     latency: GroupLatency
@@ -98,18 +98,18 @@ class ElasticPlanner:
         held_s = line[num_least - 1][0]
         num_left, least_tokens, kept = num_tokens - num_done_tokens, self.min_chunk_tokens, 1 - self.improvement_rate
 
-        # Of each size, as far as it may be of use: its constants, when it is free, the most tokens that can be done by
-        # then, and which size does the last of them. Whoever is free after a chain has ended is of no use.
+        # For each useful size: its constants, when its group is free, the most tokens that can be done by then, and the
+        # index of the size that does the last of these. Groups that are free after a chain has ended are of no use.
         sizes: list[_Size] = []
         frees_s: list[float] = []
         done: list[int] = []
         before: list[int] = []
-        # What the root of Eq. 1 needs of those sizes, the largest first: when the first chunk of one has paid its
-        # constant, what is done by then, and the rest of Eq. 1 behind that. Spelt out because it is most of the cost.
+        # Inputs to the root of Eq. 1 for these sizes, the largest first: when the first chunk has paid its constant,
+        # the tokens done by then, the linear and square terms, and the index. Precomputed because the root is hot.
         roots: list[tuple[float, int, float, float, int]] = []
         ends_s: list[float] = []
         earliest_s = math.inf
-        # The last end that is earlier than all before it by the rate, and its index: of chains and of single chunks.
+        # The last end that is earlier than all previous ones by the rate, and its index: for chains, for single chunks.
         chain_s = single_s = math.inf
         chain = single = -1
         index = 0
@@ -129,7 +129,7 @@ class ElasticPlanner:
             most, last = num_done_tokens, -1
             for paid_s, done_before, linear, squares, i in roots:
                 spare_s = free_s - paid_s
-                # No more than without the square: that is quickly said.
+                # The bound without the square term is cheap to check first.
                 if spare_s > 0 and spare_s >= (most - done_before) * linear:
                     chunk = int(2 * spare_s / (linear + math.sqrt(linear * linear + squares * spare_s)))
                     if chunk >= least_tokens and done_before + chunk >= most:
@@ -167,7 +167,7 @@ class ElasticPlanner:
 
 
 def line_of(held: Collection[InstanceId], pool: Sequence[FreeAt]) -> list[FreeAt]:
-    """The instances in the order in which groups take them; of those that are free together, in the pool's."""
+    """Return the pool in the order in which groups take instances: the held ones first, then by when they are free."""
     if not held:
         return sorted(pool, key=_FREE_S)
     members = sorted([entry for entry in pool if entry[1] in held], key=_FREE_S)
@@ -175,14 +175,14 @@ def line_of(held: Collection[InstanceId], pool: Sequence[FreeAt]) -> list[FreeAt
 
 
 def no_size(latency: GroupLatency, least: int, most: int) -> ValueError:
-    """The error of a planner that knows no group of ``least`` to ``most`` instances."""
+    """Return the error of a planner without a latency model for groups of ``least`` to ``most`` instances."""
     return ValueError(f"no group of {least} to {most} instances has a latency model; sizes {sorted(latency)} do")
 
 
 def tokens_within(model: LinearLatencyModel, history: int, budget_s: float) -> int:
-    """The longest chunk behind ``history`` tokens that ends within ``budget_s``: the root of Eq. 1, rounded down.
+    """Return the longest chunk after ``history`` tokens that ends within ``budget_s``: the root of Eq. 1, rounded down.
 
-    A token must cost something (``b_s`` above 0), as in every model that was fitted.
+    ``b_s`` must be above 0, as in every fitted model.
     """
     spare_s = budget_s - model.a_s
     if spare_s <= 0:

@@ -1,30 +1,32 @@
-"""What it costs an instance to turn from decoding to prefill and back, from when its steps began and ended.
+"""Cost of switching an instance from decoding to prefill and back, from the begins and ends of its steps.
 
-This is EB+'s alpha_p as its own measurements mean it: the whole time that a prefill phase takes beyond the work in it,
-not the intercept of a fit (paper, Table 10 against its kernel fits).
+This is alpha_p of EB+ as the paper's measurements use it: the whole time of a prefill phase beyond its work, and not
+the intercept of a fit (paper, Table 10 against its kernel fits).
 """
 
 from __future__ import annotations
 
 from pdmesh.policy.latency import LinearLatencyModel
 
-#: Phases that the means are over, roughly.
+#: Approximate number of phases over which the means are taken.
 _MEMORY = 16
 
 
 class SwitchTimes:
-    """Follows one instance's steps, in their order, on its own clock, and keeps means over its prefill phases.
+    """Means over the prefill phases of one instance, whose steps are given in order and on its clock.
 
-    A phase is steps of prefill alone between two decode steps, while somebody waits to decode. ``overhead_s`` is the
-    time in it in which the device did nothing: the switch there, between its steps, and back.
+    A phase is the prefill-only steps between two decode steps, while residents wait to decode. ``overhead_s`` is the
+    mean time of a phase in which the device was idle: the switch there, the gaps between steps, and the switch back.
+    ``num_steps`` is the mean number of steps of a phase.
     """
 
     def __init__(self) -> None:
-        self.num_phases = 0  # seen
+        self.num_phases = 0
         self.overhead_s = 0.0
         self.num_steps = 0.0
-        self._decoded_until_s: float | None = None  # None: nobody was decoding
-        self._device_s = 0.0  # of the phase so far
+        #: None if no resident was decoding.
+        self._decoded_until_s: float | None = None
+        self._device_s = 0.0
         self._steps = 0
 
     def decoded(self, began_s: float, ended_s: float) -> None:
@@ -51,5 +53,5 @@ class SwitchTimes:
         self.num_steps += weight * (self._steps - self.num_steps)
 
     def switch_s(self, model: LinearLatencyModel) -> float:
-        """alpha_p, seconds a phase: of one step until a phase was seen."""
+        """Return alpha_p, in seconds per phase; before the first phase, the constant of one step."""
         return self.overhead_s + (self.num_steps if self.num_phases else 1.0) * model.a_s

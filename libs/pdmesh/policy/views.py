@@ -1,4 +1,4 @@
-"""What policies see: an instance, a request's place in an order, and a step that is being packed."""
+"""Inputs of policies: an instance, a request's place in an order, and a step that is being packed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ from pdmesh.policy.latency import ChunkShape
 
 @dataclass(slots=True, init=False)
 class InstanceView:
-    """An instance as the core's state has it. It must not be changed; freezing it would triple its cost.
+    """State of an instance in the core. Policies must not change it; freezing the class would triple its cost.
 
-    ``num_free_blocks`` leaves out what is promised to transfers on their way (*virtual usage*), and
-    ``num_seats_taken`` counts their requests beside the decoding ones.
+    ``num_free_blocks``: free blocks without the blocks promised to coming transfers (*virtual usage*).
+    ``num_seats_taken``: number of decoding requests and of coming transfers.
+    ``num_queued_tokens``: number of tokens of placed prompts that are not yet computed.
+    ``suspected``: whether the instance has been silent too long for new requests.
+    ``num_resident_tokens``: reported context of the decoding requests; without a report, their room.
+    ``slo_tpots_s``: TPOT targets of the decoding requests; None stands for the default target.
+    ``number``: place among the instances that joined, from 1 on; the number of a lost instance is used again.
+    ``device_class``: key of equally fast instances.
+    ``num_stages``: number of stages that each step passes; the decodes are dealt out to as many steps.
     """
 
     instance_id: InstanceId
@@ -27,20 +34,20 @@ class InstanceView:
     max_num_seqs: int
     num_prefilling: int
     num_decoding: int
-    num_queued_tokens: int  # of placed prompts, not yet computed
+    num_queued_tokens: int
     draining: bool
     reachable: bool = True
-    suspected: bool = False  # silent for so long that nothing new is placed on it
-    num_resident_tokens: int = 0  # that its decoding requests attend to, as reported; else the room that they have
+    suspected: bool = False
+    num_resident_tokens: int = 0
     num_long_prefilling: int = 0
     num_long_decoding: int = 0
     shortest_long_prefill_tokens: int | None = None
-    slo_tpots_s: frozenset[float | None] = frozenset()  # own targets of its decoding requests; None: the default
-    number: int = 0  # its place among those that joined, from 1 on; that of one that was lost is taken again
-    device_class: str = ""  # instances of one are equally fast
-    num_stages: int = 1  # that each step passes; its decodes are dealt out to as many steps
+    slo_tpots_s: frozenset[float | None] = frozenset()
+    number: int = 0
+    device_class: str = ""
+    num_stages: int = 1
 
-    # Written out because mypyc leaves the one of a dataclass to the interpreter.
+    # Written out because mypyc does not compile a dataclass's generated `__init__`.
     def __init__(
         self,
         instance_id: InstanceId,
@@ -90,16 +97,19 @@ class InstanceView:
 
 @dataclass(slots=True)
 class PartialStep:
-    """A step plan that is being packed, as far as it is."""
+    """A step plan that is being packed.
+
+    ``longest_tokens``: tokens to compute of the longest prompt with a chunk in the step.
+    """
 
     now_s: float = 0.0
     chunks: list[ChunkPlan] = field(default_factory=list[ChunkPlan])
     shapes: list[ChunkShape] = field(default_factory=list[ChunkShape])
     num_tokens: int = 0
-    longest_tokens: int = 0  # to compute, of the longest prompt of which it has a chunk
+    longest_tokens: int = 0
 
     def add(self, chunk: ChunkPlan, num_work_tokens: int) -> None:
-        """Add a chunk of a prompt of which so many tokens are to be computed."""
+        """Add a chunk of a prompt that has ``num_work_tokens`` to compute in all."""
         self.chunks.append(chunk)
         self.shapes.append(ChunkShape(chunk.num_tokens, chunk.start))
         self.num_tokens += chunk.num_tokens
@@ -109,10 +119,11 @@ class PartialStep:
 class Rank(NamedTuple):
     """A request's position in an order, independent of time; it changes only as its prompt is computed.
 
-    Requests in one bucket keep the order of their ``place`` whatever the time. So the line of those that wait stays
-    sorted as time passes, and only the first of each bucket are ever compared.
+    Requests in one bucket keep the order of their ``place`` whatever the time. So the waiting line stays sorted as time
+    passes, and only the first request of each bucket is compared with others. ``latest_start_s`` is when the rest of
+    the prompt must start to be in time, in orders that use it.
     """
 
     place: float = 0.0
     bucket: float = 0.0
-    latest_start_s: float = 0.0  # when what is left of it must start to be in time, in the orders that ask
+    latest_start_s: float = 0.0
