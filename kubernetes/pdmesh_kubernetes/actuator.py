@@ -1,10 +1,10 @@
 """Kubernetes as an actuator: the pods of StatefulSets are the instances that the scheduler wants.
 
-A StatefulSet gives its pods numbers, and the one with the highest leaves first. So the scheduler drains that one
-(`ActuatorReported.last_leaves_first`), and a pod that comes again has its name, and what operators asked for it. A pod
-that was made from an older template is deleted when its instance is restarted, or when its process has ended by itself:
-then it is made from the present one. Pods that no StatefulSet of the release controls are left alone, whatever their
-names and labels.
+A StatefulSet numbers its pods, and the one with the highest number leaves first. So the scheduler drains that one
+(`ActuatorReported.last_leaves_first`). A pod that is made again has the same name, and operators' wishes for the name
+apply to it. A pod made from an older template is deleted when its instance is restarted, or when its process has ended
+by itself. Kubernetes then makes it from the present template. Pods that no StatefulSet of the release controls are left
+alone, whatever their names and labels.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from pdmesh_kubernetes.api import Forbidden, KubernetesApi, KubernetesError, ope
 
 log = structlog.get_logger()
 
-#: For an answer of the API server.
+#: Seconds for an answer of the API server.
 API_LIMIT_S = 10.0
 
 #: Exit code of a container that a signal killed, less the signal's number.
 SIGNALLED = 128
 
-#: Kubernetes' own, of a pod that says nothing.
+#: Kubernetes' default for a pod without a grace period.
 DEFAULT_GRACE_S = 30.0
 
-#: Whether there is memory for another pod is the cluster's to say: it waits until there is.
+#: More than any host's memory: the cluster itself decides whether there is room for another pod, and waits.
 _PLENTY_BYTES = 1 << 50
 
 
 class PodSet(NamedTuple):
-    """A StatefulSet: how many pods it is to have, and the revision of the template that new ones are made from."""
+    """A StatefulSet: the wanted number of pods, and the revision of the template for new ones."""
 
     uid: str
     num_pods: int
@@ -55,25 +55,29 @@ class PodSet(NamedTuple):
 
 
 class Pod(NamedTuple):
-    """A pod of an instance."""
+    """A pod of an instance.
+
+    `revision` is the template's. `grace_s` is the time between SIGTERM and SIGKILL. `last_end` says how the last
+    process ended. `has_served` says that the present process was ready before.
+    """
 
     uid: str
-    revision: str  # of the template that it was made from
+    revision: str
     num_restarts: int
     is_ready: bool
     is_leaving: bool
-    grace_s: float  # between SIGTERM and SIGKILL
-    last_end: str = ""  # how its last process ended
-    has_served: bool = False  # the present process was ready before
+    grace_s: float
+    last_end: str = ""
+    has_served: bool = False
 
     @property
     def pid(self) -> int:
-        """A number that no other process of this name had."""
+        """Number that no other process of this name had."""
         return zlib.crc32(f"{self.uid}/{self.num_restarts}".encode())
 
 
 class KubernetesActuator(LookingActuator):
-    """Does what the scheduler wants with the scale of StatefulSets."""
+    """Actuator that changes the scale of StatefulSets, and deletes pods to replace them."""
 
     def __init__(self, api: KubernetesApi, release: str) -> None:
         super().__init__()
@@ -81,16 +85,16 @@ class KubernetesActuator(LookingActuator):
         self._prefix = f"{release}-"
         self._sets: Mapping[str, PodSet] = {}
         self._pods: Mapping[str, Pod] = {}
-        self._num_restarts: dict[str, int] = {}  # of each pod, by its uid, when it was first seen
-        self._scaling: dict[str, int] = {}  # StatefulSets whose scale is being changed, and to what
-        self._deleting: set[str] = set()  # pods, by uid
-        self._not_deleted: set[str] = set()  # those of which it was said that they could not be
-        self._not_replaced: set[int] = set()  # processes, by pid: their pods may not be deleted, and still have to be
+        self._num_restarts: dict[str, int] = {}  # restarts of each pod, by uid, when first seen
+        self._scaling: dict[str, int] = {}  # wanted scales of StatefulSets under change
+        self._deleting: set[str] = set()  # uids of pods
+        self._not_deleted: set[str] = set()  # uids of pods whose failed deletion was logged
+        self._not_replaced: set[int] = set()  # pids that the service account may not replace
 
     # --- `pdmesh.cli.actuator.Actuator` ---
 
     def report(self) -> ActuatorReported:
-        """Return which pods are there."""
+        """Return the present pods: settled if ready and not leaving, otherwise unsettled."""
         settled = {name: pod for name, pod in self._pods.items() if pod.is_ready and not pod.is_leaving}
         return ActuatorReported(
             actuator_id=self.actuator_id,
@@ -106,7 +110,8 @@ class KubernetesActuator(LookingActuator):
         )
 
     def pursue(self, desired: DesiredProcesses, tasks: anyio.abc.TaskGroup) -> None:
-        """Begin to change the scale of StatefulSets that have more pods, or fewer, than are wanted; delete pods."""
+        """Begin to scale StatefulSets with too many or too few pods, and to delete pods whose processes must be
+        replaced."""
         starts = {member.instance_id for member in desired.start}
         self._refused &= starts
         for instance_id in starts - self._refused:
@@ -148,12 +153,15 @@ class KubernetesActuator(LookingActuator):
             self._failed.append(FailedStart(instance_id=InstanceId(name), reason=str(error)))
             self.note_change()
         except KubernetesError:
-            pass  # tried again while it is wanted
+            pass  # tried again while wanted
 
     # --- the cluster ---
 
     async def look(self) -> None:
-        """Take note of StatefulSets and pods, and delete those that are to be made anew. Raises KubernetesError."""
+        """Read the StatefulSets and pods, and note processes that ended. Raises KubernetesError.
+
+        Delete a pod of an older template whose process has ended and is not ready again.
+        """
         sets: dict[str, PodSet] = {}
         for role in Role:
             name = f"{self._prefix}{role}"
@@ -179,7 +187,7 @@ class KubernetesActuator(LookingActuator):
                 self._ended.append(
                     EndedProcess(name=name, pid=UNKNOWN_PID, cause=pod.last_end, has_served=before.has_served)
                 )
-            elif before.has_served:  # between a process's end and the restart no pod is ready
+            elif before.has_served:  # after a restart no pod is ready at first
                 pods[name] = pod._replace(has_served=True)
         if (sets, pods) != (self._sets, self._pods):
             self._sets, self._pods = sets, pods
@@ -191,11 +199,11 @@ class KubernetesActuator(LookingActuator):
                     await self._delete(name, pod)
 
     def _is_outdated(self, name: str, pod: Pod) -> bool:
-        """Whether a pod was made from an older template than the present one."""
+        """Return whether a pod was made from an older template than the present one."""
         return pod.revision != self._sets[number_of(InstanceId(name))[0]].revision
 
     async def _delete(self, name: str, pod: Pod) -> None:
-        """Delete a pod once, to be made from the present template. Raises KubernetesError."""
+        """Delete a pod once, so that it is made from the present template. Raises KubernetesError."""
         if pod.is_leaving or pod.uid in self._deleting:
             return
         self._deleting.add(pod.uid)
@@ -220,14 +228,14 @@ def _pod_set(found: Mapping[str, Any]) -> PodSet:
 
 
 def _is_of(pod: Mapping[str, Any], sets: Mapping[str, PodSet]) -> bool:
-    """Whether one of the StatefulSets controls a pod, by its metadata: anybody can write its name and its labels."""
+    """Return whether one of the StatefulSets controls a pod, by its owner: names and labels can be forged."""
     owner = sets.get(number_of(InstanceId(pod["name"]))[0])
     uids = [each.get("uid") for each in pod.get("ownerReferences", ()) if each.get("controller")]
     return owner is not None and uids == [owner.uid]
 
 
 def _last_end(status: Mapping[str, Any]) -> str:
-    """Return how the last process of a pod ended, to follow the name of its instance."""
+    """Return how a pod's last process ended, as a phrase that follows the instance's name."""
     for container in status.get("containerStatuses", ()):
         terminated = container.get("lastState", {}).get("terminated")
         if terminated is not None:
@@ -255,7 +263,7 @@ def _pod(found: Mapping[str, Any]) -> Pod:
 
 
 def run_actuator(config: MeshConfig) -> int:
-    """Run the actuator until it is told to stop; the exit code."""
+    """Run the actuator until it is told to stop, and return the exit code."""
     return run_service("actuator", config, serve)
 
 

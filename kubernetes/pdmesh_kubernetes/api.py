@@ -1,4 +1,4 @@
-"""The API server of Kubernetes, as a pod may ask it: with the token and the authority of its service account."""
+"""Client of the API server of Kubernetes, with the token and the authority of a pod's service account."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ import msgspec
 
 from pdmesh.errors import ConfigError, PdmeshError
 
-#: A larger answer is not read to its end: a namespace's pods of one mesh take a few kilobytes each.
+#: Largest answer that is read. The pods of one mesh take a few kilobytes each.
 MAX_ANSWER_BYTES = 16 << 20
 
 MERGE_PATCH = "application/merge-patch+json"
 
 
 class KubernetesError(PdmeshError):
-    """The API server cannot be reached, or says no. The message names what was asked."""
+    """The API server cannot be reached, or refuses. The message names the request."""
 
 
 class Conflict(KubernetesError):
-    """Raised if somebody else has changed the object, or made it, since it was read."""
+    """Another client has changed or made the object since it was read."""
 
 
 class Missing(KubernetesError):
-    """Raised if there is no object of that name."""
+    """There is no object of that name."""
 
 
 class Forbidden(KubernetesError):
-    """Raised if the service account may not do that."""
+    """The service account has no permission for the request."""
 
 
 class KubernetesApi:
-    """Asks the API server. Made by `open_kubernetes`."""
+    """Client of the API server. Made by `open_kubernetes`."""
 
     def __init__(self, client: httpx.AsyncClient, token_file: Path, namespace: str) -> None:
         self._client = client
@@ -45,7 +45,7 @@ class KubernetesApi:
         self.namespace = namespace
 
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> dict[str, Any] | None:
-        """Return an object, or a list of them; None if there is none of that name. Raises KubernetesError."""
+        """Return an object, or a list of objects; None if there is none of that name. Raises KubernetesError."""
         try:
             return await self._call("GET", path, params=params)
         except Missing:
@@ -56,14 +56,14 @@ class KubernetesApi:
         return await self._call("POST", path, body=body)
 
     async def patch(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Merge ``body`` into an object, if that has the ``resourceVersion`` of ``body``, or ``body`` has none.
+        """Merge ``body`` into an object. If ``body`` has a ``resourceVersion``, the object must have the same.
 
         Raises Conflict, Missing or KubernetesError.
         """
         return await self._call("PATCH", path, body=body)
 
     async def delete(self, path: str, body: Mapping[str, Any] | None = None) -> None:
-        """Delete an object; one that is not there counts as deleted. Raises Conflict or KubernetesError."""
+        """Delete an object; a missing one counts as deleted. Raises Conflict or KubernetesError."""
         with suppress(Missing):
             await self._call("DELETE", path, body=body)
 
@@ -76,7 +76,7 @@ class KubernetesApi:
         body: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         try:
-            token = (await anyio.Path(self._token_file).read_text()).strip()  # it is replaced every hour
+            token = (await anyio.Path(self._token_file).read_text()).strip()  # replaced every hour
             headers = {"authorization": f"Bearer {token}", "accept": "application/json"}
             if body is not None:
                 headers["content-type"] = MERGE_PATCH if method == "PATCH" else "application/json"
@@ -99,7 +99,7 @@ class KubernetesApi:
 
 
 def _message(answer: bytes) -> str:
-    """What the API server says is wrong: the message of a Status."""
+    """Return the error message of the API server, from a Status if the answer is one."""
     try:
         return str(msgspec.json.decode(answer, type=dict[str, Any])["message"])[:500]
     except (msgspec.MsgspecError, ValueError, KeyError):
@@ -108,7 +108,7 @@ def _message(answer: bytes) -> str:
 
 @asynccontextmanager
 async def open_kubernetes(api: str, account: Path, *, limit_s: float) -> AsyncGenerator[KubernetesApi]:
-    """Yield the API server at a URL, asked as the service account whose files are in a folder. Raises ConfigError."""
+    """Yield a client for the URL ``api``, with the service account whose files are in a folder. Raises ConfigError."""
     ca, token = account / "ca.crt", account / "token"
     try:
         namespace = (await anyio.Path(account / "namespace").read_text()).strip()

@@ -1,4 +1,4 @@
-"""A lease record in a Lease of Kubernetes (``coordination.k8s.io/v1``), which compares by its resource version."""
+"""A lease record in a Lease of Kubernetes (``coordination.k8s.io/v1``), compared by its resource version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdmesh_kubernetes.api import Conflict, KubernetesApi, KubernetesError, Miss
 from pdmesh_scheduler.standby.leadership import LeaseRecord
 from pdmesh_scheduler.standby.lease_store import StoredRecord, StoreUnavailable, decode_record, encode_record
 
-#: The annotation that has the record. The Lease's own fields tell people the same.
+#: Annotation with the record. The Lease's own fields show the same to people.
 RECORD = "pdmesh/record"
 
 
@@ -22,7 +22,7 @@ def _now() -> datetime:
 
 
 class KubernetesStore:
-    """Implements `LeaseStore`."""
+    """Lease store in a Lease's annotation; implements `LeaseStore`."""
 
     def __init__(self, api: KubernetesApi, name: str, lease_s: float, now: Callable[[], datetime] = _now) -> None:
         self._api = api
@@ -32,7 +32,7 @@ class KubernetesStore:
         self._leases = f"/apis/coordination.k8s.io/v1/namespaces/{api.namespace}/leases"
 
     async def read(self) -> StoredRecord:
-        """Return the record. Raises StoreUnavailable."""
+        """Return the record and its version. Raises StoreUnavailable."""
         try:
             lease = await self._api.get(f"{self._leases}/{self._name}")
         except KubernetesError as error:
@@ -45,7 +45,10 @@ class KubernetesStore:
         )
 
     async def swap(self, record: LeaseRecord, version: str | None) -> str | None:
-        """Write a record if the Lease has that resource version. Raises StoreUnavailable."""
+        """Write a record if the Lease has that resource version, or does not exist if that is None.
+
+        Return the new version; None if nothing was written. Raises StoreUnavailable.
+        """
         lease = self._lease(record, version)
         try:
             if version is None:
@@ -80,7 +83,7 @@ class KubernetesStore:
 
 @asynccontextmanager
 async def open_store(config: MeshConfig) -> AsyncGenerator[KubernetesStore]:
-    """Connect to the API server as the settings say. Raises ConfigError."""
+    """Yield the store on the API server that the settings name. Raises ConfigError."""
     kubernetes, standby = config.kubernetes, config.standby
     async with open_kubernetes(kubernetes.api, kubernetes.account, limit_s=standby.lease_s) as api:
         yield KubernetesStore(api, standby.name, standby.lease_s)
