@@ -1,1 +1,1 @@
-"""The laboratory: a simulator of meshes, studies of policies, and the commands that use both. ``docs/simulator.md``."""
+"""The laboratory: a simulator of meshes, studies of policies, and commands for both. See ``docs/simulator.md``."""

@@ -1,14 +1,14 @@
-"""Reading request traces: what was asked of a real system, as arrivals for the simulator and for benchmarks.
+"""Readers of request traces, which become arrivals for the simulator and for benchmarks.
 
-Four shapes, told apart by their first row:
+Four shapes are told apart by their first row:
 
 * Azure 2023 CSV: ``TIMESTAMP,ContextTokens,GeneratedTokens``;
 * BurstGPT CSV: ``Timestamp`` (s), ``Request tokens``, ``Response tokens``, other columns ignored;
 * Mooncake JSONL: ``timestamp`` (ms), ``input_length``, ``output_length`` and perhaps ``hash_ids``, one for each 512
-  tokens, which say what prompts have in common; vLLM's timed-trace data sets have the same;
+  tokens, which name the common beginnings of prompts; vLLM's timed-trace data sets have the same shape;
 * our own JSONL: the fields of `pdmesh_lab.sim.workload.Arrival`.
 
-A row that cannot be read is refused with file and line.
+An invalid row raises an error with file and line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pdmesh.errors import ConfigError
 from pdmesh.model import GRANULE_TOKENS
 from pdmesh_lab.sim.workload import Arrival
 
-#: Tokens that one of Mooncake's ``hash_ids`` names.
+#: Tokens in the block that one of Mooncake's ``hash_ids`` names.
 MOONCAKE_BLOCK_TOKENS = 512
 
 
@@ -41,7 +41,7 @@ _Row = Mapping[str, Any]
 
 
 def read_trace(path: Path, *, limit: int | None = None) -> list[Arrival]:
-    """The first ``limit`` requests of a trace, in order of arrival, the first at 0 s. Raises TraceError."""
+    """Return the first ``limit`` requests of a trace, in order of arrival, the first at 0 s. Raises TraceError."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = _csv_rows(path, file) if path.suffix == ".csv" else _json_rows(path, file)
@@ -79,7 +79,7 @@ def _csv_rows(path: Path, lines: Iterator[str]) -> Iterator[Arrival]:
 
 
 def _azure(row: _Row) -> Arrival:
-    # Seven fractional digits, of which datetime takes six; no zone, so any one does for differences.
+    # The fraction has seven digits, one more than datetime reads. There is no zone: any one does for differences.
     moment, _, fraction = str(row["TIMESTAMP"]).partition(".")
     since_epoch = datetime.fromisoformat(moment) - datetime(1970, 1, 1)
     return Arrival(
@@ -128,10 +128,10 @@ def _mooncake(row: _Row) -> Arrival:
 
 
 def _granules(row: _Row) -> tuple[int, ...] | None:
-    """Number the granules of a prompt by its ``hash_ids``, of which each names a block of tokens and all before it.
+    """Return the numbers of a prompt's granules; None without ``hash_ids``.
 
-    Of a block that the prompt does not fill, the granules that it does fill are named, too: they are those of another
-    prompt only if that ends there as well.
+    Each hash names a block of tokens and all tokens before the block. Full granules of a partial last block are
+    numbered, too. Their numbers equal another prompt's only if that prompt ends in the same block.
     """
     if (hash_ids := row.get("hash_ids")) is None:
         return None
@@ -174,7 +174,7 @@ def _checked(path: Path, number: int, row: _Row, read: Callable[[_Row], Arrival]
         arrival = read(row)
     except KeyError as error:
         raise TraceError(f"{where}: {error.args[0]} is missing") from error
-    except (ValueError, TypeError, OverflowError) as error:  # msgspec's ValidationError is a ValueError
+    except (ValueError, TypeError, OverflowError) as error:  # includes msgspec's ValidationError
         raise TraceError(f"{where}: {error}") from error
     if not math.isfinite(arrival.arrival_s):
         raise TraceError(f"{where}: the arrival is at {arrival.arrival_s} s")

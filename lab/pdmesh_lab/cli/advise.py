@@ -1,4 +1,4 @@
-"""`pdmesh pool advise`: what other pools, or another bundle, would have made of the last minutes."""
+"""`pdmesh pool advise`: the results that other pools, or another bundle, would have had in the last minutes."""
 
 from __future__ import annotations
 
@@ -35,36 +35,40 @@ from pdmesh_lab.sim.report import report
 from pdmesh_lab.sim.result import SimResult
 from pdmesh_lab.sim.samples import fitted_model
 
-#: Fewer requests say nothing of what would be better.
+#: Fewest requests for advice.
 MIN_REQUESTS = 20
 
 #: Bundles that are tried beside the one in use.
 BUNDLES = ("fcfs", "pdmesh")
 
-#: Of all proposals, those that are printed.
+#: Number of proposals that are printed.
 NUM_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The proposals, the best one first, and the mesh as it is now."""
+    """The proposals, the best one first, and the mesh as it is now.
 
-    recorded: Foretold  # as it was, not simulated
+    `recorded` has the real figures; all others are simulated. `tpot_limit_s` bounds the p99 of the time per output
+    token if no target does.
+    """
+
+    recorded: Foretold
     now: Foretold
     outlooks: Sequence[Foretold]
     num_requests: int
     min_gain: float
-    tpot_limit_s: float = inf  # at p99, where nobody has a target for it
+    tpot_limit_s: float = inf
 
     @property
     def best(self) -> Foretold | None:
-        """The proposal to change to; None if none is better by enough."""
+        """The proposal to change to; None if none is better by `min_gain`."""
         best = self.outlooks[0]
         return best if best.attainment - self.now.attainment >= self.min_gain else None
 
     @property
     def too_slow(self) -> Foretold | None:
-        """A proposal that would have more requests in time by enough, but is ruled out by its time per output token."""
+        """A proposal that has more requests in time by `min_gain`, but is ruled out by its time per output token."""
         others = (each for each in self.outlooks if (each.figures.all.tpot_s.p99 or 0.0) > self.tpot_limit_s)
         other = max(others, key=lambda each: each.attainment, default=None)
         if other is None or other.attainment - self.outlooks[0].attainment < self.min_gain:
@@ -83,7 +87,7 @@ class Recording:
 
 
 def recording_of(asked: Asked, options: AdviceOptions) -> Recording:
-    """Return what a log holds, if one is given, else what the scheduler of the mesh keeps in memory.
+    """Return the recording in the given log, or in the memory of the mesh's scheduler if no log is given.
 
     Raises PdmeshError if the log cannot be read, or no mesh can be asked.
     """
@@ -98,7 +102,7 @@ def recording_of(asked: Asked, options: AdviceOptions) -> Recording:
 
 
 def read_log(path: Path) -> Recording:
-    """Return what an event log holds. Raises ConfigError."""
+    """Return the recording in an event log. Raises ConfigError."""
     try:
         with EventLogReader(path) as log:
             decisions = Replay(log, None)
@@ -131,7 +135,7 @@ def _followed(decisions: Iterable[Decision], mesh: MeshMembers) -> Iterator[Deci
 
 
 def run_advise(asked: Asked, options: AdviceOptions) -> None:
-    """Print what would have been better. Raises ConfigError if the log does not contain enough."""
+    """Print the better pools or bundles. Raises ConfigError if the recording does not contain enough."""
     advice = advise(recording_of(asked, options), options, asked.output)
     if asked.output is Output.JSON:
         typer.echo(json.dumps(_as_json(advice), indent=2))
@@ -201,9 +205,9 @@ class Flip(NamedTuple):
 
 
 def next_flip(there: Sequence[InstanceStatus], wanted: PoolCounts) -> Flip | None:
-    """Return one step towards ``wanted``: the least used instance of a role that has too many, and its new role.
+    """Return one step towards ``wanted``: the new role for the least used instance of a role that has too many.
 
-    None if the pools are as wanted, or if each role that would have to give an instance has one alone.
+    Return None if the pools are as wanted, or if every such role has only one instance left (except mixed).
     """
     counts = {role: sum(row.role is role for row in there) for role in Role}
     missing = [role for role in Role if counts[role] < wanted.of(role)]
@@ -221,7 +225,7 @@ def next_flip(there: Sequence[InstanceStatus], wanted: PoolCounts) -> Flip | Non
 
 
 def apply_advice(asked: Asked, options: AdviceOptions, *, timeout_s: float) -> int:
-    """Change one role as advised, unless the pools are good enough, and return the exit code.
+    """Change one role as advised, unless no proposal is good enough, and return the exit code.
 
     The bundle stays, and no process is started or stopped.
     """

@@ -29,7 +29,7 @@ from pdmesh_lab.sim.simulator import Simulator
 
 
 def run_plan(options: PlanOptions, output: Output) -> None:
-    """Search and print. Raises ConfigError for options that make no sense and for targets that cannot be met.
+    """Search and print. Raises ConfigError for invalid options and for targets that cannot be met.
 
     Raises PdmeshError if the largest pools allowed do not meet the targets.
     """
@@ -97,7 +97,7 @@ def run_plan(options: PlanOptions, output: Output) -> None:
 
 
 def _exchange_s(options: PlanOptions, profile: Profile) -> float:
-    """Return what a decode step takes longer where the context is spread."""
+    """Return the seconds by which spreading the context lengthens a decode step."""
     return part_exchange_s(options) * profile.subject.num_layers
 
 

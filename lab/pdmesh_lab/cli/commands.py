@@ -1,4 +1,4 @@
-"""The commands that study a mesh. They import what they need when they run.
+"""Commands that study a mesh. Each imports its implementation when it runs.
 
 `pdmesh.cli` finds both groups by the entry points `pdmesh.commands` of this distribution.
 """

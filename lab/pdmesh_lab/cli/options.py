@@ -1,4 +1,4 @@
-"""The options of the commands that study a mesh: one field each, which also says how it is typed.
+"""Options of the commands that study a mesh, one field each with its command-line form.
 
 `pdmesh.cli.command_group.takes` makes a command's parameters of such a class, so that an option is declared once.
 Nothing here imports the simulator, because ``--help`` reads this module.
@@ -16,7 +16,7 @@ from typer import Argument, Option
 from pdmesh.cli.options import Decode, Mixed, Prefill
 from pdmesh.units import parse_seconds
 
-# Options of the panels of help.
+# Options in the panels of the help.
 _workload = functools.partial(Option, rich_help_panel="Workload")
 _pools = functools.partial(Option, rich_help_panel="Pools")
 _instances = functools.partial(Option, rich_help_panel="Instances")
@@ -34,7 +34,7 @@ PerfettoFile = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyOptions:
-    """What is simulated: a workload, and what its instances are."""
+    """Options of every simulation: the workload and the instances."""
 
     trace: Annotated[str, _workload(metavar="FILE|synthetic", help="A trace file, or drawn requests.")] = "synthetic"
     limit: Annotated[

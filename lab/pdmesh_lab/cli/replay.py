@@ -1,4 +1,4 @@
-"""`pdmesh replay`: decide again on the events of a recorded run, and ask what another bundle would have done."""
+"""`pdmesh replay`: decide again on the events of a recorded run, and compare with another bundle's decisions."""
 
 from __future__ import annotations
 
@@ -29,19 +29,23 @@ from pdmesh_lab.sim.recorded import recorded_run
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first event at which the commands differ."""
+    """The first event at which the commands differ.
 
-    number: int  # of the event, from 1
+    `number` counts events from 1. `recorded` are the decisions of a core made as the log says. `instead` are the other
+    bundle's decisions; None if the recorded digest itself differs.
+    """
+
+    number: int
     entry: Entry
-    recorded: Sequence[Command]  # what a core of the log's making decides
-    instead: Sequence[Command] | None  # what the other bundle decides; None if the recorded digest itself differs
+    recorded: Sequence[Command]
+    instead: Sequence[Command] | None
 
 
 class Replay:
-    """Decides again: iterate over it for the decisions, and then read its attributes for the outcome."""
+    """Repetition of a log's decisions. Iterate for the decisions, then read the attributes for the outcome."""
 
     def __init__(self, log: EventLogReader, bundle: str | None) -> None:
-        """Raises ConfigError for an unknown bundle."""
+        """Raise ConfigError for an unknown bundle."""
         self._log = log
         self._recorded = core_of(log.header)
         self._other = None if bundle is None else core_of(log.header, bundle)
@@ -54,11 +58,11 @@ class Replay:
 
     @property
     def is_faithful(self) -> bool:
-        """Whether the commands are those that were recorded."""
+        """Whether the commands equal the recorded ones."""
         return self.difference is None or self.difference.instead is not None
 
     def __iter__(self) -> Iterator[Decision]:
-        """Decide again to the end, or to the first commands that differ from those recorded."""
+        """Decide again to the end, or to the first commands that differ from the recorded ones."""
         for entry in self._log:
             self.num_events += 1
             commands = self._decide(self._recorded, entry.event, entry)
@@ -68,8 +72,8 @@ class Replay:
                 self.difference = Difference(self.num_events, entry, commands, None)
                 return
             if self._other is not None and self.difference is None:
-                # The question is what this bundle does all along, so an operator's switch is nothing but a moment.
-                # After its first other decision it is not asked: the events tell of a mesh that followed the first.
+                # Ask what this bundle does all along, so an operator's switch only marks a moment. Do not ask after the
+                # first difference: later events are from a mesh that followed the recorded decisions.
                 event = Tick() if isinstance(entry.event, BundleChangeRequested) else entry.event
                 instead = self._decide(self._other, event, entry)
                 if instead != commands:
@@ -77,10 +81,10 @@ class Replay:
             yield Decision(entry.now_s, entry.event, commands)
 
     def _decide(self, core: SchedulerCore, event: Event, entry: Entry) -> list[Command]:
-        """What ``core`` answers. Raises EventLogError where that is an exception."""
+        """Return the commands of ``core``. Raises EventLogError if the core raises an exception."""
         try:
             return core.handle(event, entry.now_s)
-        except Exception as error:  # no core goes on over events that none can have met: a bug, or a damaged log
+        except Exception as error:  # impossible events: a bug, or a damaged log
             where = f"event {self.num_events}, {type(entry.event).__name__} at {entry.now_s:.6f} s"
             raise EventLogError(
                 f"{where}, cannot be decided again ({type(error).__name__}: {_line(error)}): "
@@ -89,9 +93,9 @@ class Replay:
 
 
 def run_replay(options: ReplayOptions, output: Output) -> int:
-    """Print the outcome, and return 1 if the commands differ from those recorded, else 0.
+    """Print the outcome, and return 1 if the commands differ from the recorded ones, else 0.
 
-    Raises ConfigError for a file that is no log, an unknown bundle or profile, and a log without anything to simulate.
+    Raises ConfigError for a file that is no log, an unknown bundle or profile, or a log without anything to simulate.
     """
     if options.bundle is None and (options.profile is not None or options.long_tokens is not None):
         raise ConfigError("--profile and --long-tokens need --bundle")

@@ -40,9 +40,9 @@ Instances = Sequence[tuple[InstanceProfile, LatencyModel]]
 
 
 def run_simulate(options: SimulateOptions, output: Output) -> None:
-    """Simulate and print. Raises ConfigError for options that make no sense, TraceError for a trace."""
+    """Simulate and print. Raises ConfigError for invalid options, TraceError for a bad trace."""
     bundles = tuple(dict.fromkeys(options.bundles or ("fcfs", "pdmesh")))
-    batchings = tuple(dict.fromkeys(options.batchings or ()))  # none: each bundle's own
+    batchings = tuple(dict.fromkeys(options.batchings or ()))  # empty: each bundle's own
     pools = make_pools(options.prefill, options.decode, options.mixed)
     study = make_study(options, bundles)
     mesh = study.mesh(prefill=pools.prefill, decode=pools.decode, mixed=pools.mixed)
@@ -121,9 +121,9 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
 
 
 def _reserved(options: SimulateOptions, pools: PoolCounts) -> int:
-    """How many instances join up to the last one that is reserved: those that only decode come before mixed ones.
+    """Return the number of instances that join up to the last reserved one; decode instances join before mixed ones.
 
-    Raises ConfigError if these were all that compute prompts, or fewer than a group has.
+    Raises ConfigError if the reserved ones are all that compute prompts, or fewer than a group has.
     """
     num_computing = pools.prefill + pools.mixed
     if 0 < options.reserved < options.group_size:
@@ -136,14 +136,14 @@ def _reserved(options: SimulateOptions, pools: PoolCounts) -> int:
 
 
 def _has_modes(profile: InstanceProfile, bundles: Sequence[str], policy: PolicyConfig) -> bool:
-    """Whether an instance prefills and decodes under one of the bundles."""
+    """Return whether an instance prefills and decodes under one of the bundles."""
     if profile.role is not Role.DECODE:
         return profile.role is Role.MIXED
     return any(make_bundle(bundle, policy).local_prefill is not None for bundle in bundles)
 
 
 def _asked(options: SimulateOptions, arrivals: Sequence[Arrival]) -> tuple[Sequence[Arrival], ClosedLoop | None]:
-    """The requests with what they ask for, and the clients that send them, if they wait for each other."""
+    """Return the requests with the tokens they ask for, and the closed loop of clients if there is one."""
     most = options.max_tokens
     if most is not None:
         arrivals = [
@@ -158,7 +158,7 @@ def _asked(options: SimulateOptions, arrivals: Sequence[Arrival]) -> tuple[Seque
 
 
 def _noisy(options: SimulateOptions, instances: Instances) -> Instances:
-    """The same instances, each with its own noise, which every bundle meets anew from the seed."""
+    """Return the instances, each with its own noise, which is drawn anew from the seed for every bundle."""
     if not options.noise:
         return instances
     return [
@@ -168,7 +168,7 @@ def _noisy(options: SimulateOptions, instances: Instances) -> Instances:
 
 
 def _deaths(options: SimulateOptions, instances: Instances, arrivals: Sequence[Arrival]) -> Sequence[Death]:
-    """Draw deaths while requests arrive."""
+    """Draw the deaths, at times within the arrivals. Raises ConfigError if there is no time for all."""
     if not options.deaths:
         return ()
     if options.clients is not None:
@@ -181,7 +181,7 @@ def _deaths(options: SimulateOptions, instances: Instances, arrivals: Sequence[A
         raise ConfigError(f"--deaths {options.deaths}: {error}") from error
 
 
-# --- what is shown ---
+# --- output ---
 
 
 def figures_table(reports: Mapping[str, SimReport]) -> Table:

@@ -1,4 +1,4 @@
-"""What `simulate` and `plan` share: a workload, and the instances that it is simulated on."""
+"""Common parts of `simulate` and `plan`: the workload, and the simulated instances."""
 
 from __future__ import annotations
 
@@ -24,27 +24,31 @@ from pdmesh_lab.traces import read_trace
 
 SYNTHETIC = "synthetic"
 
-#: Tokens of KV in a block of simulated instances.
+#: Tokens in a KV block of simulated instances.
 BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """The workload and instances that the options describe."""
+    """The workload and instances that the options describe.
 
-    profile: Profile  # of each instance
+    All instances have the same `profile`. Prompts from `long_tokens` on are long. `instances` is a shape without
+    numbers of instances.
+    """
+
+    profile: Profile
     arrivals: Sequence[Arrival]
-    long_tokens: int  # where long prompts begin
+    long_tokens: int
     policy: PolicyConfig
     config: SimConfig
-    instances: MeshShape  # without a number of them
+    instances: MeshShape
 
     def mesh(self, *, prefill: int = 0, decode: int = 0, mixed: int = 0) -> MeshShape:
         return replace(self.instances, num_prefill=prefill, num_decode=decode, num_mixed=mixed)
 
 
 def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
-    """Return what the options describe. Raises ConfigError if they make no sense, TraceError for a bad trace."""
+    """Return the study that the options describe. Raises ConfigError for invalid options, TraceError for bad traces."""
     for name in bundles:
         make_bundle(name, PolicyConfig())
     for option, value in (("--slo-ttft", options.slo_ttft_s), ("--slo-tpot", options.slo_tpot_s)):
@@ -98,12 +102,12 @@ def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
 
 
 def part_exchange_s(options: StudyOptions) -> float:
-    """Return the time of a layer's exchange where a context is spread."""
+    """Return the seconds of one layer's exchange if a context is spread."""
     return PART_EXCHANGE_S if options.part_exchange_us is None else options.part_exchange_us / 1e6
 
 
 def _host_links(options: StudyOptions) -> dict[HostLink, float]:
-    """Return the rate of each link between two hosts, if they have one."""
+    """Return the rate of each link between two hosts; empty if no rate is set."""
     if options.host_gbytes_per_s is None:
         return {}
     names = [host_name(index) for index in range(options.num_hosts)]

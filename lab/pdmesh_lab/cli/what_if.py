@@ -1,4 +1,4 @@
-"""What another bundle would have made of a recorded run: the same requests on the same instances, simulated."""
+"""Another bundle's simulated results for a recorded run: the same requests on the same instances."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ from pdmesh_lab.sim.simulator import Simulator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """Three columns: the record, its bundle simulated (which says how far to trust the third), and another bundle."""
+    """Results in three columns: the record, the recorded bundle simulated, and another bundle simulated.
 
-    latency: LinearLatencyModel  # of the simulated instances
+    The second column shows how far to trust the third. `latency` is the model of the simulated instances.
+    """
+
+    latency: LinearLatencyModel
     results: Mapping[str, SimResult]
     reports: Mapping[str, SimReport]
     notes: tuple[str, ...]
@@ -45,7 +48,7 @@ def what_if(
             simulator = Simulator(core_of(header, name), instances, run.arrivals)
             try:
                 results[f"{name}, simulated"] = simulator.run(advance(progress, task))
-            except Exception as error:  # times and sizes that no mesh can have: a bug, or a damaged log
+            except Exception as error:  # impossible times or sizes: a bug, or a damaged log
                 raise EventLogError(
                     f"the log cannot be simulated ({type(error).__name__}: {error}): "
                     "it is damaged, was written by another version of pdmesh, or shows a bug"

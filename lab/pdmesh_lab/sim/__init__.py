@@ -1,1 +1,1 @@
-"""The simulator: the scheduling core on a virtual clock, over modelled instances and links. ``docs/simulator.md``."""
+"""The simulator: the scheduling core on a virtual clock, with modelled instances and links. ``docs/simulator.md``."""

@@ -1,7 +1,7 @@
-"""Which pools, and which bundle, would have kept the targets of recorded requests: simulated with the same core.
+"""The pools and the bundle that would have kept the targets of recorded requests best, by simulation.
 
-The same number of instances is shared out in other ways, and the requests of the last minutes are sent again. What is
-there now is simulated too: only simulated figures are compared with each other.
+The same number of instances gets other roles, and the requests of the last minutes are sent again. The present mesh is
+simulated, too: only simulated figures are compared with each other.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from pdmesh_lab.sim.result import RequestRun
 from pdmesh_lab.sim.simulator import Core, Simulator
 from pdmesh_lab.sim.workload import Arrival
 
-#: Shares of requests in time that are this near are alike: what changes less is better then.
+#: Difference of shares of requests in time up to which two proposals count as alike. Then the smaller change is better.
 TIE = 0.01
 
-#: Where nobody has a target for the time per output token, it may become so many times what it is.
+#: Factor by which the time per output token may grow if no target limits it.
 TPOT_STRETCH = 1.1
 
-#: Of the instances' number, when splits are tried; beyond it every so many are left out.
+#: Largest number of splits to try. With more instances, only some of the splits are tried.
 MAX_SPLITS = 16
 
 
 class Proposal(NamedTuple):
-    """What could be otherwise."""
+    """Other pools, or another bundle."""
 
     pools: PoolCounts
     bundle: str
 
     def num_changes(self, now: Proposal) -> int:
-        """Roles of instances, and the bundle."""
+        """Return the number of changed roles, plus 1 if the bundle changes."""
         roles = sum(max(0, self.pools.of(role) - now.pools.of(role)) for role in Role)
         return roles + (self.bundle != now.bundle)
 
 
 @dataclass(frozen=True, slots=True)
 class Foretold:
-    """What a proposal would have made of the requests."""
+    """Simulated results of a proposal."""
 
     proposal: Proposal
     figures: SimReport
@@ -54,16 +54,17 @@ class Foretold:
 
     @property
     def rank(self) -> tuple[float, float, float]:
-        """The better, the less: the share of requests in time, then how many a second are, then how soon they begin."""
+        """A key that sorts the better proposal first: by share of requests in time, then goodput, then p99 of TTFT."""
         ttft_s = self.figures.all.ttft_s.p99
         return -self.attainment, -(self.figures.goodput_per_s or 0.0), float("inf") if ttft_s is None else ttft_s
 
 
 def tpot_limit_s(now: Foretold, slo: Slo, arrivals: Sequence[Arrival], default_s: float) -> float:
-    """What a token may take at p99, in seconds, where nobody has a target for it: else a split that only starts
-    answers sooner would be best, whatever it does to those that are being written.
+    """Return the largest p99 of the time per output token, in seconds, for a proposal; infinite if requests have a
+    target.
 
-    Infinite where there are targets: these are counted. ``default_s`` is what the policies themselves go by.
+    Without a limit, the best split would be one that starts answers early, however slowly it decodes. ``default_s`` is
+    the target that the policies themselves use.
     """
     if slo.tpot_s is not None or any(arrival.slo_tpot_s is not None for arrival in arrivals):
         return inf
@@ -71,9 +72,10 @@ def tpot_limit_s(now: Foretold, slo: Slo, arrivals: Sequence[Arrival], default_s
 
 
 def ranked(outlooks: Sequence[Foretold], now: Foretold, limit_s: float) -> list[Foretold]:
-    """The best first. Of those that are alike (`TIE`), what is there, then what changes least.
+    """Return the proposals, the best first. Among alike ones (`TIE`) the present mesh comes first, then smaller
+    changes.
 
-    Those whose time per output token is beyond ``limit_s`` come last.
+    Proposals whose time per output token is beyond ``limit_s`` come last.
     """
 
     def breaks(each: Foretold) -> bool:
@@ -90,7 +92,8 @@ def ranked(outlooks: Sequence[Foretold], now: Foretold, limit_s: float) -> list[
 
 
 def splits(total: int) -> Iterator[PoolCounts]:
-    """Yield other ways to share out a number of instances: apart, or all mixed."""
+    """Yield the ways to divide ``total`` instances into prefill and decode pools, at most about `MAX_SPLITS`, and all
+    mixed."""
     step = max(1, total // MAX_SPLITS)
     for prefill in range(1, total, step):
         yield PoolCounts(prefill=prefill, decode=total - prefill)
@@ -108,7 +111,7 @@ def recent(arrivals: Sequence[Arrival], last_s: float) -> list[Arrival]:
 
 
 def recent_runs(runs: Sequence[RequestRun], last_s: float) -> list[RequestRun]:
-    """The same of what became of them."""
+    """Return the runs of the requests that arrived in the last ``last_s`` seconds."""
     end_s = max((run.request.arrival_s for run in runs), default=0.0)
     return [run for run in runs if run.request.arrival_s >= end_s - last_s]
 
@@ -123,7 +126,7 @@ def outlook(
     long_tokens: int,
     on_ended: Callable[[int], None] | None = None,
 ) -> Foretold:
-    """Simulate a proposal on instances ``like`` one that is there."""
+    """Simulate a proposal on instances with the profile ``like``, but for ids and roles."""
     instances = [
         (replace(like, instance_id=InstanceId(f"{role}-{index}"), role=role), latency)
         for role in Role

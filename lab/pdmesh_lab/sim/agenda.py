@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen, in order."""
+"""Virtual time: appointments, in order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 
 @dataclass(slots=True, eq=False)
 class Appointment:
-    """Something to happen at a set time, unless it is cancelled."""
+    """An action at a set time, unless it is cancelled."""
 
     action: Callable[[], None] | None
 
@@ -18,7 +18,7 @@ class Appointment:
 
 
 class Agenda:
-    """A heap with key (time, sequence): what is due at the same time happens in the order in which it was noted."""
+    """Heap of appointments with key (time, sequence). Appointments at the same time run in the order they were made."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -40,7 +40,7 @@ class Agenda:
         return self._heap[0][0] if self._heap else None
 
     def advance(self) -> bool:
-        """Move the clock to the next appointment and keep it; False if there is none."""
+        """Move the clock to the next appointment and run it. Return False if there is none."""
         while self._heap:
             at_s, _, appointment = heappop(self._heap)
             if appointment.action is not None:

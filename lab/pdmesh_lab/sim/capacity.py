@@ -1,4 +1,4 @@
-"""The smallest pools that serve a workload within its targets: which to try, and what no pools could do."""
+"""The smallest pools that serve a workload within its targets, and the targets that no pools could meet."""
 
 from __future__ import annotations
 
@@ -22,20 +22,24 @@ class PoolSizes(NamedTuple):
 
 
 class ContextRoom(NamedTuple):
-    """How long contexts may be, and from which length on they are spread over several instances."""
+    """Room for contexts, and the length beyond which they are spread over several instances.
 
-    num_kv_tokens: int  # of an instance
-    max_kv_tokens: int = 0  # of one context on an instance where it decodes: longer ones are spread; 0: none are
-    exchange_s: float = 0.0  # that a decode step takes longer where the context is spread
-    max_instances: int = 1  # that may hold one
+    `num_kv_tokens` is the room of one instance. Longer contexts than `max_kv_tokens` are spread while they decode; 0:
+    none are. Then a decode step takes `exchange_s` longer. At most `max_instances` hold one context.
+    """
+
+    num_kv_tokens: int
+    max_kv_tokens: int = 0
+    exchange_s: float = 0.0
+    max_instances: int = 1
 
     @property
     def longest(self) -> int:
-        """The most tokens of a context."""
+        """Largest number of tokens of a context."""
         return max(self.num_kv_tokens, self.max_kv_tokens * self.max_instances)
 
     def decode_s(self, model: LinearLatencyModel, num_tokens: int) -> float:
-        """Return the seconds of a decode step beside nobody, with so many tokens of context."""
+        """Return the seconds of a decode step of one request alone, with ``num_tokens`` of context."""
         if not 0 < self.max_kv_tokens < num_tokens:
             return model.step_s(StepShape((), 1, num_tokens))
         return model.step_s(StepShape((), 1, self.max_kv_tokens)) + self.exchange_s
@@ -43,18 +47,18 @@ class ContextRoom(NamedTuple):
 
 @dataclass(slots=True)
 class Search:
-    """What was tried, in order, and the answer; ``sizes`` is None if not even the largest pools were enough."""
+    """The pools that were tried, in order, and the answer. `sizes` is None if the largest pools were not enough."""
 
     sizes: PoolSizes | None = None
     attainments: dict[PoolSizes, float] = field(default_factory=dict[PoolSizes, float])
 
 
 def smallest_pools(attainment: Callable[[PoolSizes], float], wanted: float, max_instances: int) -> Search:
-    """The pools with the fewest instances whose ``attainment``, 0 to 1, is ``wanted`` or more.
+    """Return the search for the pools with the fewest instances whose ``attainment``, 0 to 1, is ``wanted`` or more.
 
-    Neither pool gets more than ``max_instances``. More instances are taken never to do worse: then the search is exact.
-    The fewest of each kind that are enough beside any number of the other bound the answer from below; from there on
-    totals are tried one after the other, and what is no larger than pools that were not enough is left out.
+    Neither pool gets more than ``max_instances``. The search is exact if more instances never do worse. The least
+    number of each kind that is enough beside ``max_instances`` of the other bounds the answer from below. From there
+    totals are tried in order. Pools no larger than insufficient ones are skipped.
     """
     search = Search()
 
@@ -83,8 +87,8 @@ def smallest_pools(attainment: Callable[[PoolSizes], float], wanted: float, max_
 
 
 def _least(is_enough: Callable[[int], bool], most: int) -> int:
-    """The least number that is enough; ``most`` is. Doubles, then bisects, for small numbers are likely."""
-    low, high = 0, 1  # low is not enough
+    """Return the least number that is enough; ``most`` is. Double, then bisect: small numbers are likely."""
+    low, high = 0, 1  # `low` is never enough
     while high < most and not is_enough(high):
         low, high = high, 2 * high
     high = min(high, most)
@@ -97,7 +101,7 @@ def _least(is_enough: Callable[[int], bool], most: int) -> int:
 def unattainable(
     arrivals: Sequence[Arrival], model: LinearLatencyModel, slo: Slo, wanted: float, room: ContextRoom
 ) -> str | None:
-    """Why no number of instances serves a share of ``wanted`` within the targets; None if one might."""
+    """Return why no number of instances serves a share of ``wanted`` within the targets; None if one might."""
     reasons: list[str] = []
     for arrival in arrivals:
         reason = _reason(arrival, model, slo, room)
@@ -113,7 +117,7 @@ def unattainable(
 
 
 def _reason(arrival: Arrival, model: LinearLatencyModel, slo: Slo, room: ContextRoom) -> str | None:
-    """Why a request misses its targets even alone on the mesh."""
+    """Return why a request misses its targets even alone on the mesh; None if it does not."""
     own = slo.with_own(arrival.slo_ttft_s, arrival.slo_tpot_s)
     num_tokens, num_output_tokens = arrival.num_prompt_tokens, arrival.num_output_tokens
     num_total_tokens = num_tokens + (arrival.max_tokens or num_output_tokens)
@@ -137,9 +141,10 @@ def _reason(arrival: Arrival, model: LinearLatencyModel, slo: Slo, room: Context
 
 
 def _least_prefill_s(model: LinearLatencyModel, num_tokens: int, room: ContextRoom) -> float:
-    """Return the least time of a prefill in any number of chunks: cut small, earlier tokens stand for a chunk's.
+    """Return the least time of a prefill in any number of chunks.
 
-    Of a prompt that one instance does not hold, others attend to the earlier tokens.
+    In small chunks, attention to earlier tokens replaces most of the attention within a chunk. If a prompt does not fit
+    one instance, other instances attend to the earlier tokens.
     """
     if num_tokens > room.num_kv_tokens:
         return model.a_s + model.b_s * num_tokens

@@ -1,4 +1,4 @@
-"""What all instances of a simulation have in common."""
+"""State that all instances of a simulation share."""
 
 from __future__ import annotations
 
@@ -16,16 +16,21 @@ from pdmesh_lab.sim.result import RequestRun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimContext:
-    """What all instances of a simulation have in common."""
+    """State that all instances of a simulation share.
+
+    `runs` are found by the newest epochs' keys. `report` takes an event for the scheduler. An instance calls
+    `want_turn` so that its `begin` is called after everything else of this instant. `part_exchange_s` is in seconds per
+    layer.
+    """
 
     agenda: Agenda
     links: SimulatedLinks
     exchange: SimulatedExchange
-    runs: dict[RequestKey, RequestRun]  # keys: the newest epochs
-    report: Callable[[Event], None]  # takes an event for the scheduler
+    runs: dict[RequestKey, RequestRun]
+    report: Callable[[Event], None]
     land: Callable[[TransferPlan, RequestKey, float], None]
     land_ranges: Callable[[TransferPlan, RequestKey, int, float], None]
-    want_turn: Callable[[InstanceId], None]  # an instance asks to `begin` after all else of this instant
+    want_turn: Callable[[InstanceId], None]
     max_decode_steps: int
     parallel_step_s: float = 0.0
-    part_exchange_s: float = 0.0  # seconds of a layer
+    part_exchange_s: float = 0.0

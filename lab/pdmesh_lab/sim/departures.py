@@ -1,7 +1,7 @@
-"""Prompts that a simulated instance computes, and their KV on its way to where they decode.
+"""Prompts that a simulated instance computes, and their KV on its way to the instances that decode them.
 
-KV moves layer by layer. A chunk's KV may move from the moment its step begins, except the last layer's, which may when
-the step has ended; so a transfer never lands before its prompt is computed.
+KV moves layer by layer. A chunk's KV may move from the start of its step, except the last layer's, which may move when
+the step has ended. So a transfer never lands before its prompt is computed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,25 @@ from pdmesh_lab.sim.result import RequestRun
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """A request whose prompt is computed here."""
+    """A request whose prompt is computed here.
+
+    `last_turn` is the planned step of its latest chunk. `granted` is the latest transfer, first granted at `granted_s`.
+    `num_ready_bytes` of KV are computed and may move. Of these, `num_sent_bytes` were given to the links or reused at
+    the receiver.
+    """
 
     sequence: Sequence
     run: RequestRun
-    last_turn: int | None = None  # the planned step that had its latest chunk
-    granted: TransferPlan | None = None  # the latest one
-    granted_s: float = 0.0  # for the first time
+    last_turn: int | None = None
+    granted: TransferPlan | None = None
+    granted_s: float = 0.0
     computed_s: float | None = None
-    num_ready_bytes: float = 0.0  # of all that is computed, and may move
-    num_sent_bytes: float = 0.0  # of these, given to its receiver, or there before
+    num_ready_bytes: float = 0.0
+    num_sent_bytes: float = 0.0
 
 
 class SimulatedDepartures:
-    """Transfers that leave an instance."""
+    """Transfers of computed prompts that leave an instance."""
 
     def __init__(self, flows: SimulatedFlows) -> None:
         self._flows = flows
@@ -40,30 +45,31 @@ class SimulatedDepartures:
         self.prefills: dict[RequestKey, Prefill] = {}
 
     def num_kv_bytes(self, run: RequestRun, transfer: TransferPlan) -> int:
-        """Bytes that a transfer of a prompt's KV brings."""
+        """Return the number of bytes that a transfer of a prompt's KV moves."""
         num_there = transfer.num_reused_granules * GRANULE_TOKENS
         return (run.current.num_prompt_tokens - num_there) * self.token_bytes
 
     def began(self, prefill: Prefill, num_tokens: int) -> None:
-        """So many tokens of it are being computed: all layers but the last one may move."""
+        """Note that ``num_tokens`` of a prompt are being computed: all layers but the last one may move."""
         self._move(prefill, num_tokens * self.token_bytes * (1 - self.last_layer_share))
 
     def ended(self, prefill: Prefill, num_tokens: int) -> None:
         self._move(prefill, num_tokens * self.token_bytes * self.last_layer_share)
 
     def came(self, key: RequestKey, num_tokens: int) -> None:
-        """Others computed so many tokens of it, and their KV is here now."""
+        """Note that KV of ``num_tokens``, computed by other instances, has arrived and may move on."""
         self._move(self.prefills[key], num_tokens * self.token_bytes)
 
     def forget(self, key: RequestKey) -> Prefill | None:
-        """Forget a prompt that ends, or decodes, where it is."""
+        """Forget a prompt that ends, or decodes, on this instance, and stop its transfer. Return the prompt if it was
+        known."""
         prefill = self.prefills.pop(key, None)
         if prefill is not None and prefill.granted is not None:
             self._flows.drop(key, prefill.granted)
         return prefill
 
     def send(self, sequence: Sequence, transfer: TransferPlan) -> None:
-        """Send what is granted; to another receiver than before all that is computed goes."""
+        """Send the KV that is ready under a transfer; to a new receiver, send all computed KV."""
         prefill = self.prefills[sequence.key]
         if prefill.granted is None or prefill.granted.transfer_id != transfer.transfer_id:
             prefill.granted, prefill.granted_s = transfer, self._flows.agenda.now_s
@@ -74,9 +80,9 @@ class SimulatedDepartures:
         self.prefills[key].num_sent_bytes -= self._flows.drop(key, transfer)
 
     def drained(self, key: RequestKey) -> None:
-        """All KV that may move so far has moved; it has landed if that is all of it.
+        """Note that all KV ready so far has moved. If the prompt is computed, land its transfer.
 
-        Of a prompt longer than the room here each whole range has landed.
+        Of a prompt longer than this instance's room, land each whole range.
         """
         prefill = self.prefills[key]
         if prefill.computed_s is None:

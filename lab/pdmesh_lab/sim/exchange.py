@@ -1,11 +1,11 @@
-"""Prompts that modelled instances compute in turn: whose KV has come to whom, and how it moves between them.
+"""KV of prompts that several modelled instances compute in turn: the KV that each has, and the flows between them.
 
-A member sends each other one the KV of what it computes, layer by layer: of a chunk all but the last layer may move
-from its start, the last one when it is done. Between two members that is one flow, in order, which shares their ports
-with all else. Who joins is sent what was computed before by the leader.
+A member sends each other member the KV of its chunks, layer by layer. All but the last layer may move from the start of
+a chunk, and the last one when the chunk is done. Between two members that is one flow, in order, which shares their
+ports with all other flows. The leader sends earlier KV to members that join.
 
-A lost member sends and takes nothing more. What it computed the leader passes on to those that lack it; what did not
-come to the leader in time is gone.
+A lost member sends and receives nothing more. The leader passes the lost member's KV on to members that lack it. KV
+that had not reached the leader is lost.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ from pdmesh_lab.sim.links import FlowId, SimulatedLinks
 
 @dataclass(slots=True, eq=False)
 class _Present:
-    """What one member has of the KV of a prompt."""
+    """The KV of a prompt that one member has.
 
-    frontier: int  # tokens from the prompt's start
-    ends: dict[int, int] = field(default_factory=dict[int, int])  # of what came beyond it, by starts
-    reached: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])  # when the frontier was where
+    All tokens before `frontier` are present. `ends` maps the start of each later range to its end. `reached` lists when
+    the frontier came to which token. `waiting` is a start, and the function to call once the frontier reaches it.
+    """
+
+    frontier: int
+    ends: dict[int, int] = field(default_factory=dict[int, int])
+    reached: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     waiting: tuple[int, Callable[[], None]] | None = None
 
     def add(self, start: int, end: int, now_s: float) -> None:
         self.ends[start] = max(end, self.ends.get(start, 0))
-        for start in sorted(self.ends):  # what is computed again may end elsewhere
+        for start in sorted(self.ends):  # recomputed ranges may have other ends
             if start > self.frontier:
                 break
             self.frontier = max(self.frontier, self.ends.pop(start))
@@ -45,7 +49,7 @@ class _Present:
         return end <= self.frontier or self.ends.get(start, 0) >= end
 
     def wake(self) -> None:
-        """Wake the waiting step, whatever is here."""
+        """Wake the waiting step, even if the frontier has not reached its start."""
         if self.waiting is not None:
             (_, go_on), self.waiting = self.waiting, None
             go_on()
@@ -66,15 +70,15 @@ class _Prompt:
     landed: Callable[[int], None]
     members: dict[InstanceId, _Present]
     known: dict[int, tuple[InstanceId, ...]] = field(default_factory=dict[int, tuple[InstanceId, ...]])
-    computed: dict[int, int] = field(default_factory=dict[int, int])  # ends of chunks by starts
-    #: For each flow what is yet to move, in order: bytes, and the tokens that are there when they have.
+    computed: dict[int, int] = field(default_factory=dict[int, int])
+    #: Pieces that each flow has yet to move, in order: bytes, and the range of tokens that they complete.
     pieces: dict[FlowId, deque[tuple[float, tuple[int, int] | None]]] = field(
         default_factory=dict[FlowId, deque[tuple[float, tuple[int, int] | None]]]
     )
 
 
 class SimulatedExchange:
-    """Simulates the exchange of KV between the members of all groups."""
+    """Exchange of KV between the members of all prefill groups."""
 
     def __init__(self, agenda: Agenda, links: SimulatedLinks) -> None:
         self._agenda = agenda
@@ -82,7 +86,7 @@ class SimulatedExchange:
         self._prompts: dict[RequestKey, _Prompt] = {}
 
     def is_shared(self, key: RequestKey) -> bool:
-        """Whether it has a group, and is not yet done."""
+        """Return whether a prompt has a group and is not yet done."""
         return key in self._prompts
 
     def num_members(self, key: RequestKey) -> int:
@@ -98,9 +102,10 @@ class SimulatedExchange:
         last_layer_share: float,
         landed: Callable[[int], None],
     ) -> None:
-        """Members were added. What the leader has of it alone counts at the first time.
+        """Add new members to a prompt's group and remove lost ones; send earlier KV to the new ones.
 
-        ``landed`` is told of tokens that others computed and the leader now has.
+        ``num_computed_tokens`` of the leader count in the first call only. ``landed`` is called with the number of
+        tokens that other members computed and the leader now has.
         """
         leader_id = group.member_ids[0]
         prompt = self._prompts.get(key)
@@ -111,7 +116,7 @@ class SimulatedExchange:
                 prompt.computed[0] = num_computed_tokens
             self._prompts[key] = prompt
         for lost_id in group.lost_ids:
-            if lost_id in prompt.members:  # it was lost before it was heard of here
+            if lost_id in prompt.members:  # lost before the group was set here
                 self._lose(key, prompt, lost_id)
         for member_id in group.living_ids:
             if member_id in prompt.members:
@@ -121,7 +126,7 @@ class SimulatedExchange:
                 self._send(key, prompt, leader_id, member_id, (end - start) * token_bytes, (start, end))
 
     def began(self, key: RequestKey, chunk: ChunkPlan, member_id: InstanceId) -> None:
-        """A member computes a chunk; all but its last layer may move."""
+        """Begin a member's chunk: all but its last layer may move to the present members."""
         prompt = self._prompts[key]
         others = tuple([name for name in prompt.members if name != member_id])
         prompt.known[chunk.start] = others
@@ -130,7 +135,7 @@ class SimulatedExchange:
             self._send(key, prompt, member_id, other_id, num_bytes, None)
 
     def ended(self, key: RequestKey, chunk: ChunkPlan, member_id: InstanceId) -> None:
-        """End a chunk: its remaining KV may move, all of it to members that joined meanwhile."""
+        """End a chunk: the rest of its KV may move, and all of it to members that have joined since."""
         prompt = self._prompts[key]
         if chunk.is_last:
             self._end(key, prompt)
@@ -147,7 +152,7 @@ class SimulatedExchange:
         prompt.members[member_id].add(start, end, self._agenda.now_s)
 
     def forget(self, key: RequestKey) -> None:
-        """Its leader was told to free it: nobody waits for it any more."""
+        """End a prompt's exchange, because its leader frees it, and wake every waiting step."""
         prompt = self._prompts.get(key)
         if prompt is not None:
             self._end(key, prompt)
@@ -155,7 +160,7 @@ class SimulatedExchange:
                 present.wake()
 
     def lost(self, member_id: InstanceId) -> None:
-        """An instance is no member of anything any more. Without its leader a prompt is shared no longer."""
+        """Remove a lost instance from all groups. End the exchange of prompts that it led."""
         for key in [key for key, prompt in self._prompts.items() if member_id in prompt.members]:
             self._lose(key, self._prompts[key], member_id)
 
@@ -167,7 +172,7 @@ class SimulatedExchange:
         self.forget(key)
 
     def _pass_on(self, key: RequestKey, prompt: _Prompt, lost_id: InstanceId) -> None:
-        """What a lost helper computed, to those that lack it, of what the leader has."""
+        """Send a lost helper's KV from the leader to members that lack it, as far as the leader has it."""
         leader = prompt.members[prompt.leader_id]
         for flow in [flow for flow in prompt.pieces if lost_id in flow[1:]]:
             self._links.drop(flow)
@@ -183,7 +188,7 @@ class SimulatedExchange:
                     self._send(key, prompt, prompt.leader_id, receiver_id, num_bytes, (start, end))
 
     def prefix_tokens(self, key: RequestKey) -> int:
-        """Return how many tokens of a shared prompt, from its start, the leader has."""
+        """Return the number of tokens, from the start of a shared prompt, whose KV the leader has."""
         prompt = self._prompts[key]
         return prompt.members[prompt.leader_id].frontier
 
@@ -192,11 +197,14 @@ class SimulatedExchange:
         return self._prompts[key].members[member_id].since_s(start)
 
     def wait(self, key: RequestKey, member_id: InstanceId, start: int, go_on: Callable[[], None]) -> None:
-        """``go_on`` when it has. The last one to wait counts: a member computes one chunk of a prompt at a time."""
+        """Call ``go_on`` once a member has all KV before ``start``, or the exchange ends.
+
+        Only the last call counts: a member computes one chunk of a prompt at a time.
+        """
         self._prompts[key].members[member_id].waiting = (start, go_on)
 
     def drained(self, flow: FlowId) -> bool:
-        """All of a flow's first piece has moved. False if the flow is not between members."""
+        """Note that a flow's first piece has moved, and send the next. Return False for a flow not between members."""
         prompt = self._prompts.get(flow[0])
         if prompt is None or flow not in prompt.pieces:
             return False
@@ -229,7 +237,7 @@ class SimulatedExchange:
             self._links.send(flow, num_bytes)
 
     def _end(self, key: RequestKey, prompt: _Prompt) -> None:
-        """The leader has computed the last chunk: nobody needs what is still on its way."""
+        """Stop all flows of a prompt whose last chunk is computed, or whose leader frees it."""
         for flow in prompt.pieces:
             self._links.drop(flow)
         del self._prompts[key]

@@ -1,4 +1,4 @@
-"""What does not go as a model says: steps that take a little more or less, and instances that die and come back."""
+"""Deviations from the model: steps with random times, and instances that die and come back."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pdmesh.policy.latency import LatencyModel, StepShape
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """An instance ends with all that it has, and another process takes its place."""
+    """End of an instance with all its state. Another process replaces it after `away_s`."""
 
     instance_id: InstanceId
     at_s: float
-    away_s: float  # until then
+    away_s: float
 
 
 def random_deaths(
     instance_ids: Sequence[InstanceId], number: int, within_s: float, away_s: float, seed: int
 ) -> list[Death]:
-    """``number`` of them in the first ``within_s``, at random times, in order; nobody dies while it is away.
+    """Draw ``number`` deaths in the first ``within_s``, in order of time; no instance dies while it is away.
 
-    Raises ValueError if there is nobody, or no time for so many.
+    Raises ValueError if there are no instances, or too little time.
     """
     if number and not instance_ids:
         raise ValueError("nobody is there to die")
@@ -45,9 +45,9 @@ def random_deaths(
 
 @dataclass(slots=True, eq=False)
 class NoisyModel:
-    """A model whose steps each take a random factor more or less: log-normal with mean 1.
+    """Latency model that multiplies each step's time by a random factor, log-normal with mean 1.
 
-    ``noise`` is its standard deviation. Every call is a step.
+    ``noise`` is the factor's standard deviation. Every call is a step.
     """
 
     model: LatencyModel

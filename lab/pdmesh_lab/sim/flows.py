@@ -1,4 +1,4 @@
-"""KV on its way from a simulated instance to another one, whatever it goes there for."""
+"""KV on its way from a simulated instance to another one, for any purpose."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pdmesh_lab.sim.links import FlowId, SimulatedLinks
 
 
 class SimulatedFlows:
-    """What leaves an instance: for each request whose KV it sends one flow over its links.
+    """Flows that leave an instance, one for each request whose KV it sends.
 
-    ``tell`` takes events of copies. ``land`` hears of transfers that moved whole, ``land_ranges`` of how many
-    tokens have moved of a prompt that gives ranges back while it is computed.
+    ``tell`` takes events of copies. ``land`` is called for transfers that moved whole. ``land_ranges`` is called with
+    the number of tokens that have moved of a prompt whose ranges leave while it is computed.
     """
 
     def __init__(
@@ -36,15 +36,15 @@ class SimulatedFlows:
         self._links = links
 
     def send(self, key: RequestKey, plan: TransferPlan, num_bytes: float) -> None:
-        """Give so many more bytes to the links."""
+        """Give the links ``num_bytes`` more to move."""
         self._links.send(self._flow(key, plan), num_bytes)
 
     def drop(self, key: RequestKey, plan: TransferPlan) -> float:
-        """Send no more of it; the number of bytes that had not moved."""
+        """Stop a transfer's flow. Return the number of bytes that had not moved."""
         return self._links.drop(self._flow(key, plan))
 
     def alone_s(self, plan: TransferPlan, num_bytes: float) -> float:
-        """Return the time that so much takes when nothing else moves."""
+        """Return the time that ``num_bytes`` take while nothing else moves."""
         return self._links.alone_s(self._instance_id, plan.destination_ids[0], num_bytes)
 
     def _flow(self, key: RequestKey, plan: TransferPlan) -> FlowId:

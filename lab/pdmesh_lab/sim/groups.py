@@ -1,7 +1,7 @@
-"""What a simulated instance does as a member of groups that compute prompts in turn: whom it waits for.
+"""Groups of simulated instances that compute prompts in turn, and the waits of their members.
 
-A step with such a chunk is computed, and then waits for the KV before it if that is not here. When a member was lost,
-what was planned before ends instead, with nothing computed.
+A step with a chunk of a shared prompt is computed, and then waits for the KV before the chunk if that is missing. When
+a member was lost, steps planned before end instead, with nothing computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdmesh_lab.sim.planned_step import PlannedStep
 
 
 class SimulatedGroups:
-    """The prefill groups of one instance. ``end`` ends the step that is running."""
+    """The prefill groups of one instance. ``end`` ends the running step."""
 
     def __init__(
         self,
@@ -44,7 +44,10 @@ class SimulatedGroups:
         self._go_on = go_on
 
     def lead(self, sequence: Sequence, steps: Iterable[StepPlan]) -> None:
-        """The leader's KV goes to those that joined; what it is computing now, in ``steps``, as it is computed."""
+        """Set the group of a prompt that this instance leads, so that its KV goes to the members.
+
+        If the group is new, running ``steps`` with chunks of the prompt count as begun now.
+        """
         key, group = sequence.key, sequence.prompt.group
         assert group is not None
         is_new = not self._exchange.is_shared(key)
@@ -71,7 +74,10 @@ class SimulatedGroups:
         return {key for key, chunk in keys if self._exchange.is_shared(key) and self._since_s(key, chunk) is None}
 
     def waits(self, step: PlannedStep) -> bool:
-        """Whether a step that is computed waits for others; it goes on by itself, or when its end is due."""
+        """Return whether a computed step has to wait for other members.
+
+        If so, schedule the step's end, or have the exchange call `go_on` when the missing KV comes.
+        """
         if step.plan.in_parallel and self._parallel_step_s and not step.has_met:
             step.has_met = step.waits = True
             step.end_s = self._agenda.now_s + self._parallel_step_s
@@ -99,9 +105,9 @@ class SimulatedGroups:
         return self._exchange.since_s(key, self._profile.instance_id, chunk.start)
 
     def _share_behind(self, key: RequestKey, plan: StepPlan) -> float:
-        """What is left of a chunk when all KV before it is here, at least."""
+        """Return the smallest share of a chunk's time that is left when all KV before the chunk has come."""
         if plan.at_once:
-            return 0.0  # what its last layer waited for was written a layer's time before the end of the slice before
+            return 0.0  # the last layer's input was written a layer's time before the end of the slice before
         if plan.in_parallel:
             return lag(self._profile.kv_layout.num_layers, self._exchange.num_members(key))
         return self._departures.last_layer_share

@@ -1,16 +1,15 @@
-"""A simulated instance: an instance machine, in the time that a latency model and the links say.
+"""A simulated instance: an instance machine whose times come from a latency model and the links.
 
-It runs the next plan if there is one, else a decode step over its residents, unless a plan has them held. Consecutive
-decode steps are one appointment. When a plan or a resident comes in between, it is cut short to the end of the step
-that is then running, so the result is the same as step by step.
+An idle instance runs the next plan if there is one, else a decode step over its residents, unless a plan holds these.
+Consecutive decode steps are one appointment. A plan or a resident that arrives meanwhile cuts the appointment short, to
+the end of the running step. So the result is the same as step by step.
 
-An urgent plan runs when a planned step that is running comes to the end of its layer; all layers take equally long.
-What is left of the interrupted step is computed after it.
+An urgent plan runs when the running planned step reaches the end of its layer; all layers take equally long. The rest
+of the interrupted step is computed afterwards.
 
-A step with a chunk of a prompt that several instances compute in turn (`pdmesh_lab.sim.exchange`) ends when it is
-computed, and no sooner than a layer's time after the KV of the tokens before has come. While it waits, urgent plans
-run. The members of a parallel step are all in the same layer, so a slice of it ends no sooner than the one before it,
-and its last KV.
+A step with a chunk of a shared prompt (`pdmesh_lab.sim.exchange`) ends when it is computed, but no sooner than a
+layer's time after the KV before the chunk has come. While it waits, urgent plans run. The members of a parallel step
+are all in the same layer. So a slice ends no sooner than the slice before it, and the last KV of that slice.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ from pdmesh_lab.sim.sent_kv import SimulatedCopies
 
 
 class SimInstance:
-    """One instance, whose latency model says how long a step takes."""
+    """Simulated instance whose latency model gives the time of each step."""
 
     def __init__(self, profile: InstanceProfile, model: LatencyModel, context: SimContext) -> None:
         self.profile = profile
@@ -99,25 +98,25 @@ class SimInstance:
         )
         self._loads = SimulatedLoads(profile, agenda=agenda, end=self._end_step)
         self._lost_ranges = machine.lost_ranges
-        self._range_step: Appointment | None = None  # its end
+        self._range_step: Appointment | None = None  # end of the step
         self._num_turns = 0
         self._busy = False
         self._step: PlannedStep | None = None
         self._interrupted: PlannedStep | None = None
-        self._decode_run: list[float] = []  # when each step of the running decode run ends
+        self._decode_run: list[float] = []  # end of each step in the running decode run
         self._run_started_s = 0.0
         self._end_of_run: Appointment | None = None
-        self._ends_s = array("d")  # of every step with decodes; a resident's token times are a slice of it
+        self._ends_s = array("d")  # ends of all steps with decodes; a resident's token times are a slice
         self._release_of_hold: Appointment | None = None
         self._is_dead = False
 
     def die(self) -> None:
-        """End the instance with all that it has; it does and reports nothing from now on."""
+        """End the instance with all its state. From now on it does and reports nothing."""
         self._is_dead = self._busy = True
         self.copies.end()
         self._lost_ranges.clear()
         for key in self._residents.staying():
-            if (run := self._runs.get(key)) is not None:  # else what it drew was taken from it
+            if (run := self._runs.get(key)) is not None:  # otherwise its tokens belong to a later epoch
                 run.token_times_s = self._drawn_s(key, run, bisect_left(self._running_s, self._agenda.now_s))
         steps = [step for step in (self._step, self._interrupted) if step is not None]
         kept = [*(step.end for step in steps), *(step.interruption for step in steps)]
@@ -128,10 +127,10 @@ class SimInstance:
         self._exchange.lost(self.instance_id)
         self._links.cut_off(self.instance_id)
 
-    # --- what it is told, and what that lets happen ---
+    # --- commands and their effects ---
 
     def lose_member(self, instance_id: InstanceId) -> None:
-        """Another instance is gone, which may hold ranges of what decodes here."""
+        """Take note that another instance is lost, which may hold ranges of contexts that decode here."""
         if not self._is_dead:
             self._do(self._machine.lose_member(instance_id))
 
@@ -149,7 +148,7 @@ class SimInstance:
         return Length(num_total_tokens, run.num_output_tokens, current.max_total_tokens, current.chain, run.drawn)
 
     def _do(self, effects: list[Effect]) -> None:
-        """Carry out what the machine asks for, in order."""
+        """Carry out the machine's effects, in order."""
         for effect in effects:
             if isinstance(effect, tuple):
                 self._carry_out(effect)
@@ -191,7 +190,7 @@ class SimInstance:
             case WaitNoLonger():
                 self._wait_no_longer(effect)
             case Expect() | Rehomed():
-                pass  # links know both ends of a copy
+                pass
             case Refused(command=command, reason=reason):
                 raise AssertionError(f"{self.instance_id} refuses {command}: {reason}")
             case _:
@@ -227,12 +226,12 @@ class SimInstance:
 
     @property
     def _running_s(self) -> Sequence[float]:
-        """When each of the decode steps under way ends."""
+        """End of each decode step of the running decode run."""
         return self._decode_run if self._end_of_run is not None else ()
 
     def _stood(self, key: RequestKey, joined_step: int) -> None:
         run = self._runs.get(key)
-        if run is not None:  # else it has been resumed in a later epoch, with what it had drawn by then
+        if run is not None:  # otherwise resumed in a later epoch, with its tokens
             run.token_times_s = array("d", [*run.token_times_s, *self._ends_s[joined_step:]])
 
     def drawn_s(self, key: RequestKey, run: RequestRun) -> Sequence[float]:
@@ -242,7 +241,8 @@ class SimInstance:
         return self._drawn_s(key, run, bisect_right(self._running_s, self._agenda.now_s))
 
     def _drawn_s(self, key: RequestKey, run: RequestRun, num_running: int) -> Sequence[float]:
-        """Tokens of all steps that have ended, and of so many of those under way."""
+        """Return the times of a request's tokens in all ended steps, and in the first ``num_running`` of those under
+        way."""
         joined_step = self._residents.joined_step(key)
         if joined_step is None:
             return [*run.token_times_s]
@@ -278,7 +278,7 @@ class SimInstance:
             self._begin_decodes()
 
     def _decode_on(self) -> None:
-        """Decode on, because nothing was planned since the hold began."""
+        """End the hold of decodes, because nothing was planned since it began."""
         self._release_of_hold = None
         self._machine.own.held = False
         self._residents_change()
@@ -289,7 +289,7 @@ class SimInstance:
         step.end = self._agenda.at(step.end_s, self._end_step)
 
     def _next_step(self) -> PlannedStep:
-        """Return the next plan's step, which begins."""
+        """Begin the step of the next plan and return it."""
         self._do(self._machine.begin_step())
         running = self._steps.running[-1]
         if self._release_of_hold is not None:
@@ -307,9 +307,9 @@ class SimInstance:
         return PlannedStep(running, now_s, duration_s, now_s + duration_s)
 
     def _step_s(self, shape: StepShape) -> float:
-        """How long a step takes: ranges that are here of contexts that decode elsewhere are read beside it.
+        """Return the time of a step. Reading ranges here of contexts that decode elsewhere is part of it.
 
-        One that decodes a context of which others hold ranges takes no less time than they take for one.
+        A step that decodes a spread context takes at least the time in which the other instances read one range each.
         """
         exchanges = shape.num_decodes > 0 and self._residents.num_spread > 0
         if exchanges and shape.num_decode_context_tokens < self.profile.max_kv_tokens:
@@ -322,7 +322,7 @@ class SimInstance:
         return self.model.step_s(shape) + (self._part_exchange_s if exchanges else 0.0)
 
     def _plan_interruption(self) -> None:
-        """Plan an interruption at the end of the layer that is being computed, unless that is the last one."""
+        """Plan an interruption at the end of the layer that is being computed, unless it is the last one."""
         step, now_s = self._step, self._agenda.now_s
         if step is None or step.plan.urgent:
             return
@@ -337,7 +337,7 @@ class SimInstance:
             step.interruption = self._agenda.at(at_s, self._interrupt)
 
     def _interrupt(self) -> None:
-        """Run the urgent plan now; what is left of the running step comes after it."""
+        """Run the urgent plan now; the rest of the interrupted step comes after it."""
         step = self._interrupted = self._step
         assert step is not None
         if step.end is not None:
@@ -351,7 +351,7 @@ class SimInstance:
         self._busy = True
         self._step, self._interrupted = step, None
         step.nested_s += nested_s
-        if not step.waits:  # else it took no time of its own
+        if not step.waits:  # a waiting step keeps its end
             step.end_s += nested_s
         step.end = self._agenda.at(max(step.end_s, self._agenda.now_s), self._end_step)
 
@@ -361,7 +361,7 @@ class SimInstance:
             self._exchange.began(key, chunk, self.instance_id)
         prefill = self._departures.prefills.get(key)
         if prefill is None:
-            return shape  # a group's, led by another
+            return shape  # led by another instance
         if prefill.last_turn is None:
             if prefill.run.started_s is None:
                 prefill.run.started_s = self._agenda.now_s
@@ -369,7 +369,7 @@ class SimInstance:
             prefill.run.num_preemptions += 1
         prefill.last_turn = self._num_turns
         self._departures.began(prefill, chunk.num_tokens)
-        if prefill.sequence.asks_others:  # who attend to a range each, at the same time
+        if prefill.sequence.asks_others:  # each attends to a range, at the same time
             limit = self.profile.max_kv_tokens
             num_here = chunk.start - len(prefill.sequence.members) * limit
             shape = shape._replace(num_history_tokens=max(limit, num_here))
@@ -402,7 +402,7 @@ class SimInstance:
         self._loads.forget(key)
         prefill = self._departures.prefills.get(key)
         if prefill is None:
-            return  # a group's, led by another
+            return  # led by another instance
         if chunk.is_last:
             prefill.computed_s = self._agenda.now_s
             prefill.run.token_times_s = [*prefill.run.token_times_s, self._agenda.now_s]
@@ -410,7 +410,7 @@ class SimInstance:
             self._departures.ended(prefill, chunk.num_tokens)
 
     def _go_on(self, step: PlannedStep) -> None:
-        """The KV that it waited for is here. One that is interrupted looks for itself when it is resumed."""
+        """End a step whose missing KV has come; an interrupted step checks for itself when it is resumed."""
         if self._step is step:
             self._end_step()
 
@@ -431,12 +431,12 @@ class SimInstance:
         self._end_of_run = self._agenda.at(end_s, self._end_decodes)
 
     def _begin_range_step(self) -> None:
-        """Compute some of a lost range, beside the decodes that are here."""
+        """Compute a chunk of a lost range, beside the decodes of this instance."""
         self._busy = self._lost_ranges.is_plans_turn = True
         residents, now_s = self._residents, self._agenda.now_s
         num_decodes = 0 if self._machine.own.held else len(residents)
         chunk, size = self._lost_ranges.next_chunk(), self.profile.max_kv_tokens
-        # holders of ranges before attend to them at the same time, so a chunk takes as long as one behind a whole range
+        # holders of earlier ranges attend at the same time, so a chunk takes as long as one behind a whole range
         shape = ChunkShape(chunk.num_tokens, min(chunk.start, size))
         duration_s = self._step_s(StepShape((shape,), num_decodes, residents.num_context_tokens if num_decodes else 0))
         if chunk.start >= self.profile.max_kv_tokens:
@@ -475,20 +475,20 @@ class SimInstance:
     # --- transfers ---
 
     def land_range(self, key: RequestKey, duration_s: float) -> None:
-        """Note a range that is here of a prompt that is still being computed elsewhere."""
+        """Note that a range has landed here, of a prompt that another instance still computes."""
         sequence = None if self._is_dead else self._machine.sequences.get(key)
         if sequence is not None and sequence.phase is SeqPhase.EXPECTED:
             num_bytes = self.profile.max_kv_tokens * self.profile.kv_layout.token_bytes
             self._tell(CopyLanded(key, self.profile.max_kv_tokens, num_bytes, duration_s))
 
     def land(self, key: RequestKey, duration_s: float) -> None:
-        """A request's whole KV is here, or all granules of a fetch."""
+        """Note that a request's whole KV has landed here, all granules of a fetch, or the tokens of a lost range."""
         if self._is_dead:
             return
         sequence = self._machine.sequences[key]
         transfer = sequence.incoming
         if transfer is None or sequence.phase is SeqPhase.HOLDING:
-            return  # it landed before
+            return  # landed before
         num_tokens = num_bytes = 0
         if transfer.then is Then.KEEP:
             num_bytes = self.copies.fetches.num_bytes(sequence, transfer)

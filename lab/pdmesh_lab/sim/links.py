@@ -1,10 +1,10 @@
 """Modelled links: every instance has one port out and one port in, whose bandwidth its flows share.
 
-A flow is what moves of one request's KV between two instances: a transfer, or between members of a group.
-A port gives each flow that uses it an equal share; a flow moves at the smaller of its two shares. What it
-leaves of the larger one is not handed on to others: ports are never overcommitted, and may be a little under-used.
+A flow moves one request's KV between two instances: a transfer, or an exchange between members of a group. A port gives
+each of its flows an equal share, and a flow moves at the smaller of its two shares. The unused rest of the larger share
+goes to no other flow: ports are never overcommitted, and may be a little under-used.
 
-Where a link between two hosts is slower than that, its flows in one direction share it in the same way.
+If a link between two hosts is slower than the ports, its flows in one direction share it in the same way.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from dataclasses import dataclass, field
 from pdmesh.model import InstanceId, RequestKey
 from pdmesh_lab.sim.agenda import Agenda, Appointment
 
-#: Whose KV, from where, and to where.
+#: The request, the sender and the receiver.
 FlowId = tuple[RequestKey, InstanceId, InstanceId]
 
 
-#: From which host to which.
+#: The sending host and the receiving host.
 HostLink = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class HostLinks:
-    """Which host each instance is on, and the rates of links between them; one that is not named is not limited."""
+    """Hosts of the instances, and rates of the links between hosts. A link without a rate is not limited."""
 
     hosts: Mapping[InstanceId, str] = field(default_factory=dict[InstanceId, str])
     bytes_per_s: Mapping[HostLink, float] = field(default_factory=dict[HostLink, float])
 
     def between(self, sender: InstanceId, receiver: InstanceId) -> HostLink | None:
-        """Return the link that two instances' flows share with others, if it is limited."""
+        """Return the limited link that two instances' flows share with others; None if there is none."""
         link = self.hosts.get(sender, ""), self.hosts.get(receiver, "")
         return link if link in self.bytes_per_s else None
 
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """A transfer that has bytes to move."""
+    """Bytes of one flow that move at a common rate."""
 
     flow_id: FlowId
     num_bytes: float
@@ -49,9 +49,9 @@ class _Flow:
 
 
 class SimulatedLinks:
-    """Moves the bytes of KV in virtual time.
+    """Movement of KV bytes in virtual time.
 
-    ``on_drained`` is called when a flow has moved all that it was given so far.
+    ``on_drained`` is called when a flow has moved all its bytes.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class SimulatedLinks:
         self._cut_off: set[InstanceId] = set()
 
     def send(self, flow_id: FlowId, num_bytes: float) -> None:
-        """Give a flow bytes to move, beside those it has. To an instance that is cut off they are lost."""
+        """Give a flow more bytes to move. Bytes to an instance that is cut off are lost."""
         flow = self._flows.get(flow_id)
         if flow is not None:
             self._settle(flow)
@@ -91,7 +91,7 @@ class SimulatedLinks:
         self._share(flow)
 
     def drop(self, flow_id: FlowId) -> float:
-        """Stop a flow; the bytes that it has not moved."""
+        """Stop a flow. Return the number of bytes that it has not moved."""
         flow = self._flows.pop(flow_id, None)
         if flow is None:
             return 0.0
@@ -106,13 +106,13 @@ class SimulatedLinks:
         return flow.num_bytes
 
     def cut_off(self, instance_id: InstanceId) -> None:
-        """Stop all flows from and to an instance, until it is back."""
+        """Stop all flows from and to an instance, and lose later ones to it, until `connect`."""
         self._cut_off.add(instance_id)
         for flow_id in [*self._out.get(instance_id, ()), *self._in.get(instance_id, ())]:
             self.drop(flow_id)
 
     def connect(self, instance_id: InstanceId) -> None:
-        """One that was cut off is back."""
+        """Let flows to an instance move again after `cut_off`."""
         self._cut_off.discard(instance_id)
 
     def bytes_per_s(self, flow_id: FlowId) -> float:
@@ -120,14 +120,14 @@ class SimulatedLinks:
         return 0.0 if flow is None else flow.bytes_per_s
 
     def alone_s(self, sender: InstanceId, receiver: InstanceId, num_bytes: float) -> float:
-        """Return how long KV takes alone on a limited link between two hosts; 0 on any other, as if it were read."""
+        """Return how long KV takes alone on a limited link between two hosts; 0 on any other link."""
         link = self._host_links.between(sender, receiver)
         if link is None:
             return 0.0
         return num_bytes / min(self._port_bytes_per_s, self._host_links.bytes_per_s[link])
 
     def _share(self, changed: _Flow) -> None:
-        """A flow came or went: those that share a port or a link with it get another rate."""
+        """Set the rates of all flows that share a port or a link with a flow that was added or removed."""
         _, sender, receiver = changed.flow_id
         sharing = self._out[sender] | self._in[receiver]
         if changed.link is not None:

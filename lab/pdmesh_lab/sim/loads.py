@@ -1,4 +1,4 @@
-"""KV that a simulated instance loads from its tier: one request's after another's, layer by layer."""
+"""KV that a simulated instance loads from its offload tier: one request's after another's, layer by layer."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from pdmesh_lab.sim.planned_step import PlannedStep
 
 
 class SimulatedLoads:
-    """The loads of one instance. ``end`` ends the step that is running."""
+    """The loads of one instance. ``end`` ends the running step."""
 
     def __init__(self, profile: InstanceProfile, *, agenda: Agenda, end: Callable[[], None]) -> None:
         self._granule_s = GRANULE_TOKENS * profile.kv_layout.token_bytes / profile.load_bytes_per_s
         self._last_layer_share = 1 / profile.kv_layout.num_layers
         self._agenda = agenda
         self._end = end
-        self._ends_s = 0.0  # of the last one
+        self._ends_s = 0.0  # end of the last load
         self._loaded_s: dict[RequestKey, float] = {}
 
     def begin(self, sequence: Sequence) -> None:
-        """Begin to load what a request is to reuse of the tier, behind what others load."""
+        """Begin to load the granules that a request reuses from the tier, after the loads of earlier requests."""
         if num_granules := sequence.prefix.num_loaded:
             self._ends_s = max(self._agenda.now_s, self._ends_s) + num_granules * self._granule_s
             self._loaded_s[sequence.key] = self._ends_s
 
     def forget(self, key: RequestKey) -> None:
-        """Its chunk was computed, or never will be."""
+        """Forget the load of a prompt whose chunk was computed, or never will be."""
         self._loaded_s.pop(key, None)
 
     def waits(self, step: PlannedStep) -> bool:
-        """Whether a step that is computed waits for KV from the tier: the last layer's, and that layer comes behind."""
+        """Return whether a computed step waits for KV from the tier, and if so schedule its end.
+
+        The step ends a layer's time after the last layer's KV has loaded.
+        """
         if not self._loaded_s:
             return False
         keys = [(chunk.request_id, chunk.epoch) for chunk in step.plan.chunks]

@@ -12,28 +12,34 @@ from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LatencyModel
 
-#: Larger than what any study queues, and finite so that a result stays plain JSON.
+#: Larger than any study's queue, and finite so that a result stays plain JSON.
 _NO_LIMIT = 10**15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshShape:
-    """A mesh of so many instances of each role, all of one device class."""
+    """Numbers and properties of a mesh's instances, all of one device class.
+
+    `num_kv_tokens` is the room of one instance, and `num_offload_tokens` the room of its tier, read at
+    `load_bytes_per_s`. A decode instance holds at most `max_kv_tokens` of a context; 0: all. Instances of each role are
+    dealt out to `num_hosts`; 0: each is its own host. Instances that compute prompts have `prefill_stages`, the others
+    `decode_stages`. With `joins_groups`, instances of one stage can compute a prompt together, as live ones can.
+    """
 
     num_prefill: int
     num_decode: int
     num_mixed: int
     kv_layout: KvLayout
-    num_kv_tokens: int  # of one instance
+    num_kv_tokens: int
     max_num_seqs: int = 256
     num_transfer_backends: int = 4
-    max_kv_tokens: int = 0  # of a context that one instance holds while it decodes; 0: all
-    num_offload_tokens: int = 0  # that the tier of one instance has room for
-    load_bytes_per_s: float = 10e9  # from there
-    num_hosts: int = 0  # that instances of each role are dealt out to; 0: each is a host of its own
-    prefill_stages: int = 1  # of each instance that computes prompts
-    decode_stages: int = 1  # of each that only decodes
-    joins_groups: bool = False  # instances of one stage can compute a prompt together, as live ones can
+    max_kv_tokens: int = 0
+    num_offload_tokens: int = 0
+    load_bytes_per_s: float = 10e9
+    num_hosts: int = 0
+    prefill_stages: int = 1
+    decode_stages: int = 1
+    joins_groups: bool = False
 
     def instances(self, model: LatencyModel) -> list[tuple[InstanceProfile, LatencyModel]]:
         pools = ((Role.PREFILL, self.num_prefill), (Role.DECODE, self.num_decode), (Role.MIXED, self.num_mixed))
@@ -47,7 +53,7 @@ class MeshShape:
             model="simulated",
             kv_layout=self.kv_layout,
             num_blocks=self.num_kv_tokens // self.kv_layout.block_size,
-            # What is spread may become longer than one instance holds.
+            # A spread context may be longer than one instance's room.
             max_model_len=max(self.num_kv_tokens, self.max_kv_tokens * (self.num_decode + self.num_mixed)),
             max_kv_tokens=self.max_kv_tokens,
             max_num_seqs=self.max_num_seqs,
@@ -62,7 +68,7 @@ class MeshShape:
 
 
 def host_name(index: int) -> str:
-    """Return the name of a host that instances are dealt out to."""
+    """Return the name of the host with this index."""
     return f"host-{index}"
 
 
@@ -74,7 +80,7 @@ def study_core(
     refuses_early: bool = False,
     kv_reservation: KvReservation = KvReservation.FULL,
 ) -> SchedulerCore:
-    """A core whose queue has no limits, so that overload shows as waiting, unless it ``refuses_early``.
+    """Return a core whose queue has no limits, so that overload shows as waiting, unless it ``refuses_early``.
 
     Raises ConfigError for an unknown bundle.
     """

@@ -1,7 +1,8 @@
-"""Running decodes that move away from a simulated instance: they decode on while their KV goes over the links.
+"""Running decodes that move away from a simulated instance, and decode on while their KV goes over the links.
 
-When what was there at the start is over, the request leaves at the end of the step that is running; what it has drawn
-meanwhile follows, and a little later it goes on at its target. So a stream stands still for as long as the rest takes.
+When the KV present at the start has moved, the request leaves at the end of the running step. The KV of tokens drawn
+meanwhile follows, and a little later the request continues at its target. So the stream pauses for the time of the
+rest.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pdmesh.plans import TransferPlan
 from pdmesh_lab.sim.flows import SimulatedFlows
 from pdmesh_lab.sim.result import RequestRun
 
-#: The last word takes so long beside its bytes, seconds.
+#: Seconds that the final message takes beside its bytes.
 LAST_WORD_S = 0.001
 
 
@@ -25,13 +26,13 @@ class _Departure:
     sequence: Sequence
     plan: TransferPlan
     began_s: float
-    num_tokens: int  # whose KV has been given to the links
+    num_tokens: int  # given to the links
     num_bytes: float
     stands_since_s: float = 0.0
 
 
 class SimulatedMoves:
-    """Moves from an instance."""
+    """Moves of decodes from an instance."""
 
     def __init__(self, flows: SimulatedFlows, runs: dict[RequestKey, RequestRun], residents: Residents) -> None:
         self._flows = flows
@@ -44,24 +45,28 @@ class SimulatedMoves:
         return key in self._all
 
     def send(self, sequence: Sequence, plan: TransferPlan) -> None:
-        """Send what is there now."""
+        """Send the KV of all tokens drawn so far."""
         num_tokens = self._residents.num_tokens(sequence.key)
         num_bytes = num_tokens * self._flows.layout.token_bytes
         self._all[sequence.key] = _Departure(sequence, plan, self._flows.agenda.now_s, num_tokens, num_bytes)
         self._flows.send(sequence.key, plan, num_bytes)
 
     def stop(self, key: RequestKey) -> None:
-        """The request ends here, is freed, or stays."""
+        """Stop the move of a request that ends, is freed, or stays."""
         departure = self._all.pop(key, None)
         if departure is not None:
             self._flows.drop(key, departure.plan)
 
     def end(self) -> None:
-        """The instance is no more."""
+        """Forget all moves, because the instance is dead."""
         self._all.clear()
 
     def drained(self, key: RequestKey) -> None:
-        """What was given to the links is over."""
+        """Note that all KV given to the links has moved.
+
+        Report that the copy has caught up, or that it failed because the request has outgrown its blocks. If the
+        request is frozen, commit and land the move after `LAST_WORD_S`.
+        """
         departure = self._all[key]
         move = departure.sequence.move
         if move is not None and move.is_frozen:
@@ -75,7 +80,7 @@ class SimulatedMoves:
             self._flows.tell(CopyCaughtUp(key))
 
     def left(self, sequence: Sequence) -> None:
-        """Send the rest of a request that takes part in no step any more."""
+        """Send the rest of a request that no longer takes part in steps."""
         departure = self._all[sequence.key]
         departure.stands_since_s = self._flows.agenda.now_s
         num_bytes = max(1, sequence.num_tokens - departure.num_tokens) * self._flows.layout.token_bytes

@@ -13,9 +13,10 @@ _Span = tuple[float, float]
 
 
 def chrome_trace(results: Mapping[str, SimResult]) -> dict[str, Any]:
-    """One group for each run, by its name: a row for each instance with its steps, and a track for each request that
-    got a token, with its phases, its preemptions and its KV transfer; where several instances computed its prompt, one
-    for each of them.
+    """Return the runs as one trace, a group for each run.
+
+    A group has a row of steps for each instance. Each request that got a token has a track with its phases, preemptions
+    and KV transfer. If several instances computed its prompt, each of them has a track, too.
     """
     events = [
         event
@@ -65,7 +66,8 @@ def _requests(group: int, result: SimResult) -> Iterator[_Event]:
 def _members(group: int, result: SimResult) -> Iterator[_Event]:
     """Yield a track with its chunks for each instance that computed a shared prompt.
 
-    How long a chunk waited for the others' KV stands at its beginning: it waited at each layer for a part of that.
+    A chunk's whole waiting time for other members' KV is drawn at its beginning. In fact each layer waits for a part of
+    that time.
     """
     chunks: dict[RequestId, dict[InstanceId, list[StepSpan]]] = {}
     for instance in result.instances:
@@ -81,7 +83,7 @@ def _members(group: int, result: SimResult) -> Iterator[_Event]:
 
 
 def _phases(run: RequestRun, preempted: Sequence[_Span]) -> list[tuple[str, Sequence[_Span]]]:
-    """Each after those that enclose it."""
+    """Return the phases of a request, each after the phases that enclose it."""
     arrival_s, first_s, last_s = run.request.arrival_s, run.token_times_s[0], run.token_times_s[-1]
     started_s = first_s if run.started_s is None else run.started_s
     decode_s = min(last_s, first_s if run.landed_s is None else max(first_s, run.landed_s))
@@ -95,7 +97,7 @@ def _phases(run: RequestRun, preempted: Sequence[_Span]) -> list[tuple[str, Sequ
 
 
 def _spans(track: Mapping[str, Any], phases: Sequence[tuple[str, Sequence[_Span]]]) -> Iterator[_Event]:
-    """Begin and end events in order of time; at one time what ends comes first, then what encloses more."""
+    """Return begin and end events in order of time. At one time ends come first, then the outermost begins."""
     found: list[tuple[float, int, int, _Event]] = []
     for depth, (name, spans) in enumerate(phases):
         for start_s, end_s in spans:
@@ -109,7 +111,7 @@ def _preemptions(result: SimResult) -> dict[RequestId, list[_Span]]:
     """Return when running prompts were passed over: between two of their chunks, with another planned step between."""
     spans: dict[RequestId, list[_Span]] = {}
     for instance in result.instances:
-        latest: dict[RequestId, tuple[int, float]] = {}  # its last chunk's step: which one, and its end
+        latest: dict[RequestId, tuple[int, float]] = {}  # turn and end of the last chunk's step
         planned = (step for step in instance.steps if step.chunks)
         for turn, step in enumerate(planned):
             for chunk in step.chunks:
@@ -127,5 +129,5 @@ def _title(step: StepSpan) -> str:
 
 
 def _us(seconds: float) -> float:
-    """The format counts microseconds."""
+    """Return microseconds, the unit of the format."""
     return seconds * 1e6

@@ -12,7 +12,11 @@ from pdmesh_lab.sim.result import StepSpan
 
 @dataclass(slots=True, eq=False)
 class PlannedStep:
-    """One that is running, or was interrupted."""
+    """A planned step that is running, or was interrupted.
+
+    `nested_s` is the time of urgent steps inside it. While `waits`, all is computed but KV of other members is missing.
+    `has_met` says that the wait for the other members of a parallel step has been scheduled.
+    """
 
     running: RunningStep
     started_s: float
@@ -20,9 +24,9 @@ class PlannedStep:
     end_s: float
     end: Appointment | None = None
     interruption: Appointment | None = None
-    nested_s: float = 0.0  # of the urgent steps that ran inside it
-    waits: bool = False  # computed but for KV that others send
-    has_met: bool = False  # what its layers wait for the others of its parallel step has passed
+    nested_s: float = 0.0
+    waits: bool = False
+    has_met: bool = False
 
     @property
     def plan(self) -> StepPlan:
@@ -41,10 +45,11 @@ class PlannedStep:
         )
 
     def first_stage_span(self, num_stages: int) -> StepSpan:
-        """Return the span in which the step had the first of so many stages: those of several steps do not overlap."""
+        """Return the span in which the step occupied the first of ``num_stages``. Such spans of several steps do not
+        overlap."""
         end_s = self.started_s + self.duration_s / num_stages
         return StepSpan(self.started_s, end_s, self.plan.chunks, self.running.num_decodes)
 
     def computed_s(self, now_s: float) -> float:
-        """Return the seconds that the step computed, without those it waited for KV."""
+        """Return the seconds of computing, without waits for KV and urgent steps inside."""
         return self.duration_s if self.waits else now_s - self.started_s - self.nested_s

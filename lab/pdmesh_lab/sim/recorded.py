@@ -1,8 +1,7 @@
-"""What a scheduler's event log tells of the run that it recorded: the workload, the mesh, and what came of it.
+"""The recorded run in a scheduler's event log: the workload, the mesh, and the results.
 
-The figures are the scheduler's: a time is that of the event by which it heard of something. It hears of planned steps
-one by one, and of the decode steps that an instance makes by itself in sums; of a request's tokens it hears of the
-first and the last.
+The figures are the scheduler's: each time is when the scheduler heard of something. Planned steps are reported one by
+one, and an instance's own decode steps in sums. Of a request's tokens only the first and the last are reported.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from pdmesh_lab.sim.workload import Arrival
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """A planned step as the scheduler saw it. Chunks that were dropped are left out."""
+    """A planned step as the scheduler saw it, without dropped chunks. `duration_s` is device time."""
 
     instance_id: InstanceId
     planned_s: float
     done_s: float
-    duration_s: float  # device time
+    duration_s: float
     chunks: tuple[ChunkPlan, ...]
     num_decodes: int
     num_decode_context_tokens: int
@@ -43,23 +42,25 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """A run, its clock starting with the first arrival.
+    """A run, with a clock that starts at the first arrival.
 
-    ``arrivals`` can be simulated: they are the requests that finished, and ``result.requests`` are the same ones in the
-    same order. Of their tokens, those between the first and the last are set at equal distances.
+    Only requests that finished are part of ``arrivals``, which can be simulated, and of ``result.requests``, in the
+    same order. Their tokens between the first and the last are set at equal distances. `profiles` are the latest ones
+    of all instances that ever joined. `own_steps` are of all instances. `left_out` counts the other requests by
+    outcome. Instances were lost `num_lost` times; a simulation keeps them.
     """
 
     arrivals: Sequence[Arrival]
-    profiles: Sequence[InstanceProfile]  # of every instance that ever joined, as it joined last
+    profiles: Sequence[InstanceProfile]
     result: SimResult
     steps: Sequence[RecordedStep]
-    own_steps: Sequence[OwnDecodeSteps]  # of all instances
-    left_out: Mapping[str, int]  # requests that are no part of the above, by outcome
-    num_lost: int  # times that an instance was lost; a simulation keeps it
+    own_steps: Sequence[OwnDecodeSteps]
+    left_out: Mapping[str, int]
+    num_lost: int
 
 
 def recorded_run(decisions: Iterable[Decision]) -> RecordedRun:
-    """What a log and its commands tell. Decisions come in the order of the log."""
+    """Return the run that a log's decisions describe, given in the order of the log."""
     recorder = _Recorder()
     for decision in decisions:
         recorder.take(decision)
@@ -68,15 +69,15 @@ def recorded_run(decisions: Iterable[Decision]) -> RecordedRun:
 
 @dataclass(slots=True, eq=False)
 class _Tracked:
-    """A request, and what the steps of its instances tell beyond its life."""
+    """A request, and facts from its instances' steps. `started_s` is the start of the step with its first chunk."""
 
     life: Life
-    started_s: float | None = None  # the step with its first chunk
+    started_s: float | None = None
     num_preemptions: int = 0
     last_turn: int | None = None
 
     def run(self) -> RequestRun:
-        """The request's run as far as it is known; the request is as it first arrived."""
+        """Return the request's run as far as it is known, with the request as it first arrived."""
         life = self.life
         run = RequestRun(
             replace(life.request, arrival_s=life.first_arrival_s),
@@ -100,14 +101,18 @@ class _Tracked:
 
 @dataclass(slots=True)
 class _Tracks:
-    """An instance's planned steps."""
+    """An instance's planned steps.
+
+    `plans` are in flight. `urgent` steps lie inside or before a step that has not ended. `idle_s` is the end of the
+    last regular step. An urgent step has the turn of the step it interrupted, so `num_turns` counts regular ones.
+    """
 
     profile: InstanceProfile
-    plans: dict[int, tuple[float, StepPlan]] = field(default_factory=dict[int, tuple[float, StepPlan]])  # in flight
+    plans: dict[int, tuple[float, StepPlan]] = field(default_factory=dict[int, tuple[float, StepPlan]])
     spans: list[StepSpan] = field(default_factory=list[StepSpan])
-    urgent: list[StepSpan] = field(default_factory=list[StepSpan])  # inside or before a step that has not ended
-    idle_s: float = 0.0  # when its last regular step had ended
-    num_turns: int = 0  # urgent steps have the turn of the one they interrupted
+    urgent: list[StepSpan] = field(default_factory=list[StepSpan])
+    idle_s: float = 0.0
+    num_turns: int = 0
 
 
 class _Recorder:
@@ -195,13 +200,13 @@ class _Recorder:
                 tracked.num_preemptions += len(nested)
 
     def _count_urgent_turns(self, tracks: _Tracks) -> None:
-        """Count the turns of urgent steps that found nothing to interrupt."""
+        """Count the turns of urgent steps that interrupted no step."""
         for span in tracks.urgent:
             self._count_turn(tracks, span)
         tracks.urgent.clear()
 
     def _count_turn(self, tracks: _Tracks, *spans: StepSpan) -> None:
-        """A running prompt that was not in the turn before was preempted."""
+        """Count a turn of the instance, and a preemption of each prompt in it that missed the turn before."""
         tracks.num_turns += 1
         for tracked in (tracked for span in spans for tracked in self._of(span)):
             tracked.num_preemptions += tracked.last_turn is not None and tracks.num_turns - tracked.last_turn > 1
@@ -251,7 +256,7 @@ def _arrival(run: RequestRun) -> Arrival:
 
 
 def _spread(first_s: float, last_s: float, number: int) -> list[float]:
-    """``number`` times at equal distances; the ends are exact."""
+    """Return ``number`` times at equal distances; the ends are exact."""
     if number == 1:
         return [first_s]
     step_s = (last_s - first_s) / (number - 1)

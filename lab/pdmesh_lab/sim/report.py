@@ -1,4 +1,4 @@
-"""The figures of a simulated run, every one by its definition in `pdmesh.metrics`."""
+"""The figures of a simulated run, each by its definition in `pdmesh.metrics`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdmesh_lab.sim.result import RequestRun, SimResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentiles:
-    """Nearest rank, seconds; None for no value."""
+    """Percentiles by nearest rank, in seconds; None without values."""
 
     p50: float | None
     p90: float | None
@@ -29,7 +29,11 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:
-    """The short requests, the long ones, or all. Latencies are of those that finished."""
+    """Figures of the short requests, the long ones, or all. Latencies are of finished requests only.
+
+    `num_restarts` counts how often computed tokens of a request were lost or freed for others. `requests_per_s` counts
+    finished requests, from the first arrival to their last token.
+    """
 
     num_requests: int
     num_finished: int
@@ -39,28 +43,34 @@ class GroupReport:
     mean_jct_s: float | None
     queueing_s: Percentiles
     num_preemptions: int
-    num_restarts: int  # times that what was computed of a request was given up, or lost
-    requests_per_s: float | None  # finished, from the first arrival to the last of them
+    num_restarts: int
+    requests_per_s: float | None
     slo_attainment: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimReport:
-    """One bundle on one workload."""
+    """Figures of one bundle on one workload.
+
+    `makespan_s` lasts from the first arrival to the last token. `goodput_per_s` counts requests that met their targets;
+    None without targets. `busy_share` is the computing share of all instances' time in the makespan. `reused_share` is
+    the share of prompt tokens that were cached; None if no request names a prefix.
+    """
 
     short: GroupReport
     long: GroupReport
     all: GroupReport
-    makespan_s: float  # from the first arrival to the last token
+    makespan_s: float
     output_tokens_per_s: float | None
-    goodput_per_s: float | None  # requests that kept their objective; None where nobody has one
-    busy_share: float | None  # of the instances' time until the last token
-    reused_share: float | None  # of prompt tokens, that were kept and not computed; None where prompts share nothing
+    goodput_per_s: float | None
+    busy_share: float | None
+    reused_share: float | None
     num_events: int
 
 
 def report(result: SimResult, *, long_tokens: int, slo: Slo) -> SimReport:
-    """Figures of a run; prompts of ``long_tokens`` and more are long. A request's own objective goes before ``slo``."""
+    """Return the figures of a run. Prompts of ``long_tokens`` and more are long. A request's own targets override
+    ``slo``."""
     runs = result.requests
     start_s = min((run.request.arrival_s for run in runs), default=0.0)
     makespan_s = _end_s(runs, start_s) - start_s

@@ -1,4 +1,4 @@
-"""What a simulated run gave."""
+"""The results of a simulated run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from pdmesh.plans import ChunkPlan
 
 @dataclass(slots=True)
 class StepSpan:
-    """One planned step, or consecutive decode steps over the same number of residents.
+    """Span of a planned step, or of consecutive decode steps over the same number of residents.
 
-    An urgent step lies inside the span of the one that it interrupted, or in what that one waited.
+    An urgent step lies inside the span, or inside the wait, of the step it interrupted. `nested_s` is the time of such
+    urgent steps. `waited_s` is the time of further waits for KV from other members of a group.
     """
 
     start_s: float
@@ -23,8 +24,8 @@ class StepSpan:
     chunks: tuple[ChunkPlan, ...]
     num_decodes: int
     num_steps: int = 1
-    nested_s: float = 0.0  # of urgent steps inside
-    waited_s: float = 0.0  # beside those, for KV that other members of a group send
+    nested_s: float = 0.0
+    waited_s: float = 0.0
 
     @property
     def duration_s(self) -> float:
@@ -33,24 +34,30 @@ class StepSpan:
 
 @dataclass(slots=True, eq=False)
 class RequestRun:
-    """One request's way. It is placed when an instance admits it, and started when the step with its first chunk is."""
+    """History of one request, placed when an instance admits it, and started with the step of its first chunk.
+
+    `granules` name its prompt's cached blocks, and its output's as far as known. `num_preemptions` counts how often
+    another prompt overtook its running prefill. `resumed` is the request of the newest epoch if its KV was freed or
+    lost. `granted_s` is the first grant of its KV transfer; None if it stayed. `num_reused_tokens` of its prompt were
+    cached when it was first placed. Its running decode moved `num_moves` times.
+    """
 
     request: Request
     num_output_tokens: int
-    granules: PrefixHashes = ()  # of its prompt, and as far as they are known of its output
+    granules: PrefixHashes = ()
     outcome: Outcome | None = None
     placed_s: float | None = None
     started_s: float | None = None
     token_times_s: Sequence[float] = ()
-    num_preemptions: int = 0  # times its running prefill was passed over for another's
-    resumed: Request | None = None  # as it goes on since its KV was last given up for others
-    granted_s: float | None = None  # its KV transfer, first; None if it stayed
+    num_preemptions: int = 0
+    resumed: Request | None = None
+    granted_s: float | None = None
     landed_s: float | None = None
     exposed_s: float | None = None
     prefill_id: InstanceId | None = None
     decode_id: InstanceId | None = None
-    num_reused_tokens: int = 0  # of its prompt, that were not computed when it was first placed
-    num_moves: int = 0  # of its running decode, from one instance to another
+    num_reused_tokens: int = 0
+    num_moves: int = 0
 
     @property
     def current(self) -> Request:
@@ -59,7 +66,7 @@ class RequestRun:
 
     @property
     def drawn(self) -> PrefixHashes:
-        """The granules behind its newest epoch's chain that all of its output completes."""
+        """The granules behind the newest epoch's chain that the whole output completes."""
         num_tokens = self.request.num_prompt_tokens + self.num_output_tokens - 1
         return self.granules[len(self.current.chain) : num_tokens // GRANULE_TOKENS]
 
@@ -68,7 +75,7 @@ class RequestRun:
         return self.current.epoch
 
     def resume(self, token_times_s: Sequence[float], now_s: float) -> Request:
-        """Go on under the next epoch with what was drawn by then, as a gateway does; what it asks for."""
+        """Continue with the tokens drawn so far under the next epoch, as a gateway does. Return the new request."""
         self.token_times_s = token_times_s
         num_drawn = len(token_times_s)
         self.resumed = replace(
@@ -77,7 +84,7 @@ class RequestRun:
             num_prompt_tokens=self.request.num_prompt_tokens + num_drawn,
             max_tokens=self.request.max_tokens - num_drawn,
             prefix=self.granules[: (self.request.num_prompt_tokens + num_drawn) // GRANULE_TOKENS],
-            arrival_s=now_s - (now_s - self.request.arrival_s),  # gateways tell ages
+            arrival_s=now_s - (now_s - self.request.arrival_s),  # a gateway reports ages
         )
         return self.resumed
 
@@ -100,7 +107,7 @@ class RequestRun:
 
 @dataclass(frozen=True, slots=True)
 class InstanceRun:
-    """One instance's timeline."""
+    """Timeline of one instance."""
 
     instance_id: InstanceId
     role: Role
@@ -109,7 +116,7 @@ class InstanceRun:
 
 @dataclass(frozen=True, slots=True)
 class SimResult:
-    """Requests in order of arrival, instances in the order given."""
+    """Requests in order of arrival, and instances in the order given."""
 
     requests: Sequence[RequestRun]
     instances: Sequence[InstanceRun]

@@ -1,4 +1,4 @@
-"""Measured steps of a recorded run, to fit a latency model to: planned ones, and sums of own decode steps."""
+"""Measured steps of a recorded run, for fitting a latency model: planned steps, and sums of own decode steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ Sample = tuple[StepShape, float]
 
 
 def fitted_model(run: RecordedRun) -> LinearLatencyModel:
-    """The latency model of the run's instances, time between two steps included. Raises ValueError without a step."""
+    """Return the latency model of the run's instances, including the time between two steps.
+
+    Raises ValueError without a step.
+    """
     samples = measured_steps(run)
     model = _in_sum(fit(samples), samples)
     overhead_s = step_overhead_s(run)
@@ -23,8 +26,10 @@ def fitted_model(run: RecordedRun) -> LinearLatencyModel:
 
 
 def _in_sum(model: LinearLatencyModel, samples: Sequence[Sample]) -> LinearLatencyModel:
-    """Scaled so that all steps together take as long as they did: the least relative error of noisy times lies below
-    them, and in a queue the sum is what counts. Decode steps first, then the chunks beside them.
+    """Return the model scaled so that all steps together take as long as measured.
+
+    The fit minimises relative errors, so its times lie below the mean of noisy ones. In a queue the sum counts. Decode
+    steps are scaled first, then the chunks beside them.
     """
     alone = [(shape, seconds) for shape, seconds in samples if not shape.chunks]
     decode_factor = _over(sum(seconds for _, seconds in alone), sum(model.step_s(shape) for shape, _ in alone))
@@ -55,7 +60,8 @@ def _over(measured_s: float, predicted_s: float) -> float:
 
 
 def measured_steps(run: RecordedRun) -> list[Sample]:
-    """Each planned step with its device time, and each report of own decode steps as one mean step, gaps included."""
+    """Return each planned step with its device time, and each report of own decode steps as one mean step, gaps
+    included."""
     samples: list[Sample] = []
     for step in run.steps:
         if step.duration_s > 0:
@@ -71,8 +77,10 @@ def measured_steps(run: RecordedRun) -> list[Sample]:
 
 
 def step_overhead_s(run: RecordedRun) -> float:
-    """Time per planned step beside its device time: from the moment it could begin, planned and the one before it
-    reported, to its own report. The median over the steps without decodes, whose beginning no decode step delays.
+    """Return the median time per planned step beside its device time; 0 without steps.
+
+    A step's time is from the moment it could begin to its own report. It could begin once it was planned and the step
+    before it was reported. Only steps without decodes count, because no decode step delays their beginning.
     """
     overheads_s: list[float] = []
     for steps in _by_instance(run.steps).values():

@@ -1,4 +1,4 @@
-"""KV that leaves a simulated instance, for whichever reason."""
+"""KV that leaves a simulated instance, for any purpose."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdmesh_lab.sim.whole_flows import fetches, part_moves
 
 
 class SimulatedCopies:
-    """The copies of one instance, of each kind in its own time."""
+    """The copies that leave one instance, each handled by its kind."""
 
     def __init__(self, flows: SimulatedFlows, runs: dict[RequestKey, RequestRun], residents: Residents) -> None:
         self.departures = SimulatedDepartures(flows)
@@ -34,11 +34,11 @@ class SimulatedCopies:
                 self.departures.send(sequence, transfer)
 
     def send_rest(self, sequence: Sequence) -> None:
-        """Send the rest of a sequence that moves, and takes part in no step any more."""
+        """Send the rest of a moving sequence that no longer takes part in steps."""
         self._moves.left(sequence)
 
     def stop(self, key: RequestKey, transfer: TransferPlan) -> None:
-        """Send no more of a transfer, for now or for good."""
+        """Stop sending a transfer, for now or for good."""
         match transfer.then:
             case Then.HOLD:
                 self._parts.stop(key)
@@ -50,20 +50,20 @@ class SimulatedCopies:
                 self.departures.stop(key, transfer)
 
     def forget(self, key: RequestKey) -> bool:
-        """Send nothing of a sequence any more. Return whether its prompt was computed here."""
+        """Stop all sending of a sequence. Return whether its prompt was computed here."""
         self._moves.stop(key)
         self._parts.stop(key)
         self.fetches.stop(key)
         return self.departures.forget(key) is not None
 
     def end(self) -> None:
-        """Forget all: the instance is gone."""
+        """Forget all copies, because the instance is dead."""
         self._moves.end()
         self.fetches.end()
         self._parts.end()
 
     def drained(self, key: RequestKey) -> None:
-        """All KV of a sequence that may move so far has moved."""
+        """Note that all KV of a sequence that may move so far has moved."""
         if key in self._moves:
             self._moves.drained(key)
         elif key in self.fetches:

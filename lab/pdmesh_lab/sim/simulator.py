@@ -1,4 +1,4 @@
-"""Drives a scheduling core on a virtual clock, over modelled instances, with the requests of a workload."""
+"""Simulator of a scheduling core on a virtual clock, over modelled instances, with the requests of a workload."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GATEWAY = GatewayId("simulated")
 
 
 class Core(Protocol):
-    """What of `SchedulerCore` a simulation needs; another core can wrap it, to time or to record it."""
+    """Interface of `SchedulerCore` that a simulation needs. A wrapper of the core can time or record it."""
 
     def handle(self, event: Event, now_s: float) -> list[Command]: ...
 
@@ -50,27 +50,33 @@ PART_EXCHANGE_S = 250e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimConfig:
-    """The modelled mesh beside its instances."""
+    """Settings of the modelled mesh beside its instances.
 
-    port_bytes_per_s: float = 25e9  # each instance's, in and out: a 200 Gb/s adapter
-    #: Between two hosts, one way, where that is slower than a port; instances say where they are.
+    `port_bytes_per_s` is each instance's bandwidth in and out; the default is a 200 Gb/s adapter. `control_delay_s`
+    passes from the scheduler to an instance, and back. Each member of a parallel step takes `parallel_step_s` longer,
+    because members wait for each other in each layer. At most `max_decode_steps` are in one appointment; fewer
+    change only the cost, and the last bits of reported times. The core's state is checked every `events_between_checks`
+    events. `requests_of_operators` are events with their times. A process that an operation ends is back after
+    `restart_s`.
+    """
+
+    port_bytes_per_s: float = 25e9
+    #: Rate from one host to another if less than a port's. Instances' profiles name their hosts.
     host_link_bytes_per_s: Mapping[HostLink, float] = field(default_factory=dict[HostLink, float])
-    control_delay_s: float = 0.0  # from the scheduler to an instance, and back
-    parallel_step_s: float = (
-        0.0  # a step of a parallel step takes so much longer: its members wait for each other in each layer
-    )
-    #: A layer of a step takes so much longer, beside what is read, if it decodes a context that is spread over several
-    #: instances: the query's way to the others, and their answers'.
+    control_delay_s: float = 0.0
+    parallel_step_s: float = 0.0
+    #: Seconds by which a layer of a step takes longer, beside its reads, if the step decodes a spread context. The
+    #: query goes to the other instances, and their answers come back.
     part_exchange_s: float = PART_EXCHANGE_S
-    max_decode_steps: int = 128  # in one appointment; less changes only the cost, and the last bits of what is reported
-    events_between_checks: int = 10_000  # of the core's state
-    deaths: Sequence[Death] = ()  # of any instances
-    requests_of_operators: Sequence[tuple[float, Event]] = ()  # when, and what
-    restart_s: float = 1.0  # until a process that an operation ends is there again
+    max_decode_steps: int = 128
+    events_between_checks: int = 10_000
+    deaths: Sequence[Death] = ()
+    requests_of_operators: Sequence[tuple[float, Event]] = ()
+    restart_s: float = 1.0
 
 
 class Simulator:
-    """One run. Everything that is due at an instant is reported and decided before an idle instance begins a step."""
+    """A single simulation. All events of an instant are reported and decided before an idle instance begins a step."""
 
     def __init__(
         self,
@@ -81,7 +87,7 @@ class Simulator:
         *,
         closed_loop: ClosedLoop | None = None,
     ) -> None:
-        """Simulate ``arrivals``; under a ``closed_loop`` each client sends the next one when it has time."""
+        """Simulate ``arrivals``. In a ``closed_loop``, a client that is ready sends the next one, whatever its time."""
         self._config = config = config or SimConfig()
         self._check_deaths({profile.instance_id: profile for profile, _ in instances})
         self._core = core
@@ -91,7 +97,7 @@ class Simulator:
         self._links = SimulatedLinks(self._agenda, config.port_bytes_per_s, self._drained, host_links)
         self._exchange = SimulatedExchange(self._agenda, self._links)
         self._requests: list[RequestRun] = []
-        self._runs: dict[RequestKey, RequestRun] = {}  # by their newest epoch
+        self._runs: dict[RequestKey, RequestRun] = {}  # keys: the newest epochs
         self._context = SimContext(
             agenda=self._agenda,
             links=self._links,
@@ -123,7 +129,7 @@ class Simulator:
         return kind(profile, model, self._context)
 
     def run(self, on_ended: Callable[[int], None] | None = None) -> SimResult:
-        """Serve all requests; ``on_ended`` is told how many have ended, each time one has."""
+        """Serve all requests. Call ``on_ended`` with the number of ended requests whenever one ends."""
         self._on_ended = on_ended
         self._inbox.append(GatewayJoined(GATEWAY, ()))
         self._inbox.extend(InstanceJoined(instance.profile, ()) for instance in self._instances.values())
@@ -154,7 +160,7 @@ class Simulator:
     # --- requests ---
 
     def _await_arrival(self) -> None:
-        """Note the next arrival; until it comes it is open, so that a gap in the workload does not end the run."""
+        """Schedule the next arrival, and count it as open, so that a gap in the workload does not end the run."""
         for index, arrival in self._arrivals:
             self._num_open += 1
             self._agenda.at(arrival.arrival_s, partial(self._arrive, index, arrival))
@@ -195,9 +201,9 @@ class Simulator:
             self._await_arrival()
 
     def _resume(self, key: RequestKey, *, decodes: bool) -> None:
-        """Its KV is given up for others, or lost: its gateway asks again, with what it has."""
+        """Resume a request under its next epoch, as its gateway would: its KV was freed for others, or lost."""
         run = self._runs.pop(key)
-        drawn_s = run.token_times_s  # where it was lost, that was told when it was
+        drawn_s = run.token_times_s  # set by `die` if it was lost
         if decodes:
             assert run.decode_id is not None
             drawn_s = self._instances[run.decode_id].drawn_s(key, run)
@@ -239,7 +245,7 @@ class Simulator:
                 else:
                     take(command)
             case ForgetRequest(outcome=Outcome.RETRACTED | Outcome.RESTARTED):
-                pass  # it goes on
+                pass  # resumed in the next epoch
             case ForgetRequest():
                 self._runs[command.request_id, command.epoch].outcome = command.outcome
                 self._num_open -= 1
@@ -254,7 +260,7 @@ class Simulator:
                 if isfinite(command.at_s):
                     self._wake = self._agenda.at(command.at_s, lambda: self._inbox.append(Tick()))
             case Reject():
-                pass  # ForgetRequest comes with it
+                pass  # a ForgetRequest accompanies it
             case Restart():
                 is_foreseen = command.retracted or self._config.deaths or self._config.requests_of_operators
                 assert is_foreseen, f"nothing fails here, and yet: {command}"
@@ -289,7 +295,7 @@ class Simulator:
         self._agenda.at(self._agenda.now_s + death.away_s, partial(self._come_back, death.instance_id))
 
     def _come_back(self, instance_id: InstanceId) -> None:
-        """Another process, with nothing; what it does is added to what the one before did."""
+        """Replace a dead instance by a new process. The steps of both are in one timeline."""
         before = self._instances[instance_id]
         profile = replace(before.profile, pid=before.profile.pid + 1)
         instance = self._instances[instance_id] = self._new_instance(profile, before.model)
@@ -305,7 +311,7 @@ class Simulator:
             self._instances[sender_id].copies.drained(key)
 
     def _land_ranges(self, plan: TransferPlan, key: RequestKey, num_tokens: int, duration_s: float) -> None:
-        """So many tokens of a prompt have moved: whole ranges of it are where they go."""
+        """Land the whole ranges in the first ``num_tokens`` moved tokens of a prompt, each at its destination."""
         for destination_id in plan.destination_ids[1:]:
             instance = self._instances[destination_id]
             num_tokens -= instance.profile.max_kv_tokens
@@ -313,5 +319,5 @@ class Simulator:
                 instance.land_range(key, duration_s)
 
     def _land(self, plan: TransferPlan, key: RequestKey, duration_s: float) -> None:
-        for destination_id in reversed(plan.destination_ids):  # where it decodes, last
+        for destination_id in reversed(plan.destination_ids):  # the decoding instance is last
             self._instances[destination_id].land(key, duration_s)

@@ -1,11 +1,11 @@
 """A simulated instance of several stages: layer ranges that a step passes one after the other.
 
-A step enters as the one before it leaves the first stage, and no stage before that has left it. So as many are under
-way as there are stages, and end in their order. All stages take equally long. An urgent plan enters before those that
-wait.
+A step enters a stage once it has left the previous stage, and the step before it has left this one. So at most as many
+steps are under way as there are stages, and they end in order. All stages take equally long. An urgent plan enters
+before waiting ones.
 
-Each step with decodes has a stage's part of the residents, who draw when as many have passed. An instance's own decode
-steps are taken as one, in which every part passes; they begin when all stages are empty.
+Each step with decodes takes a stage's part of the residents, and the residents draw when all parts have passed. An
+instance's own decode steps are modelled as one step with all parts; they begin when all stages are empty.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pdmesh_lab.sim.planned_step import PlannedStep
 
 
 class StagedInstance(SimInstance):
-    """Its latency model says how long a step takes through all stages. It cannot join groups."""
+    """Simulated instance whose latency model gives a step's time through all stages. Cannot join groups."""
 
     def __init__(self, profile: InstanceProfile, model: LatencyModel, context: SimContext) -> None:
         super().__init__(profile, model, context)
         assert not profile.joins_groups, f"{profile.instance_id} has stages, and cannot join groups"
         self._under_way: deque[PlannedStep] = deque()
-        self._left_s = [0.0] * profile.num_stages  # when the latest step leaves each stage
+        self._left_s = [0.0] * profile.num_stages  # time at which the latest step leaves each stage
         self._entrance: Appointment | None = None
 
     def die(self) -> None:
@@ -52,14 +52,14 @@ class StagedInstance(SimInstance):
         self._entrance = self._agenda.at(self._left_s[0], self._enter)
 
     def _pass_stages(self, stage_s: float) -> float:
-        """Return when a step leaves the last stage that enters now."""
+        """Return when a step that enters now leaves the last stage."""
         ready_s = self._agenda.now_s
         for stage, left_s in enumerate(self._left_s):
             ready_s = self._left_s[stage] = max(ready_s, left_s) + stage_s
         return ready_s
 
     def _enter(self) -> None:
-        """The first stage is empty."""
+        """Let the next step enter the first stage, which is empty."""
         self._entrance = None
         self._busy = False
         self._want_turn(self.instance_id)

@@ -21,7 +21,7 @@ class _OnItsWay:
 
 
 class WholeFlows:
-    """``num_bytes`` says how much a transfer brings of a sequence, and ``then`` what happens to it where it goes."""
+    """Copies of one kind. ``num_bytes`` returns a copy's size; ``then`` is the receiver's use of the KV."""
 
     def __init__(self, flows: SimulatedFlows, then: Then, num_bytes: Callable[[Sequence, TransferPlan], int]) -> None:
         self.num_bytes = num_bytes
@@ -33,23 +33,23 @@ class WholeFlows:
         return key in self._all
 
     def send(self, sequence: Sequence, plan: TransferPlan) -> None:
-        """Send all of it."""
+        """Send all KV of a transfer."""
         num_bytes = self.num_bytes(sequence, plan)
         self._all[sequence.key] = _OnItsWay(sequence, plan, num_bytes, self._flows.agenda.now_s)
         self._flows.send(sequence.key, plan, num_bytes)
 
     def stop(self, key: RequestKey) -> None:
-        """Send no more of it."""
+        """Stop sending to the receiver."""
         sending = self._all.pop(key, None)
         if sending is not None:
             self._flows.drop(key, sending.plan)
 
     def end(self) -> None:
-        """The instance is no more."""
+        """Forget all copies, because the instance is dead."""
         self._all.clear()
 
     def drained(self, key: RequestKey) -> None:
-        """All of it has moved."""
+        """Land a copy that has moved whole, and report it as sent."""
         sending = self._all.pop(key)
         duration_s = self._flows.agenda.now_s - sending.began_s
         self._flows.land(sending.plan, key, duration_s)
@@ -57,7 +57,7 @@ class WholeFlows:
 
 
 def fetches(flows: SimulatedFlows) -> WholeFlows:
-    """Return the fetches that an instance is the source of: what their destinations lack."""
+    """Return the fetches of granules whose source is an instance, without granules that the destinations have."""
 
     def num_bytes(sequence: Sequence, plan: TransferPlan) -> int:
         return (len(sequence.chain) - plan.num_reused_granules) * GRANULE_TOKENS * flows.layout.token_bytes
@@ -66,9 +66,9 @@ def fetches(flows: SimulatedFlows) -> WholeFlows:
 
 
 def part_moves(flows: SimulatedFlows) -> WholeFlows:
-    """Return the ranges of contexts that an instance hands on, while their requests decode elsewhere, or here.
+    """Return the ranges of contexts that leave an instance while their requests decode.
 
-    Of a range that was lost these are its tokens, of 4 bytes.
+    Of a range to be computed anew, only the tokens move, 4 bytes each.
     """
 
     def num_bytes(_: Sequence, plan: TransferPlan) -> int:

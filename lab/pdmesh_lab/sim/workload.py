@@ -1,4 +1,4 @@
-"""What a simulated mesh is asked: requests with their arrival and lengths, drawn or changed by a seeded stream."""
+"""Workloads of a simulated mesh: requests with their arrivals and lengths, drawn or changed by a seeded stream."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from pdmesh.model import PrefixHash, PrefixHashes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """One request of a workload; ``arrival_s`` from the start of the workload."""
+    """A request of a workload.
+
+    `arrival_s` counts from the start of the workload. The request asks, and reserves room, for `max_tokens`; None:
+    exactly for the tokens that it generates.
+    """
 
     arrival_s: float
     num_prompt_tokens: int
     num_output_tokens: int
-    max_tokens: int | None = None  # that it asks for, and gets room for; None: exactly those that it generates
+    max_tokens: int | None = None
     priority: int = 0
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
     tenant: str = ""
-    #: Of its prompt, and perhaps of its output behind it: equal numbers name equal beginnings. None: it shares nothing.
+    #: Numbers of the prompt's granules, and perhaps of the output's. Equal numbers name equal beginnings. None: nothing
+    #: is shared.
     granules: Sequence[int] | None = None
 
     @property
     def hashes(self) -> PrefixHashes:
-        """The names of its granules, as gateways would make them."""
+        """Hashes of the granules, as gateways would make them."""
         return tuple([PrefixHash(number.to_bytes(16)) for number in self.granules or ()])
 
 
@@ -35,29 +40,30 @@ class Arrival:
 class ClosedLoop:
     """Clients that each send a request, wait for its end, think for ``think_s``, and send the next.
 
-    ``num_clients`` says from which request on there are how many; when they become fewer, those who end leave. They
-    take the requests of a workload in their order; its times of arrival do not matter.
+    ``num_clients`` are pairs of a request's index and the number of clients from then on. When the number falls,
+    clients leave at the end of their requests. Clients take a workload's requests in order, and ignore the times of
+    arrival.
     """
 
     num_clients: Sequence[tuple[int, int]]
     think_s: float = 0.0
 
     def clients_at(self, index: int) -> int:
-        """How many there are when the request of this index is sent."""
+        """Return the number of clients when the request of this index is sent."""
         return [number for first, number in self.num_clients if first <= index][-1]
 
 
 def with_rate_scaled(arrivals: Iterable[Arrival], rate_scale: float) -> list[Arrival]:
-    """The same requests, ``rate_scale`` times as many a second."""
+    """Return the same requests, ``rate_scale`` times as many a second."""
     return [replace(arrival, arrival_s=arrival.arrival_s / rate_scale) for arrival in arrivals]
 
 
 def with_long_inputs(
     arrivals: Sequence[Arrival], percent: float, long_range: tuple[int, int], rng: random.Random
 ) -> list[Arrival]:
-    """Prompts above the ``percent``-th percentile get a length drawn uniformly from ``long_range``, both ends included.
+    """Return requests whose prompts above the ``percent``-th percentile have a new length, uniform in ``long_range``.
 
-    The set-up of PecSched §6.2: percentile 95, 100K to 500K tokens.
+    Both ends of the range are included. PecSched §6.2 uses percentile 95, and 100K to 500K tokens.
     """
     limit = percentile((arrival.num_prompt_tokens for arrival in arrivals), percent)
     return [
@@ -73,15 +79,16 @@ class Synthetic:
     """Poisson arrivals of log-normal lengths, a share of them long.
 
     The defaults resemble the Azure 2023 conversation trace: median prompt 1,020 and output 130 tokens, with its spread.
+    The sigmas are of the logarithm. `max_prompt_tokens` does not limit long prompts.
     """
 
     num_requests: int = 1000
     requests_per_s: float = 5.5
     median_prompt_tokens: float = 1020.0
-    sigma_prompt: float = 0.9  # of the logarithm
+    sigma_prompt: float = 0.9
     median_output_tokens: float = 130.0
     sigma_output: float = 0.9
-    max_prompt_tokens: int = 14_000  # of those that are not long
+    max_prompt_tokens: int = 14_000
     max_output_tokens: int = 1_000
     long_share: float = 0.0
     long_range: tuple[int, int] = (100_000, 500_000)

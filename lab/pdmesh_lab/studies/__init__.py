@@ -1,1 +1,1 @@
-"""What we compare with: bundles of papers with their orders and planners."""
+"""Bundles of papers, with their orders and planners, for comparison."""

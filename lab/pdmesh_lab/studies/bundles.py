@@ -1,4 +1,4 @@
-"""Bundles of papers, and baselines that they and ours are compared with."""
+"""Bundles of papers, and baselines with which they and ours are compared."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _medha(config: PolicyConfig) -> Bundle:
 def _pecsched(
     name: str, *, preempts: bool = True, disaggregates: bool = True, colocates: bool = True
 ) -> Callable[[PolicyConfig], Bundle]:
-    """PecSched, or an ablation of it (§6.4)."""
+    """Return the builder of PecSched, or of an ablation (§6.4)."""
 
     def build(config: PolicyConfig) -> Bundle:
         packing, _ = adaptive(config, efficient=True, long_chunk_alone=True)

@@ -1,4 +1,4 @@
-"""Prefill orders of papers, and of what they are compared with (`pdmesh.policy.order` has the words)."""
+"""Prefill orders of papers, and their baselines (`pdmesh.policy.order` defines the terms)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdmesh.policy.views import Rank
 
 
 class _ByPlace:
-    """An order that time does not change. Python cannot inherit from the product's, which mypyc may have compiled."""
+    """Order that time does not change. Python cannot inherit from the product's, which mypyc may have compiled."""
 
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
         return [(rank.place,) for rank in ranks]
@@ -34,7 +34,8 @@ class FcfsOfEachKind(_ByPlace):
 
 @dataclass(frozen=True)
 class LeastSlack(_ByPlace):
-    """LRS, least remaining slack: the earliest latest start of what is left. Time takes the same from every slack."""
+    """LRS, least remaining slack: the earliest latest start of the remaining work. Time takes the same from every
+    slack."""
 
     prediction: Prediction
 
@@ -46,7 +47,7 @@ class LeastSlack(_ByPlace):
 class LeastRelativeSlack:
     """LARS, length-aware relative slack (Medha §4.1), strictly: the smallest first.
 
-    The whole work that slack is relative to is rounded to a class, at most 6 % off; a class is a bucket.
+    Slack is relative to the whole work, which is rounded to a class, at most 6 % off. Each class is a bucket.
     """
 
     prediction: Prediction
@@ -66,8 +67,8 @@ class LeastRelativeSlack:
 class ShortFirst(_ByPlace):
     """Short prompts before long ones, each kind first come, first served. Long ones can starve.
 
-    This is PecSched's preemption (§5.1), and its baseline "priority". Without ``preempts`` a long prompt that has been
-    placed is not passed over any more (its ablation /PE).
+    This is PecSched's preemption (§5.1), and its baseline "priority". Without ``preempts``, no prompt overtakes a long
+    one that has been placed (its ablation /PE).
     """
 
     long_prompt_tokens: int

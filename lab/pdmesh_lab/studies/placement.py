@@ -1,4 +1,4 @@
-"""Placements that others are compared with."""
+"""Placements with which others are compared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdmesh.policy.views import InstanceView
 class Reservation:
     """A static pool: the first ``num_reserved`` instances that joined are for long prompts, the others for short ones.
 
-    0: there is none, and each takes the fewest queued tokens that there are.
+    With 0 there is no pool. Each prompt goes to the instance with the fewest queued tokens.
     """
 
     long_prompt_tokens: int

@@ -1,4 +1,4 @@
-"""The planner that `ElasticPlanner` is compared with: Tetris's own search."""
+"""Tetris's own search, the planner with which `ElasticPlanner` is compared."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from pdmesh.policy.sequence_parallel import FreeAt, GroupLatency, PlannedChunk, 
 
 @dataclass(frozen=True, slots=True)
 class ChunkwisePlanner:
-    """Chunk-wise dynamic sequence parallelism as Tetris has it (§5.1), the reference for `ElasticPlanner`."""
+    """Chunk-wise dynamic sequence parallelism as in Tetris (§5.1), the reference for `ElasticPlanner`.
+
+    With `single_chunk` only Algorithm 2 runs, the paper's ablation.
+    """
 
     latency: GroupLatency
     improvement_rate: float = 0.0
     min_chunk_tokens: int = 1
-    single_chunk: bool = False  # the paper's ablation: Algorithm 2 alone
+    single_chunk: bool = False
 
     def plan(
         self, num_tokens: int, num_done_tokens: int, held: Collection[InstanceId], pool: Sequence[FreeAt]
@@ -30,7 +33,7 @@ class ChunkwisePlanner:
     def _schedule(
         self, num_tokens: int, done: int, now_s: float, line: Sequence[FreeAt], sizes: Sequence[int]
     ) -> tuple[PlannedChunk, ...]:
-        """Algorithm 1. ``line`` has the queues that are left at ``now_s``, seconds from the plan's own start."""
+        """Run Algorithm 1. ``line`` has the queues that are left at ``now_s``, in seconds from the plan's own start."""
         single_s = [_free_s(line, size) + _chunk_s(self.latency[size], done, num_tokens - done) for size in sizes]
         index = _worthwhile(single_s, self.improvement_rate)
         best_s, best_size = single_s[index], sizes[index]
@@ -67,7 +70,7 @@ def _sizes(latency: GroupLatency, num_held: int, num_instances: int) -> list[int
 
 
 def _free_s(line: Sequence[FreeAt], size: int) -> float:
-    """Return when the first ``size`` of the line are all free."""
+    """Return when the first ``size`` instances of the line are all free."""
     return max(line[:size])[0]
 
 
@@ -80,7 +83,7 @@ def _chunk_s(model: LinearLatencyModel, history: int, num_tokens: int) -> float:
 
 
 def _worthwhile(ends_s: Sequence[float], rate: float) -> int:
-    """The index of the last end that is earlier than all before it by ``rate`` (Tetris, Algorithm 2)."""
+    """Return the index of the last end that is earlier than all before it by ``rate`` (Tetris, Algorithm 2)."""
     best_s, best = math.inf, 0
     for index, end_s in enumerate(ends_s):
         if end_s < best_s * (1 - rate):
