@@ -1,4 +1,4 @@
-"""Structured logs: one event a line, with request ids and never a prompt's text."""
+"""Structured logs: one event per line, with request ids and never a prompt's text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from pdmesh.errors import ConfigError
 
 
 class UnfailingStream(TextIOBase):
-    """Writes text to a descriptor and never raises: the next write that succeeds reports how many failed.
+    """Text stream to a file descriptor that never raises. The next write that succeeds reports how many failed.
 
-    A full disk must not end a service through its log, nor leave text in a buffer that fails again at every write.
+    A full disk should not end a service through its log. Failed text is not kept, because it would fail again at each
+    write.
     """
 
     def __init__(self, fd: int) -> None:

@@ -1,4 +1,4 @@
-"""The metric of peers that were refused."""
+"""Metric of refused peers."""
 
 from __future__ import annotations
 

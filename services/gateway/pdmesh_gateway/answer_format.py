@@ -100,8 +100,8 @@ class AnswerFormat:
     ) -> str:
         """Return the grammar that an answer must obey; empty if any text will do.
 
-        The answer makes one of ``calls`` or obeys ``given``; if calls are required, ``given`` is ignored. Reasoning
-        ends after ``max_reasoning_tokens`` if this is not None.
+        An answer makes calls, obeys ``given`` or, without ``given``, is any text. If calls are required, it makes
+        calls. Reasoning ends after ``max_reasoning_tokens`` if this is not None.
         """
         if calls is None and (begins is ReasoningStart.NONE or not (given or max_reasoning_tokens is not None)):
             return given

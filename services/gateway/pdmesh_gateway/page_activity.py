@@ -73,7 +73,7 @@ class ActivityHub:
 
     @asynccontextmanager
     async def frames(self) -> AsyncGenerator[MemoryObjectReceiveStream[bytes]]:
-        """Yield frames as server-sent events, from now on. Raises RequestRejected (429) at `MAX_WATCHERS`."""
+        """Yield a stream of frames, encoded as server-sent events. Raises RequestRejected (429) at `MAX_WATCHERS`."""
         if len(self._watchers) >= MAX_WATCHERS:
             raise RequestRejected(
                 f"{MAX_WATCHERS} pages are already watching this gateway. Close one, or use another gateway.",

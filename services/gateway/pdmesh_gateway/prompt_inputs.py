@@ -1,4 +1,4 @@
-"""Prompts that are no conversations: texts, or token ids."""
+"""Prompts that are not conversations: texts or token ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Prompts = str | list[str | int | list[int]]
 
 
 def prompts_of(given: Prompts | None, *, what: str) -> list[str | list[int]]:
-    """Return each prompt by itself. Raises RequestRejected naming the field, which is called ``what``."""
+    """Return the single prompts of a field. ``what`` is the field's name. Raises RequestRejected."""
     if given is None:
         raise RequestRejected(f"Missing required parameter: '{what}'.", param=what, code="missing_required_parameter")
     if isinstance(given, str):
@@ -31,7 +31,7 @@ def prompts_of(given: Prompts | None, *, what: str) -> list[str | list[int]]:
 
 
 class HasPrompts(Protocol):
-    """A request that says how its prompts are tokenized and cut."""
+    """Request with settings for tokenizing and cutting its prompts."""
 
     add_special_tokens: bool | None
     truncate_prompt_tokens: int | None

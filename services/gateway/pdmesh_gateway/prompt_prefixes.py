@@ -56,10 +56,11 @@ class Prefixes:
     async def of(
         self, prompt: bytes, params: SamplingParams, *, tenant: str, salt: str, weights: str = ""
     ) -> PromptPrefix:
-        """Return the hashes of a prompt of packed tokens; none if KV of other requests must not be used.
+        """Return the hashes of a prompt of packed tokens.
 
-        ``weights`` is the identity of the weights that compute the KV. A salt is hashed in addition to the tenant and
-        never replaces the tenant.
+        The result is empty if reuse is off, if log-probabilities of the prompt are requested, or if the prompt is
+        longer than `ModelInfo.max_fixed_rope_tokens`. ``weights`` is the identity of the weights that compute the KV. A
+        salt is hashed in addition to the tenant and never replaces the tenant.
         """
         root = self._root(len(prompt) // 4, params, tenant, salt, weights)
         if not root:

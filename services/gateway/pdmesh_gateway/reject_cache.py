@@ -2,7 +2,7 @@
 
 With each refusal the scheduler reports how long it would refuse similar requests (`Reject.reject_ttl_s`). During this
 time they get the same answer, and are neither tokenized nor submitted. Afterwards one request is submitted, and its
-answer decides again. Further requests wait no longer than `ANSWER_S` for this decision.
+answer decides again. Until that answer, and for at most `ANSWER_S`, other requests are refused.
 
 An entry holds for one key, priority, target and size only, so that no client is refused for other clients' requests.
 """
@@ -33,7 +33,10 @@ class RequestKind(NamedTuple):
 
 
 class _Closed(NamedTuple):
-    """Refusal of a kind: all its requests until ``until_s``, then all but one in each `ANSWER_S` until ``over_s``."""
+    """Refusal of a kind: all requests are refused until ``until_s``.
+
+    If the first request after that comes before ``over_s``, it passes, and others are refused for at most `ANSWER_S`.
+    """
 
     until_s: float
     over_s: float
@@ -58,10 +61,7 @@ class RejectCache:
         return self._clock() >= self._some_until_s
 
     def check(self, kind: RequestKind) -> None:
-        """Raise RequestRejected (429) if this kind is refused now.
-
-        The first check after the refusal's time passes, and the next ones are refused for at most `ANSWER_S`.
-        """
+        """Raise RequestRejected (429) if this kind is refused now. The first request after a refusal's time passes."""
         closed = self._closed.get(kind)
         if closed is None:
             return

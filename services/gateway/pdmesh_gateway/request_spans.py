@@ -1,7 +1,7 @@
-"""What the span of a client's request tells: OpenTelemetry's names for generative AI where there are any, else ours.
+"""Attributes of the span of a client's request: OpenTelemetry's names for generative AI if they exist, else ours.
 
-Names as of semantic-conventions-genai, autumn 2026 (status: development). ``gen_ai.input.messages`` and the like are
-left out on purpose: spans carry sizes, never text.
+The names come from semantic-conventions-genai, autumn 2026 (status: development). ``gen_ai.input.messages`` and
+similar attributes are left out, because spans carry sizes, never text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FIRST_TOKEN = "first token"
 
 
 def request_attributes(job: GenerationJob, model: str) -> Attributes:
-    """Return a request span's first attributes: OpenTelemetry's GenAI conventions, and ours under ``pdmesh.``."""
+    """Return a request span's initial attributes, by OpenTelemetry's GenAI conventions and under ``pdmesh.``."""
     params = job.params
     attributes: dict[str, AttributeValue] = {
         "gen_ai.operation.name": job.dialect.operation,
@@ -39,7 +39,7 @@ def request_attributes(job: GenerationJob, model: str) -> Attributes:
 
 
 def response_attributes(*, num_output_tokens: int, finish_reasons: Sequence[str], num_restarts: int) -> Attributes:
-    """Return a request span's attributes at its end."""
+    """Return a request span's final attributes."""
     return {
         "gen_ai.usage.output_tokens": num_output_tokens,
         "gen_ai.response.finish_reasons": finish_reasons,

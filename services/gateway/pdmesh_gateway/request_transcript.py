@@ -327,7 +327,10 @@ class Transcript:
                 self.suspect(self.stall_grace_s)
 
     def _deliver_ahead(self) -> None:
-        """Deliver the kept tokens that follow the token, or the turn, that has just arrived."""
+        """Deliver the kept tokens that follow the token, or the turn, that has just arrived.
+
+        If tokens are still missing, the request is resumed after `STALL_GRACE_S`.
+        """
         while self._ahead and not self.finished and (following := self._pop_ahead()) is not None:
             self._deliver(following, self.source)
         is_missing = (self._ahead or self.all_drawn) and not self.finished

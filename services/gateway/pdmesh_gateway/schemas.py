@@ -1,8 +1,7 @@
 """JSON schemas: conversion of a client's schema to one that llguidance obeys.
 
-`obeyed` first rewrites constraints that can be expressed otherwise (`_Rewriter`). Then it asks llguidance, and drops
-single constraints until none is refused (`_Repair`). The result names each dropped constraint, so that callers can
-refuse or warn.
+`obeyed` rewrites constraints that can be expressed otherwise (`_Rewriter`). Then it asks llguidance, and drops single
+constraints until none is refused (`_Repair`). The result names them, so that callers can refuse or warn.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ _UNSATISFIABLE = "Unsatisfiable schema"
 class Dropped:
     """A constraint that answers do not obey. ``path`` is a JSON pointer into the client's schema.
 
-    ``is_annotation``: JSON Schema lets a validator ignore the keyword. ``is_malformed``: JSON Schema gives the
-    keyword's value no meaning.
+    JSON Schema lets a validator ignore an annotation, and gives a malformed keyword no meaning.
     """
 
     path: str

@@ -93,7 +93,9 @@ class Serving:
             )
 
     def with_defaults(self, fields: SamplingFields) -> None:
-        """Fill in this server's settings for fields that a request does not set."""
+        """Apply this server's settings to a request: how tokens are named, unless given, and usage that streams must
+        include.
+        """
         if fields.return_tokens_as_token_ids is None:
             fields.return_tokens_as_token_ids = self.config.return_tokens_as_token_ids
         if fields.stream and self.config.force_include_usage:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class StopFinder:
-    """Ends a choice at the stop string that completes first, however its text is cut into pieces.
+    """Finder of the stop string that completes first, however the text is cut into pieces.
 
-    Of two that complete at the same character the longer one counts. Text that could still become a stop string is
-    held back.
+    If two complete at the same character, the longer one counts. Text that may become a stop string is held back.
     """
 
     stops: Sequence[str]
@@ -19,9 +18,9 @@ class StopFinder:
     _held: str = ""
 
     def push(self, text: str, *, check: bool = True) -> tuple[str, str | None]:
-        """Take a piece; return the text to show and, if one was found, the stop string.
+        """Add a piece; return the text to show and, if one was found, the stop string.
 
-        ``check=False`` lets the piece pass unseen (fewer than ``min_tokens`` tokens yet).
+        ``check=False`` skips the search, because fewer than ``min_tokens`` tokens have been drawn.
         """
         if not self.stops:
             return text, None
@@ -40,13 +39,16 @@ class StopFinder:
         return text[:shown], None
 
     def flush(self, *, is_cut: bool = False, check: bool = True) -> tuple[str, str | None]:
-        """Do the same with text that was held back. ``is_cut``: a limit or a stop token ended the generation."""
+        """Return the text that was held back and, if one is found in it, the stop string.
+
+        ``is_cut``: a limit or a stop token ended the generation.
+        """
         held, self._held = self._held, ""
         return held, None
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``, and is not all of it."""
+    """Return the length of the longest end of ``text`` that begins ``stop`` but is not all of it."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -113,8 +113,8 @@ class Transcripts:
         )
 
     def unbegun(self, scheduler_id: str) -> tuple[RequestId, ...]:
-        """Return the requests that were sent to this scheduler, may be lost with the stream, and have no answer from an
-        instance.
+        """Return the requests sent to this scheduler that no instance has begun to answer: the stream may have lost
+        them.
         """
         return tuple(t.request_id for t in self.unopened() if t.submitted_to == scheduler_id)
 

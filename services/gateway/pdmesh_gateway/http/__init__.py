@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP edge."""
+"""HTTP edge: OpenAI's API, and others beside it."""

@@ -91,7 +91,7 @@ class ComputingEndpoint(ABC, Generic[RequestT]):
             slo_ttft_s = _target_s(exchange, "x-slo-ttft-ms", "slo_ttft_ms", hints.slo_ttft_ms)
             slo_tpot_s = _target_s(exchange, "x-slo-tpot-ms", "slo_tpot_ms", hints.slo_tpot_ms)
             if hints.n not in (None, 1) or hints.has_several_prompts:
-                # Later choices or prompts wait for the first ones, and end with these.
+                # Of several generations the last ones wait for the first, and a refusal of one ends all.
                 return None
         except (RequestRejected, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             # The endpoint will report the error.

@@ -1,7 +1,7 @@
-"""Watching a client that has closed its sending half, as RFC 9112 (9.6) allows after a request.
+"""Watching of a client that has closed its sending half, as RFC 9112 (9.6) allows after a request.
 
 A client that has closed the whole connection looks the same at first. The difference shows once something is sent: the
-client's host answers with a reset. So a probe that clients ignore is sent now and then, and resets are looked for.
+client's host answers with a reset. So the watcher sometimes sends a probe that clients ignore, and checks for a reset.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import socket
 from typing import Protocol
 
-#: The first look for a reset comes soon after a probe, each further one after twice the time.
+#: Times of the checks for a reset: the first comes soon after a probe, each further one after twice the time.
 FIRST_LOOK_S = 0.05
 MAX_LOOK_S = 2.0
 
@@ -38,7 +38,10 @@ class Cycle(Protocol):
 
 
 class HalfClosedClient:
-    """Aborts the connection of a client that turns out to be gone. An HTTP/1.0 client gets no probes: ``is_http10``."""
+    """Watcher of one half-closed client, which aborts the connection if the client is gone.
+
+    ``is_http10``: the client gets no probes.
+    """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, cycle: Cycle, *, is_http10: bool
@@ -57,7 +60,7 @@ class HalfClosedClient:
         self._timer = loop.call_later(self._look_s, self._look)
 
     def close(self) -> None:
-        """End the watch."""
+        """Stop watching."""
         self._timer.cancel()
 
     def _look(self) -> None:

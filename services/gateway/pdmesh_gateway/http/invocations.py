@@ -1,4 +1,4 @@
-"""``POST /invocations``: what SageMaker sends, to whichever endpoint its body is for."""
+"""``POST /invocations``: SageMaker's requests, passed to the endpoint that fits the body."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NULL = msgspec.Raw(b"null")
 
 
 class _Shape(msgspec.Struct):
-    """The fields that tell the endpoints apart, null where they are not there; all else is passed over."""
+    """The fields that distinguish the endpoints, null if missing. Other fields are ignored."""
 
     messages: msgspec.Raw = _NULL
     prompt: msgspec.Raw = _NULL
@@ -28,7 +28,7 @@ _decode_shape = msgspec.json.Decoder(_Shape).decode
 
 
 class InvocationsEndpoint:
-    """Passes a body on by its first field of ``messages``, ``prompt`` and ``input`` that is there and not null."""
+    """Endpoint that passes a body on by the first of ``messages``, ``prompt`` and ``input`` that is not null."""
 
     def __init__(self, serving: Serving, endpoints: Mapping[str, ComputingEndpoint[Any]]) -> None:
         self._serving = serving

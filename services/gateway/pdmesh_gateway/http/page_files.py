@@ -1,4 +1,4 @@
-"""Serve the files of a page, which are stored in a folder of this package."""
+"""Files of a web page, which are stored in a folder of this package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TYPES = {"html": b"text/html", "css": b"text/css", "js": b"text/javascript", "s
 
 
 class PageFiles:
-    """Handlers for the files of one folder, which are read once."""
+    """Handlers of the files in one folder, which are read once."""
 
     def __init__(self, folder: str) -> None:
         entries = files("pdmesh_gateway").joinpath(folder).iterdir()

@@ -1,4 +1,4 @@
-"""Everything but generations: models, tokenizing, probes, metrics, documents."""
+"""Endpoints without generation: models, tokenizing, probes, metrics, documents."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 class UtilityEndpoints:
-    """The handlers; each takes an exchange."""
+    """Handlers of these endpoints."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
@@ -78,23 +78,23 @@ class UtilityEndpoints:
         await exchange.respond_json(DetokenizeResponse(text))
 
     async def tokenizer_info(self, exchange: Exchange) -> None:
-        """What the checkpoint says of its tokenizer, with the chat template; as vLLM has it."""
+        """Send the checkpoint's ``tokenizer_config.json`` with the chat template, in vLLM's shape."""
         tokenizer = self._serving.tokenizer
         await exchange.respond_json({**tokenizer.config, "chat_template": tokenizer.template_source or None})
 
     async def load(self, exchange: Exchange) -> None:
-        """Number of requests that are being answered; as vLLM has it."""
+        """Send the number of running requests, in vLLM's shape."""
         await exchange.respond_json({"server_load": self._serving.admission.num_requests})
 
     async def ready(self, exchange: Exchange) -> None:
-        """Routable: a request sent now would be served."""
+        """Answer 200 if a request sent now would be served. Raises RequestRejected (503) otherwise."""
         reason = self._serving.unready_reason
         if reason is not None:
             raise RequestRejected(f"Not ready: {reason}.", status=503, code="not_ready", retry_after_s=1)
         await exchange.respond_json({"status": "ready"})
 
     async def live(self, exchange: Exchange) -> None:
-        """The process answers; it says nothing of the mesh."""
+        """Answer 200, whatever the state of the mesh."""
         await exchange.respond_json({"status": "live"})
 
     async def metrics(self, exchange: Exchange) -> None:

@@ -1,4 +1,4 @@
-"""Marks of a request's fields, read where another endpoint gets a field that it does not know."""
+"""Annotations of a request's fields, for requests of other endpoints that have these fields."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Inert = Annotated[T, msgspec.Meta(extra={"inert": True})]
 
 
 def neutral(*values: Any) -> msgspec.Meta:
-    """Mark the values that ask for nothing: other endpoints accept the field with one of them."""
+    """Mark the values without effect: other endpoints accept the field with one of them."""
     return msgspec.Meta(extra={"neutral": values})
 
 
 def shaped(shape: type[msgspec.Struct]) -> msgspec.Meta:
-    """Name the struct whose fields the objects of a list may have, which stay objects."""
+    """Name the struct whose fields a list's objects may have. The objects are not converted."""
     return msgspec.Meta(extra={"shape": shape})

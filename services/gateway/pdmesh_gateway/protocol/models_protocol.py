@@ -1,4 +1,4 @@
-"""``/v1/models``: what clients get."""
+"""Answers of ``/v1/models``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 class ModelCard(msgspec.Struct, kw_only=True):
     """A model; ``max_model_len`` is in tokens of prompt and answer together.
 
-    ``sampling_defaults`` are settings of requests that leave them out, if they are not OpenAI's.
+    ``sampling_defaults`` apply to requests without these fields, where they differ from OpenAI's defaults.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, by vLLM's shape."""
+"""Log-probabilities of a prompt's tokens in vLLM's shape."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):
-    """A token at a place of a prompt, by vLLM's shape; the ``rank`` of one that is not among the likeliest is null."""
+    """A token at a position of a prompt, in vLLM's shape. ``rank`` is null if the token is not among the likeliest."""
 
     logprob: float
     rank: int | None

@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``: what clients send and get. Shapes are vLLM's."""
+"""Requests and answers of ``/tokenize`` and ``/detokenize``, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdmesh_gateway.protocol.fields import Inert, neutral, shaped
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /tokenize``: a text, or a chat to be rendered first. Shapes are vLLM's."""
+    """``POST /tokenize``: a text, or a chat that is rendered first."""
 
     model: str | None = None
     prompt: str | None = None
@@ -36,7 +36,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class TokenizeResponse(msgspec.Struct, kw_only=True):
-    """``count`` is of the tokens; ``token_strs`` only where asked for."""
+    """Token ids and their ``count``; ``token_strs`` only on request."""
 
     count: int
     max_model_len: int
@@ -45,6 +45,6 @@ class TokenizeResponse(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeResponse(msgspec.Struct):
-    """The text, under vLLM's name for it."""
+    """The text, under vLLM's name."""
 
     prompt: str

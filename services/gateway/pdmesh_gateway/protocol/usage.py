@@ -1,4 +1,4 @@
-"""How many tokens a request took."""
+"""Token counts of a request."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import msgspec
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Number of a prompt's tokens whose KV was there before."""
+    """Number of a prompt's tokens that were cached."""
 
     cached_tokens: int = 0
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Number of an answer's tokens that came before the answer proper."""
+    """Number of an answer's reasoning tokens."""
 
     reasoning_tokens: int = 0
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Tokens of a whole HTTP request: a prompt counts once, each of its choices' outputs by itself."""
+    """Tokens of a whole HTTP request. A prompt counts once; the output of each choice counts."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -1,1 +1,1 @@
-"""How models write calls of tools: a format for each family, which is a grammar and a way to read it."""
+"""Formats in which models write calls of tools: for each model family a grammar and a reader."""

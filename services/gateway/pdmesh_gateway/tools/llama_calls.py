@@ -1,4 +1,4 @@
-"""``{"name": …, "parameters": {…}}`` as the whole answer, several by ``;``: Llama 3.1 and its kin."""
+"""``{"name": …, "parameters": {…}}`` as the whole answer, separated by ``;``: Llama 3.1 and similar models."""
 
 from __future__ import annotations
 

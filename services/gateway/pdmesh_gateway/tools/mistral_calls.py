@@ -16,7 +16,7 @@ NUM_ID_CHARS = 9
 
 
 class Mistral(ToolFormat):
-    """``by_name``: the later form."""
+    """Calls after a marker: a list of objects or, ``by_name``, each with the tool's name, in later models."""
 
     markers = (OPEN, ID, ARGUMENTS)
 
@@ -48,7 +48,7 @@ class Mistral(ToolFormat):
                 reader.text(len(OPEN))
 
     def _read_calls(self, reader: Reader, *, is_list: bool) -> Script[None]:
-        """Read the rest of a call whose head was read, and of the list that it is in."""
+        """Read the rest of a call after its head, and the rest of the list that contains the call."""
         while (yield from reader.json_object()):
             if not is_list:
                 break

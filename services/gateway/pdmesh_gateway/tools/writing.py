@@ -1,6 +1,7 @@
-"""Calls and results of tools as text: how histories and instructions show them to a model whose template does not.
+"""Calls and results of tools as text, for models whose template does not show them.
 
-Formats go by name, and nothing else is imported: a template of a client's is rendered in a process that starts anew.
+Formats are selected by name and nothing else is imported, because a process that renders a client's template starts
+anew.
 """
 
 from __future__ import annotations
@@ -51,17 +52,20 @@ _WRITERS: Mapping[str, Callable[[str, str], str]] = {
 
 
 def call_text(tool_format: str, name: str, arguments: Any) -> str:
-    """Return a call as models of ``tool_format`` write it. Arguments that are text are kept, even if they were cut."""
+    """Return a call as models of ``tool_format`` write it.
+
+    Arguments that are text stay unchanged, even if they were cut.
+    """
     return _WRITERS[tool_format](name, to_json(arguments))
 
 
 def result_text(content: str) -> str:
-    """Return a tool's result as a user's message shows it."""
+    """Return a tool's result as text of a user's message."""
     return f"<tool_response>\n{content}\n</tool_response>"
 
 
 def instructions(tool_format: str, tools: Iterable[Mapping[str, Any]]) -> str:
-    """Return what tells a model of its tools, and how to call them."""
+    """Return instructions that list a model's tools and explain how to call them."""
     listed = "\n".join(to_json(tool) for tool in tools)
     example = _WRITERS[tool_format]("name of the tool", '{"name of a parameter": "its value"}')
     return (
@@ -73,5 +77,5 @@ def instructions(tool_format: str, tools: Iterable[Mapping[str, Any]]) -> str:
 
 
 def to_json(value: Any) -> str:
-    """Return a value as templates write it; text, which may be JSON that was cut, as it is."""
+    """Return a value as templates write it. Text, which may be cut JSON, stays unchanged."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -30,7 +30,7 @@ class MessagesError(msgspec.Struct, kw_only=True):
 
 
 class MessagesErrorResponse(msgspec.Struct, kw_only=True):
-    """The body of every response of 400 and more, and the last event of a stream that failed."""
+    """Body of every response with status 400 or more, and last event of a stream that failed."""
 
     type: str = "error"
     error: MessagesError
@@ -38,12 +38,12 @@ class MessagesErrorResponse(msgspec.Struct, kw_only=True):
 
 
 def status_of(error: RequestRejected) -> int:
-    """Return the status that Anthropic's clients know: 529, which they repeat, for want of room or of instances."""
+    """Return the status for Anthropic's clients: 529, after which they retry, for lack of room or of instances."""
     return OVERLOADED if error.status == 503 or error.code == "overloaded" else error.status
 
 
 def error_body(error: RequestRejected, request_id: str) -> bytes:
-    """Return the body of an error response, and the data of an error event."""
+    """Return the body of an error response, which is also the data of an error event."""
     kind = _TYPES.get(status_of(error), "invalid_request_error" if error.status < 500 else "api_error")
     shape = MessagesErrorResponse(error=MessagesError(type=kind, message=error.message), request_id=request_id)
     return msgspec.json.encode(shape)

@@ -37,7 +37,7 @@ class MessagesEndpoint(GenerationEndpoint[MessagesRequest]):
         return job, MessagesRendering(answers, model=request.model, job=job, is_clamped=is_clamped)
 
     async def count(self, exchange: Exchange) -> None:
-        """``POST /v1/messages/count_tokens``: how many tokens a conversation's prompt would be."""
+        """Answer ``POST /v1/messages/count_tokens``: the number of tokens of a conversation's prompt."""
         serving = self._serving
         async with read_request(exchange, serving, CountTokensRequest) as request:
             serving.check_model(request.model)
@@ -46,7 +46,7 @@ class MessagesEndpoint(GenerationEndpoint[MessagesRequest]):
 
 
 async def _conversation(request: CountTokensRequest, exchange: Exchange, serving: Serving) -> Conversation:
-    """The conversation of a request; tools that are skipped are named in a header. Raises RequestRejected."""
+    """Return the conversation of a request, and name skipped tools in a header. Raises RequestRejected."""
     num_parts = sum(1 if isinstance(message.content, str) else len(message.content) for message in request.messages)
     exchange.warn(*skip_warnings({tool.type or "" for tool in request.tools or [] if is_foreign(tool)}, "tools"))
     return await built(
