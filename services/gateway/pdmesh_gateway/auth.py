@@ -1,7 +1,7 @@
 """API keys: identify each client, check its scopes, and limit its requests and tokens.
 
 Checking a key reloads the file of keys if it has changed. If the new file is wrong, the previous keys stay in use; if
-it holds no key, no client may enter.
+no key is left, no client may enter.
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ class _Rewriter:
             result["enum"] = arrays
 
     def _resolved(self, schema: Any) -> Any:
-        """Follow references that stand alone, at most eight, and return the schema at the end."""
+        """Return the schema at the end of at most eight references. Keywords beside a reference are ignored."""
         for _ in range(8):
             if not isinstance(schema, Mapping) or (target := self._target(schema.get("$ref"))) is None:
                 break
