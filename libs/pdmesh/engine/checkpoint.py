@@ -68,8 +68,8 @@ class LayerWeights:
 class ModelWeights:
     """All weights, in the dtype and on the device of the computation. A tied ``lm_head`` is the embedding itself.
 
-    A stage has some of the layers. Only the first stage has ``embedding`` and ``positions`` (learned ones), and only
-    the last needs ``lm_head``. ``scales_sums``: kernels multiply integer codes, and scale the sums.
+    A stage has some of the layers. ``embedding`` and ``positions`` (learned ones) are needed in the first stage, and
+    ``lm_head`` in the last. ``scales_sums``: kernels multiply integer codes, and scale the sums.
     """
 
     embedding: Vocabulary | None

@@ -1,4 +1,4 @@
-"""Checks of the device that a setting names, without torch: to import torch takes seconds."""
+"""Checks of the configured device without torch, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pdmesh.errors import ConfigError
 
 _NAME = re.compile(r"auto|cpu|cuda(:\d+)?")
 
-#: Files of the drivers of NVIDIA's devices, in the Windows subsystem and on Jetson too, and of AMD's.
+#: Device files of NVIDIA's drivers (also in the Windows subsystem and on Jetson) and of AMD's.
 _DEVICE_FILES = ("dev/nvidia[0-9]*", "dev/dxg", "dev/nvmap", "dev/kfd")
 
 
 def may_have_device(root: Path = Path("/")) -> bool:
-    """Whether torch might find a device other than the CPU."""
+    """Return whether torch might find a device other than the CPU."""
     return any(True for pattern in _DEVICE_FILES for _ in root.glob(pattern))
 
 
 def check_device(name: str, root: Path = Path("/")) -> None:
-    """Raise ConfigError if ``name`` is no device, or names one that cannot be here."""
+    """Raise ConfigError if ``name`` is no device, or a CUDA device that this machine or this build of torch lacks."""
     check_device_name(name)
     if not name.startswith("cuda"):
         return
@@ -35,6 +35,6 @@ def check_device(name: str, root: Path = Path("/")) -> None:
 
 
 def check_device_name(name: str) -> None:
-    """Raise ConfigError if no device is called ``name``."""
+    """Raise ConfigError if ``name`` is none of auto, cpu, cuda and cuda:N."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"device is {name!r}: use auto, cpu or cuda")

@@ -1,4 +1,4 @@
-"""Compiled kernels that draw tokens. `pdmesh.engine.sampler` is their reference, and draws in torch without them."""
+"""Compiled kernels that draw tokens. `pdmesh.engine.sampler` is their reference, and the fallback in torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 @dataclass(frozen=True, slots=True)
 class DrawKernels:
-    """The functions of one level's ``csrc/ordered/draw.cpp``. Every level gives the same results."""
+    """The functions of one level's ``csrc/ordered/draw.cpp``. All levels give the same results."""
 
     level: CpuLevel
     _draw: Callable[..., None]
@@ -37,7 +37,7 @@ class DrawKernels:
         vocab_size: int,
         num_threads: int,
     ) -> list[int]:
-        """Draw the next token of each row of logits; -1 for rows that only torch can draw.
+        """Draw the next token of each row of logits, -1 for rows that only torch can draw.
 
         ``settings`` are `pdmesh.engine.sampler.row_settings`.
         """
@@ -54,9 +54,9 @@ class DrawKernels:
         return token_ids.tolist()
 
     def top(self, logits: npt.NDArray[np.float32], count: int, *, num_threads: int) -> list[list[tuple[int, float]]]:
-        """Return the ``count`` most likely tokens of each row and their logits, of equal ones the lowest ids first.
+        """Return the ``count`` most likely tokens of each row, with their logits. Of equal ones, lower ids come first.
 
-        Meant for few tokens: their order is found by insertion.
+        The function is meant for few tokens, because insertion finds their order.
         """
         num_rows, vocab_size = logits.shape
         count = min(count, vocab_size)
@@ -65,31 +65,34 @@ class DrawKernels:
         return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
 
     def keep_allowed(self, logits: npt.NDArray[np.float32], allowed: npt.NDArray[np.uint8]) -> None:
-        """Set the logits of tokens without a bit in ``allowed``, lowest first, to -inf, in place."""
+        """Set the logits of tokens without a bit in ``allowed`` to -inf, in place. The lowest bit is token 0."""
         self._keep_allowed(logits.ctypes.data, allowed.ctypes.data, len(logits))
 
     def penalize_repetition(self, logits: npt.NDArray[np.float32], token_ids: array.array[int], penalty: float) -> None:
-        """Divide logits of ``token_ids`` by ``penalty``, or multiply negative ones, in place."""
+        """Divide positive logits of ``token_ids`` by ``penalty`` and multiply negative ones, in place.
+
+        Each token counts once.
+        """
         address, num_ids = token_ids.buffer_info()
         self._penalize_repetition(logits.ctypes.data, address, num_ids, len(logits), penalty)
 
     def penalize_counts(
         self, logits: npt.NDArray[np.float32], token_ids: array.array[int], *, frequency: float, presence: float
     ) -> None:
-        """Lower logits of ``token_ids`` by ``presence``, and by ``frequency`` for each time they occur, in place."""
+        """Lower the logits of ``token_ids`` by ``presence``, and by ``frequency`` per occurrence, in place."""
         address, num_ids = token_ids.buffer_info()
         self._penalize_counts(logits.ctypes.data, address, num_ids, len(logits), frequency, presence)
 
 
 @cache
 def draw_kernels() -> DrawKernels | None:
-    """Return this processor's fastest kernels that were compiled; None without any."""
+    """Return the fastest compiled kernels for this processor, or None if none were compiled."""
     found = (load_draw_kernels(level) for level in processor_levels() if level.is_ordered)
     return next((kernels for kernels in found if kernels is not None), None)
 
 
 def load_draw_kernels(level: CpuLevel, folder: Path = FOLDER) -> DrawKernels | None:
-    """Load an ordered level's kernels; None if they were not compiled. The processor must have the level."""
+    """Load an ordered level's kernels, or return None if they were not compiled. The processor must have the level."""
     if (library := open_library(level, folder)) is None:
         return None
 

@@ -1,7 +1,7 @@
 """Mixture of experts: each token goes through the few experts that its router chooses.
 
-What a token gets depends on its own hidden state alone, whatever else is in the batch: tokens are grouped by expert,
-and a token's experts are summed in the order of their numbers.
+A token's result depends on its own hidden state alone, whatever else is in the batch. Tokens are grouped by expert, and
+a token's experts are summed in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """MLPs, and what says how much of each a token gets."""
+    """The MLPs of a layer, and the router that gives their shares for a token."""
 
     config: ExpertsConfig
     router: Linear
@@ -34,7 +34,10 @@ class Experts:
 
 
 def route(scores: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
-    """Numbers of each row's experts and their shares in fp32, both (rows, num_per_token). Of equals, the first wins."""
+    """Return the numbers of each row's experts and their shares in fp32, both (rows, num_per_token).
+
+    Of equal shares, the expert with the lower number is chosen.
+    """
     shares = torch.softmax(scores.float(), dim=-1)
     ordered, numbers = shares.sort(dim=-1, descending=True, stable=True)
     chosen, numbers = ordered[:, : config.num_per_token], numbers[:, : config.num_per_token]
@@ -46,14 +49,17 @@ def route(scores: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
 def mix_experts(
     experts: Experts, rows: Tensor, linear: Callable[[Tensor, Linear], Tensor], mlp: Callable[[Tensor, Mlp], Tensor]
 ) -> Tensor:
-    """Return each row's sum of its experts' results in fp32, by their shares; ``linear`` and ``mlp`` take rows."""
+    """Return each row's sum of its experts' results, weighted by their shares, in fp32.
+
+    ``linear`` and ``mlp`` take rows.
+    """
     numbers, shares = route(linear(rows, experts.router), experts.config)
-    # A row's places, one for each of its experts, sorted by expert.
+    # Places of rows in the flattened numbers, one for each expert of a row, sorted by expert.
     by_expert = numbers.flatten().argsort(stable=True)
     counts = numbers.flatten().bincount(minlength=len(experts.mlps)).tolist()
     total = rows.new_zeros(rows.shape, dtype=torch.float32)
     for expert, places in zip(experts.mlps, by_expert.split(counts), strict=True):  # type: ignore[no-untyped-call]
         if len(places):
-            own = places // experts.config.num_per_token  # each of them once
+            own = places // experts.config.num_per_token
             total.index_add_(0, own, mlp(rows[own], expert).float() * shares.flatten()[places, None])
     return total

@@ -1,4 +1,4 @@
-"""A model's files: where they are and what they say of it. Torch-free, so that gateways can use it."""
+"""Paths and metadata of a model's files. Torch-free, for gateways."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from pdmesh.errors import ConfigError
 
 log = structlog.get_logger()
 
-#: What a hub snapshot needs for serving; weights in other formats stay where they are.
+#: Hub files that serving needs. Weights in other formats are not downloaded.
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.safetensors", "*.txt", "*.model"]
 
-#: What a file begins with where Git has not fetched it.
+#: First bytes of a file that Git LFS has not fetched.
 _LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultSampling:
-    """Sampling settings of ``generation_config.json`` for requests that do not say; None: not set there.
+    """Default sampling settings from ``generation_config.json`` for requests without their own. None: not set there.
 
-    ``source`` says where they come from, if not from the checkpoint's own file.
+    ``source`` names the origin of the settings.
     """
 
     temperature: float | None = None
@@ -44,7 +44,7 @@ class DefaultSampling:
 
     @property
     def fields(self) -> dict[str, float]:
-        """Settings that there are, by name."""
+        """The settings that are set, by name."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -55,23 +55,25 @@ class DefaultSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What an edge needs to know of a model."""
+    """Properties of a model that gateways need. ``fingerprint`` is a digest of its ``config.json``."""
 
     architecture: str
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     default_sampling: DefaultSampling
-    fingerprint: bytes  # of its ``config.json``
-    #: A token's KV depends on the tokens up to it; in prompts longer than this, on their length, too. None: never.
+    fingerprint: bytes
+    #: Longest prompt whose tokens' KV depends on the tokens before alone. In longer prompts, it depends on the prompt's
+    #: length, too. None: no limit.
     max_fixed_rope_tokens: int | None = None
 
 
 def resolve_model(model: str, say: Callable[[str], None] | None = None) -> Path:
     """Return the directory of ``model``: a directory, a GGUF file, a name of `KNOWN_MODELS` or a hub id.
 
-    Blocking: the latter two are downloaded unless they are cached. ``say`` announces the download of a known model; by
-    default it is logged. Hugging Face's own variables (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT) apply.
+    Blocking: models of the latter two kinds are downloaded unless they are cached. ``say`` announces the download of a
+    known model, and logs by default. Hugging Face's environment variables (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN,
+    HF_ENDPOINT) apply. Raise ConfigError if there is no such model.
     """
     path = Path(model).expanduser()
     if model and path.is_dir():
@@ -106,7 +108,7 @@ def resolve_model(model: str, say: Callable[[str], None] | None = None) -> Path:
 
 
 def _of_folder(path: Path) -> Path:
-    """Return the folder itself, or the folder made of a GGUF model: of the file, or of a folder's only one."""
+    """Return the folder itself, or the folder made from a GGUF model: the file, or the only one in the folder."""
     if path.is_dir() and not any(path.glob("*.gguf")):
         return path
     from pdmesh.engine.gguf.directory import find_model, gguf_directory  # imported late: only GGUF models need them
@@ -135,12 +137,12 @@ def _no_model(model: str) -> ConfigError:
 
 
 def with_adapter(name: str, lora: Path | None) -> str:
-    """A model's name with that of the adapter that is merged into it: other weights need another name."""
+    """Return the model's name with the merged adapter's name appended: other weights need another name."""
     return name if lora is None else f"{name}+{lora.absolute().name}"
 
 
 def served_name(model: str) -> str:
-    """Return the default name of ``model`` for clients: of a directory or file its name, else ``model`` as it is."""
+    """Return the default name of ``model`` for clients: the name of the directory or file, else ``model`` itself."""
     path = Path(model).expanduser()
     if path.is_file():
         return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
@@ -148,15 +150,15 @@ def served_name(model: str) -> str:
 
 
 def load_model_config(directory: Path) -> ModelConfig | UndescribedModel:
-    """Read and check ``config.json``."""
+    """Read and check ``config.json``. Raise ConfigError for a model that cannot be served."""
     path = directory / "config.json"
     return parse_model_config(read_json_object(path), str(path))
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files that hold a checkpoint's weights: safetensors, or GGUF.
+    """Return the files of a checkpoint's weights: safetensors or GGUF.
 
-    Raises ConfigError for one that is missing or not its content.
+    Raise ConfigError for a file that is missing, a Git LFS pointer or unreadable.
     """
     if (first := directory / "model.gguf").exists():  # written by `pdmesh.engine.gguf.directory`
         return [first, *sorted(directory.glob("model-?????.gguf"))]
@@ -167,7 +169,7 @@ def weight_files(directory: Path) -> list[Path]:
         weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ConfigError(f"{index} holds no weight_map of tensor names to file names")
-        # Names of plain files only: an index cannot point outside its directory.
+        # Only names of plain files are used: an index cannot point outside its directory.
         paths = [directory / Path(name).name for name in sorted(set(weight_map.values()))]
     else:
         others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.gguf") for path in directory.glob(pattern))
@@ -185,14 +187,14 @@ def weight_files(directory: Path) -> list[Path]:
             raise ConfigError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in {directory}")
         try:
             with safe_open(path, framework="np"):
-                pass  # its header is read, and compared with the file's length
+                pass  # reads the header, and compares the sizes with the file's length
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path} is not a readable safetensors file: {error}; download it again") from error
     return paths
 
 
 def load_model_info(directory: Path) -> ModelInfo:
-    """Read ``config.json`` and, where there is one, ``generation_config.json``."""
+    """Read ``config.json`` and, if present, ``generation_config.json``. Raise ConfigError for wrong content."""
     raw_config = read_json_object(directory / "config.json")
     config = parse_model_config(raw_config, str(directory / "config.json"))
     path = directory / "generation_config.json"

@@ -1,4 +1,4 @@
-"""The engine on a CUDA device. Nothing but this is imported where there is none."""
+"""The engine on a CUDA device. Without a device, only this module is imported."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import importlib.util
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether the kernels of this package can be compiled: it comes with torch for CUDA."""
+    """Return whether the Triton kernels of this package can be compiled. Torch for CUDA includes Triton."""
     return importlib.util.find_spec("triton") is not None

@@ -1,4 +1,4 @@
-"""What computes on a CUDA device: FlashInfer, Triton kernels and graphs where these can, else plain torch."""
+"""The computation on a CUDA device: FlashInfer, Triton kernels and graphs if they suit the model, else plain torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ log = structlog.get_logger()
 
 
 def cuda_compute(loaded: Loaded, cache: Cache) -> Compute:
-    """Called on the thread that will execute the steps."""
+    """Return the computation of this model. Call on the thread that will execute the steps.
+
+    With FlashInfer, kernels are compiled and graphs recorded before the return.
+    """
     layout, options, device, native = loaded.layout, loaded.options, loaded.options.device, loaded.options.native
     streams = CudaStreams(device)
     store = device_store(layout, cache.num_blocks, streams)
@@ -67,13 +70,13 @@ def cuda_compute(loaded: Loaded, cache: Cache) -> Compute:
 
 
 def device_store(layout: KvLayout, num_blocks: int, streams: CudaStreams) -> DeviceKvStore:
-    """Return a cache on the device of ``streams``, which has a number and becomes the calling thread's own."""
+    """Return a KV cache on the device of ``streams``, which becomes the calling thread's current device."""
     torch.cuda.set_device(streams.device)
     return DeviceKvStore(layout, num_blocks, streams, _device_memory(streams.device))
 
 
 def _needs_reference(config: ModelConfig) -> bool:
-    """Whether a model has what is not computed with FlashInfer and graphs yet: windows, capped scores, experts."""
+    """Return whether FlashInfer and graphs lack a feature of the model: windows, capped scores, sinks or experts."""
     return config.masks_more or config.has_sinks or config.has_experts
 
 

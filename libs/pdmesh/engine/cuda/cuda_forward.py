@@ -1,4 +1,4 @@
-"""Steps on a device: their integers staged, attention by FlashInfer, decodes as graphs."""
+"""Steps on a CUDA device: staged integers, attention by FlashInfer, decodes as graphs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from pdmesh.engine.sampler import draw
 from pdmesh.engine.transformer_model import StepInputs, Transformer
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 
-#: Tokens from which on a layer takes the device longer than its launches take the host, many times over.
+#: Number of tokens from which a layer takes the device many times longer than its launches take the host.
 _LARGE_STEP = 2048
 
 
 class _Lane(NamedTuple):
-    """Attention and staging for one step at a time."""
+    """Attention and staging of one step at a time."""
 
     attention: FlashInferAttention
     staging: Staging
@@ -38,9 +38,9 @@ class _Lane(NamedTuple):
 class DeviceForward:
     """`pdmesh.engine.forward.Forward` on a device.
 
-    A step inside a step (a layer hook may run one) has staging and wrappers of its own. A step of chunks ends by
-    waiting for its own event: then its staging can be used again, its KV is written, and its time is that of the
-    computation. A step of decodes ends when its tokens have come: what prepares the next one may still be under way.
+    A step inside a step (a layer hook may run one) has its own staging and wrappers. A step with chunks ends by waiting
+    for its own event. Its staging is then free, its KV is written, and its duration includes the computation. A step of
+    decodes ends when its tokens arrive; preparation of the next step may continue.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class DeviceForward:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compute on the scratch block: libraries compile their kernels when they are first used, graphs are recorded.
+        """Compute steps on the scratch block, so that libraries compile their kernels, and record all graphs.
 
-        Recorded now, because recording waits for the whole device.
+        Graphs are recorded now because recording waits for the whole device.
         """
         self._graphs.record_all()
         self._layer_graphs.record_all()
@@ -104,7 +104,7 @@ class DeviceForward:
             num_prompt_tokens=num_tokens,
             block_table=[self._store.scratch_block] * num_blocks_for(num_tokens, self._store.layout.block_size),
         )
-        lengths = (num_tokens, 2, 1)  # a long chunk, a short one and a decode are computed by different kernels
+        lengths = (num_tokens, 2, 1)  # a long chunk, a short one and a decode use different kernels
         batch = [SequenceSlice(sequence=sequence, start=0, num_tokens=length, sample=False) for length in lengths]
         with self.step(batch, step_spans(batch), None) as output:
             output.logits([0])
@@ -113,7 +113,7 @@ class DeviceForward:
     def step(
         self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], on_layer: LayerHook | None
     ) -> Iterator[StepOutput]:
-        # Of what a graph computes only the logits are kept.
+        # A graph keeps no result but the logits.
         is_graph = all(part.num_tokens == 1 and not part.sequence.params.embeds for part in batch)
         if is_graph and len(batch) <= self._graphs.max_batch_size:
             with self._decode(batch, on_layer) as output:
@@ -134,7 +134,7 @@ class DeviceForward:
     def _decode(self, batch: Sequence[SequenceSlice], on_layer: LayerHook | None) -> Iterator[GraphOutput]:
         output = self._graphs.step(batch)
         try:
-            if on_layer is not None:  # a graph is not interrupted; a step that the hook runs may replay it
+            if on_layer is not None:  # a graph is not interrupted, and a step of the hook may replay it
                 output = output.kept()
                 self.settle()
                 for layer in range(self._store.layout.num_layers):
@@ -190,9 +190,9 @@ class DeviceOutput(HiddenOutput):
 
 
 def paced(on_layer: LayerHook, streams: Streams, layers_ahead: int) -> Callable[[int], None]:
-    """The hook, called while at most ``layers_ahead`` layers before it are still being computed.
+    """Return a hook that calls ``on_layer`` once at most ``layers_ahead`` earlier layers are in computation.
 
-    Enough of them keep the device busy; few let a layer hook interrupt the step soon.
+    More layers keep the device busy; fewer let a layer hook interrupt the step sooner.
     """
     events: deque[Event] = deque()
 

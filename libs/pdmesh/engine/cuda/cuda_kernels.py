@@ -1,9 +1,10 @@
-"""The operations between matrix products, fused in Triton: each reads and writes its tensors once.
+"""Fused Triton kernels for the operations between matrix products. Each reads and writes its tensors once.
 
-Rounding follows `pdmesh.engine.kernels.TorchKernels`, but for the rotation, of which only the sum is rounded.
+Rounding follows `pdmesh.engine.kernels.TorchKernels`. Only the rotation differs: its products are summed before the
+result is rounded.
 """
 
-# Triton comes with torch for CUDA only, and makes of these functions what a type checker does not see.
+# Triton comes only with torch for CUDA. A type checker cannot see what the decorator makes of these functions.
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ from torch import Tensor
 from pdmesh.engine.kernels import Elementwise, Rotation, TorchKernels
 from pdmesh.engine.model_config import Activation, NormKind
 
-#: Values of a row that one program computes.
+#: Number of values of a row that one program computes.
 _TILE = 1024
 
 
+# One program per row. WIDTH is a power of two, at least size.
 @triton.jit
-def _add_norm_kernel(
-    hidden, delta, weight, normed, size, epsilon, HAS_DELTA: tl.constexpr, WIDTH: tl.constexpr
-):  # one program a row; WIDTH: a power of two, at least size
+def _add_norm_kernel(hidden, delta, weight, normed, size, epsilon, HAS_DELTA: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * size
     column = tl.arange(0, WIDTH)
     inside = column < size
@@ -40,6 +40,7 @@ def _add_norm_kernel(
     tl.store(normed + row + column, scaled.to(values.dtype), inside)
 
 
+# One program per token. The widths are powers of two: at least half a head, and at least the number of heads.
 @triton.jit
 def _rotate_and_store_kernel(
     qkv,
@@ -53,7 +54,7 @@ def _rotate_and_store_kernel(
     HALF: tl.constexpr,
     HALF_WIDTH: tl.constexpr,
     HEADS_WIDTH: tl.constexpr,
-):  # one program a token; the widths are powers of two, at least half a head and the number of heads
+):
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS_WIDTH)[:, None]
     lane = tl.arange(0, HALF_WIDTH)[None, :]
@@ -72,7 +73,7 @@ def _rotate_and_store_kernel(
     tl.store(place, turned_first, is_query)
     tl.store(place + HALF, turned_second, is_query)
     slot = tl.load(slots + token).to(tl.int64)
-    # keys, then values: the heads of a block lie in the order of the row
+    # The cache has keys, then values. The heads of a block are in the order of the row.
     row = (slot // block_size * (2 * num_kv_heads) + (head - num_heads)) * block_size + slot % block_size
     stored = cache + row * (2 * HALF) + lane
     is_stored = inside & (head >= num_heads)
@@ -80,8 +81,9 @@ def _rotate_and_store_kernel(
     tl.store(stored + HALF, turned_second, is_stored)
 
 
+# One program per WIDTH values of a row.
 @triton.jit
-def _gated_silu_kernel(gate_up, output, size, WIDTH: tl.constexpr):  # one program for WIDTH values of a row
+def _gated_silu_kernel(gate_up, output, size, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < size
@@ -92,10 +94,9 @@ def _gated_silu_kernel(gate_up, output, size, WIDTH: tl.constexpr):  # one progr
     tl.store(output + row * size + column, (activated * up.to(tl.float32)).to(gate.dtype), inside)
 
 
+# One program per WIDTH pages of a sequence.
 @triton.jit
-def _write_pages_kernel(
-    table, rows, indptr, pages, table_width, WIDTH: tl.constexpr
-):  # one program for WIDTH pages of a sequence
+def _write_pages_kernel(table, rows, indptr, pages, table_width, WIDTH: tl.constexpr):
     sequence = tl.program_id(0)
     first = tl.load(indptr + sequence)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -105,14 +106,14 @@ def _write_pages_kernel(
 
 
 def write_pages_kernel(table: Tensor, rows: Tensor, indptr: Tensor, pages: Tensor) -> None:
-    """`pdmesh.engine.cuda.page_tables.PageWriter`."""
+    """Write pages as `pdmesh.engine.cuda.page_tables.PageWriter` requires, with Triton."""
     width = table.shape[1]
     _write_pages_kernel[(len(rows), triton.cdiv(width, _TILE))](table, rows, indptr, pages, width, WIDTH=_TILE)
 
 
 @dataclass(frozen=True, slots=True)
 class TritonKernels:
-    """Implements `pdmesh.engine.kernels.Kernels`, partly in place, for contiguous rows."""
+    """`pdmesh.engine.kernels.Kernels` in Triton, partly in place, for contiguous rows."""
 
     kinds: Elementwise
 

@@ -1,10 +1,10 @@
-"""One row times a weight in Triton: what a single decode does, which reads every weight once and computes little.
+"""Matrix products of one row in Triton. A single decode needs them: it reads every weight once and computes little.
 
-Libraries split such a product for their matrix units. Read row by row instead, weights of Llama-3-8B's shapes come at
-2.7 to 3.2 TB/s, by cuBLAS at 2.1 to 2.9 (H100, 2026-11-23: 4.8 ms rather than 5.4 for all layers).
+Libraries split such a product for their matrix units. Weights of Llama-3-8B's shapes, read row by row, arrive at 2.7 to
+3.2 TB/s; cuBLAS reaches 2.1 to 2.9 (H100, 2026-11-23: 4.8 ms instead of 5.4 for all layers).
 """
 
-# Triton comes with torch for CUDA only, and makes of these functions what a type checker does not see.
+# Triton comes only with torch for CUDA. A type checker cannot see what the decorator makes of these functions.
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-#: Inputs that a program reads at a time, the outputs it computes, its warps: as measured; the first that divides is it.
+#: Measured tiles: inputs that a program reads at a time, outputs of a program, warps. The first tile that divides the
+#: inputs is used.
 _TILES = ((4096, 1, 8), (2048, 4, 4), (1024, 8, 8), (512, 16, 4))
 
 
+# One program per OUTPUTS outputs. INPUTS divides NUM_INPUTS.
 @triton.jit
 def _row_kernel(
     row,
@@ -32,7 +34,7 @@ def _row_kernel(
     HAS_BIAS: tl.constexpr,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-):  # one program for OUTPUTS outputs; INPUTS divides NUM_INPUTS
+):
     number = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     lane = tl.arange(0, INPUTS)
     inside = number < num_outputs
@@ -50,7 +52,10 @@ def _row_kernel(
 
 @dataclass(frozen=True, slots=True)
 class RowLinear:
-    """`pdmesh.engine.linear.Vocabulary` in bf16 on a device: one row by the kernel above, more by torch."""
+    """`pdmesh.engine.linear.Vocabulary` in bf16 on a device.
+
+    The kernel above multiplies a single row, and torch several.
+    """
 
     weight: Tensor  # (outputs, inputs), contiguous
     bias: Tensor | None
@@ -86,6 +91,6 @@ class RowLinear:
 
 
 def row_linear(weight: Tensor, bias: Tensor | None) -> RowLinear | None:
-    """Return a row-by-row layer; None where the dtype or the shape does not suit."""
+    """Return a row-by-row layer, or None if the dtype or the shape does not suit the kernel."""
     suits = weight.dtype == torch.bfloat16 and weight.is_contiguous() and weight.shape[1] % _TILES[-1][0] == 0
     return RowLinear(weight, bias) if suits else None

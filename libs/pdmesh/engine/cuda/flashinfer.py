@@ -1,7 +1,7 @@
-"""Attention by FlashInfer (0.6.3 and later), over the cache as it is: pages of (keys or values, head, token, lane).
+"""Attention by FlashInfer (0.6.3 and later) over the cache as it is: pages of (keys or values, head, token, lane).
 
-Chunks go to its prefill wrapper, decodes to its decode wrapper, each planned once a step. FlashInfer gives logarithms
-of sums to base 2; what leaves here is to base e, as everywhere in pdmesh.
+The prefill wrapper computes chunks, and the decode wrapper decodes. Each is planned once per step. FlashInfer returns
+log-sum-exps to base 2. `AttentionPlan.attend` converts them to base e, as everywhere in pdmesh.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from pdmesh.engine.cuda.staging import Staging
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.model import KvLayout
 
-#: FlashInfer aligns each of its parts of the workspace.
+#: Alignment of each part of FlashInfer's workspace.
 _ALIGNMENT_BYTES = 4096
 
-#: Queries of a chunk up to which "fa2" computes it, which splits long contexts over the device; "fa3" does not.
+#: Largest chunk that "fa2" computes. This backend splits long contexts over the device, and "fa3" does not.
 MAX_SHORT_CHUNK = 256
 
 _HEAD_DIMS = (64, 128, 256)
 
-#: Decodes by the tensor cores' kernels, which take any number of heads to a key-value head and split long contexts over
-#: the device; FlashInfer's choice on Hopper ("fa3") does not split.
+#: Backend of decodes. The tensor cores' kernels allow any number of heads per key-value head, and split long contexts
+#: over the device. FlashInfer's own choice on Hopper ("fa3") does not split.
 _DECODE_BACKEND = "fa2"
 
 
 class Wrapper(Protocol):
-    """What both wrappers of FlashInfer have in common."""
+    """The common interface of FlashInfer's two wrappers."""
 
     def run(self, q: Tensor, paged_kv_cache: Tensor, *, out: Tensor, lse: Tensor | None, return_lse: bool) -> object:
-        """Writes ``out`` (rows, heads, head_dim) and ``lse`` (rows, heads), fp32, base 2."""
+        """Write ``out`` (rows, heads, head_dim), and ``lse`` (rows, heads) in fp32 to base 2."""
         ...
 
 
 def load_library() -> Any | None:
-    """The package, if it is installed."""
+    """Return the FlashInfer package, or None if it is not installed."""
     try:
         return importlib.import_module("flashinfer")
     except ModuleNotFoundError:
@@ -52,14 +52,15 @@ def load_library() -> Any | None:
 
 
 def suits(layout: KvLayout) -> bool:
-    """Whether FlashInfer has kernels for this cache."""
+    """Return whether FlashInfer has kernels for this cache."""
     return layout.dtype in ("bfloat16", "float16") and layout.head_dim in _HEAD_DIMS
 
 
 class FlashInfer:
-    """Makes and plans wrappers for one model. They share a workspace: one stream runs them one after the other.
+    """Factory and planner of FlashInfer's wrappers for one model.
 
-    ``prefill_backend`` is FlashInfer's name of one, or "auto": its own choice for long chunks, "fa2" for short ones.
+    They share a workspace, so one stream runs them in turn. ``prefill_backend`` is FlashInfer's name of a backend, or
+    "auto": "fa2" for short chunks, and FlashInfer's choice for long ones.
     """
 
     def __init__(
@@ -86,11 +87,11 @@ class FlashInfer:
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def backend_for(self, num_queries: int) -> str:
-        """Return the backend for a chunk of so many tokens; "auto" is "fa3" on Hopper, except for short chunks.
+        """Return the backend for a chunk of ``num_queries`` tokens.
 
-        "fa3" gives each processor one tile of 128 queries of a head.
-
-        Over 32K tokens, 192 queries took "fa2" 345 us and "fa3" 455, 256 426 and 454, 512 841 and 470 (H100, 2026-11).
+        "auto" means "fa3" on Hopper, except for short chunks. "fa3" gives each processor one tile of 128 queries of a
+        head. Over 32K tokens, 192 queries took "fa2" 345 us and "fa3" 455, 256 426 and 454, 512 841 and 470 (H100,
+        2026-11).
         """
         if self._prefill_backend == "auto" and num_queries <= MAX_SHORT_CHUNK:
             return "fa2"
@@ -105,7 +106,10 @@ class FlashInfer:
         )
 
     def graph_decode(self, indptr: Tensor, pages: Tensor, last_page_len: Tensor) -> GraphDecode:
-        """Return attention for a graph of the batch size of ``last_page_len``; the tensors hold what it reads."""
+        """Return attention for a graph.
+
+        Its batch size is the length of ``last_page_len``, and the graph reads these tensors.
+        """
         wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "HND",
@@ -119,7 +123,7 @@ class FlashInfer:
         return GraphDecode(self, wrapper, pages, len(last_page_len))
 
     def plan_prefill(self, wrapper: Any, num_queries: Ints, index: PageIndex, staging: Staging) -> None:
-        """``num_queries``: how many tokens of each sequence are queries, its last ones."""
+        """Plan chunks. The last ``num_queries`` tokens of each sequence are queries."""
         qo_indptr = np.zeros(len(num_queries) + 1, dtype=np.int32)
         np.cumsum(num_queries, out=qo_indptr[1:])
         wrapper.plan(
@@ -137,11 +141,11 @@ class FlashInfer:
         wrapper.plan(indptr, index.pages, last_page_len, *self._shape, **self._options)
 
     def plan_graph_decode(self, wrapper: Any, indptr: Tensor, pages: Tensor, last_page_len: Tensor) -> None:
-        """The wrapper's first plan: it chooses the kernels that the graph will hold."""
+        """Make the wrapper's first plan, which chooses the kernels that the graph will hold."""
         wrapper.plan(indptr, pages, last_page_len, *self._shape, **self._options)
 
     def replan_graph_decode(self, wrapper: Any, indptr: Tensor, pages: Tensor, last_page_len: Tensor) -> None:
-        """Any later one; neither copies what the wrapper's buffers hold already, nor looks at every length twice."""
+        """Make a later plan. It skips the copies and checks of the first one."""
         self._library.fast_decode_plan(
             wrapper, indptr, pages, last_page_len, *self._shape, global_override_indptr_cpu=indptr, **self._options
         )
@@ -153,11 +157,11 @@ class FlashInfer:
 
 
 def workspace_bytes(layout: KvLayout, *, num_heads: int, max_decodes: int, num_multiprocessors: int) -> int:
-    """What FlashInfer's "fa2" kernels need for partial results, where they split contexts over the device.
+    """Return the size of the partial results of FlashInfer's "fa2" kernels, which split contexts over the device.
 
-    From its planner (``scheduler.cuh`` of 0.6.3): outputs and log-sums in fp32 of every head, for as many tiles of
-    queries as it may run at once. A graph's decodes are tiles of their own, each of the next size that holds the heads
-    of a group; what is planned without a graph is split only as far as two tiles of 128 fit each multiprocessor.
+    The formula is from the planner (``scheduler.cuh`` of 0.6.3): outputs and log-sums of every head in fp32, for all
+    tiles of queries that may run at once. Each decode of a graph is a tile of its own, of the next size that holds the
+    heads of a group. Plans without a graph split only as far as two tiles of 128 fit each multiprocessor.
     """
     group = num_heads // layout.num_kv_heads
     at_once = 2 * num_multiprocessors // layout.num_kv_heads
@@ -168,13 +172,16 @@ def workspace_bytes(layout: KvLayout, *, num_heads: int, max_decodes: int, num_m
 
 
 class FlashInferAttention:
-    """`pdmesh.engine.attention.AttentionBackend`. One plan at a time: the next one takes its wrappers."""
+    """`pdmesh.engine.attention.AttentionBackend` by FlashInfer. Each plan reuses the wrappers of the plan before.
+
+    ``_prefill`` has the wrappers by backend.
+    """
 
     def __init__(self, flashinfer: FlashInfer, tables: PageTables, staging: Staging) -> None:
         self._flashinfer = flashinfer
         self._tables = tables
         self._staging = staging
-        self._prefill: dict[str, Any] = {}  # by backend
+        self._prefill: dict[str, Any] = {}
         self._decode = flashinfer.decode()
 
     def plan(self, spans: Sequence[QuerySpan]) -> FlashInferPlan:
@@ -203,9 +210,9 @@ class FlashInferAttention:
 
 
 class GraphDecode:
-    """`pdmesh.engine.attention.AttentionPlan` of a fixed number of decodes, which a CUDA graph can hold.
+    """`pdmesh.engine.attention.AttentionPlan` of a fixed number of decodes, for a CUDA graph.
 
-    Every `plan` lets the graph, once captured, compute what the wrapper's buffers then say.
+    After each `plan`, replaying the captured graph computes the sequences in the wrapper's buffers.
     """
 
     def __init__(self, flashinfer: FlashInfer, wrapper: Any, pages: Tensor, batch_size: int) -> None:
@@ -216,10 +223,11 @@ class GraphDecode:
         self._planned = False
 
     def plan(self, indptr: Tensor, last_page_len: Tensor, pinned: Tensor) -> None:
-        """Lengths on the host; the plan goes to the device by way of ``pinned``, which is the caller's until it did.
+        """Plan for lengths on the host.
 
-        FlashInfer has no call for this: every wrapper has pinned memory of its own, which its next plan overwrites, and
-        which the device may not have read by then.
+        The plan is copied to the device from ``pinned``, which must not change until then. FlashInfer has no call for
+        this. Each wrapper has its own pinned memory, and its next plan would overwrite the memory before the device has
+        read it.
         """
         self._wrapper._pin_memory_int_workspace_buffer = pinned
         plan = self._flashinfer.replan_graph_decode if self._planned else self._flashinfer.plan_graph_decode
@@ -229,33 +237,33 @@ class GraphDecode:
     def attend(
         self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
     ) -> AttentionOutput:
-        """Attention without windows: models with any do not come here."""
+        """Attend without a window. Models with windows use another backend."""
         return self._attention.attend(query, cache, with_lse=with_lse)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     wrapper: Wrapper
-    rows: slice | Tensor  # of the step
+    rows: slice | Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class FlashInferPlan:
-    """`AttentionPlan` of FlashInfer: each part is a range of rows with the kernel for it."""
+    """`AttentionPlan` of FlashInfer: the rows of a step in parts, with one planned wrapper for each."""
 
     parts: tuple[_Part, ...]
 
     def attend(
         self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
     ) -> AttentionOutput:
-        """Attention without windows: models with any do not come here."""
+        """Attend without a window. Models with windows use another backend."""
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
         self.attend_into(output, query, cache, lse)
         return AttentionOutput(output, None if lse is None else lse * math.log(2))
 
     def attend_into(self, output: Tensor, query: Tensor, cache: Tensor, lse: Tensor | None = None) -> None:
-        """Write what `attend` returns into ``output``, contiguous; ``lse`` (num_tokens, heads) is to base 2."""
+        """Write the result of `attend` into the contiguous ``output``. ``lse`` (num_tokens, heads) is to base 2."""
         for part in self.parts:
             if isinstance(part.rows, slice):
                 part_lse = None if lse is None else lse[part.rows]

@@ -1,13 +1,13 @@
 """CUDA graphs of decode steps: one launch for a whole step, in a few batch sizes.
 
-A step of few tokens launches its kernels more slowly than the device runs them. A graph replays them at once, but with
-the same shapes and addresses: a batch is padded to the next size in `graph_batch_size`, by rows that read and write
-the cache's scratch block, and its integers are copied to where the graph reads them. What a graph leaves, logits and
-their best tokens, lies in memory that all sizes share.
+The host launches the kernels of a small step more slowly than the device runs them. A graph replays them at once, but
+with fixed shapes and addresses. A batch is therefore padded to the next size in `graph_batch_size`, by rows that use
+the cache's scratch block. Its integers are copied to the addresses that the graph reads. All sizes share the memory of
+the results: logits and the most likely tokens.
 
-While a step is computed, the next one is *prepared*, as if the same sequences went on: its integers and FlashInfer's
-plan are on their way before the tokens are known, which never leave the device for it. If another batch comes, the
-preparation is worth nothing and changes nothing.
+While a step is computed, the next one is *prepared* under the assumption that the same sequences continue. Its integers
+and FlashInfer's plan are sent before the tokens are known; the tokens are copied on the device. If another batch comes
+instead, the preparation is discarded.
 """
 
 from __future__ import annotations
@@ -30,27 +30,31 @@ from pdmesh.engine.forward import Rows, take_rows
 from pdmesh.engine.sampler import draw, takes_best
 from pdmesh.engine.transformer_model import StepInputs
 
-#: Larger batches are worth launching kernel by kernel; this bounds how many graphs there are: 16.
+#: Largest batch that is recorded. Larger batches are worth launching kernel by kernel. The bound limits the graphs to
+#: 16.
 MAX_BATCH_SIZE = 256
 
 
 def graph_batch_size(num_decodes: int) -> int:
-    """The least power of two, or half more than one, that holds them: at most half of the rows pad, of many a third."""
+    """Return the least power of two, or half more than one, that is at least ``num_decodes``.
+
+    Half of the rows are padding at most, and a third in large batches.
+    """
     power = 1 << (num_decodes - 1).bit_length()
     between = power * 3 // 4
     return between if power >= 4 and num_decodes <= between else power
 
 
 class Recorder(Protocol):
-    """Records work on a device so that it can be done again at the cost of one call."""
+    """Recorder of work on a device, to repeat the work with a single call."""
 
     def record(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Do ``work`` once or more, and return what does it again, with the same memory."""
+        """Do ``work`` once or more. Return a function that repeats the work with the same memory."""
         ...
 
 
 class CudaRecorder:
-    """Captures on streams of its own; the graphs share their memory, since they run one after the other."""
+    """Recorder of CUDA graphs. Graphs run one after the other, and share their memory."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -59,23 +63,26 @@ class CudaRecorder:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            work()  # compiles kernels and makes libraries allocate what a capture may not
+            work()  # compile kernels, and let libraries allocate memory that a capture may not
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: transfers go on copying from other threads
+        # thread_local: other threads continue to copy transfers
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             work()
         return graph.replay
 
 
 class _Batch(NamedTuple):
-    """Decodes of one step: the token at ``starts[i]`` of each sequence is computed."""
+    """Decodes of one step: the token at ``starts[i]`` of each sequence."""
 
     sequences: list[EngineSequence]
     starts: list[int]
 
     def following(self) -> _Batch | None:
-        """The same one token later, if every sequence certainly goes on: the token before must have been its last."""
+        """Return the same decodes one token later, or None unless every sequence will certainly continue.
+
+        A sequence may end with its next token by length. A start that is not the last known token also gives None.
+        """
         for sequence, start in zip(self.sequences, self.starts, strict=True):
             if start != len(sequence.token_ids) - 1 or sequence.num_output_tokens + 1 >= sequence.params.max_tokens:
                 return None
@@ -89,7 +96,7 @@ class _Batch(NamedTuple):
 @dataclass(slots=True)
 class _Prepared:
     batch: _Batch
-    token_ids: list[int]  # drawn by the step before, once they are known
+    token_ids: list[int]
 
     def serves(self, batch: _Batch) -> bool:
         mine, parts = self.batch, list(zip(batch.sequences, batch.starts, strict=True))
@@ -101,7 +108,7 @@ class _Prepared:
 
 
 class _Graph:
-    """One batch size: where its integers lie on the device, and what computes a step of them."""
+    """Buffers of a graph of one batch size. The graph reads its integers from ``packed`` and ``pages``."""
 
     def __init__(self, size: int, max_pages: int, device: torch.device) -> None:
         self.size = size
@@ -117,9 +124,10 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """Runs batches of decodes, at most ``max_batch_size``, one after the other.
+    """Executor of decode batches of at most ``max_batch_size``, one after the other.
 
-    ``forward`` and ``head`` are the transformer's: from a step's inputs to hidden states, from these to logits.
+    ``forward`` and ``head`` are the transformer's functions: from a step's inputs to hidden states, and from these to
+    logits.
     """
 
     def __init__(
@@ -156,12 +164,12 @@ class DecodeGraphs:
         self._host_ids = streams.host_buffer(self.max_batch_size, torch.int64)
 
     def record_all(self) -> None:
-        """Record a graph of every size, the largest first, because the others reuse its memory."""
+        """Record a graph of every size. The largest is first, because the others reuse its memory."""
         for size in sorted({graph_batch_size(n) for n in range(1, self.max_batch_size + 1)}, reverse=True):
             self._graph(size)
 
     def step(self, parts: Sequence[SequenceSlice]) -> GraphOutput:
-        """Start a step. Its output lasts until the next one."""
+        """Start a step. The next step overwrites the output."""
         batch = _Batch([part.sequence for part in parts], [part.start for part in parts])
         graph, decode, replay = self._graph(graph_batch_size(len(parts)))
         prepared, self._prepared = self._prepared, None
@@ -174,11 +182,11 @@ class DecodeGraphs:
         return GraphOutput(self, self._logits[:size], self._best[:size], batch if draws else None)
 
     def forget(self) -> None:
-        """Another kind of step comes in between, and may use rows of the page tables that are prepared for."""
+        """Discard the prepared step: another step may overwrite its page-table rows."""
         self._prepared = None
 
     def take(self, drawn: Tensor, batch: _Batch | None) -> list[int]:
-        """The drawn token ids on the host; meanwhile the step that probably follows ``batch`` is prepared."""
+        """Return the drawn token ids on the host. Meanwhile, prepare the step that probably follows ``batch``."""
         host = self._host_ids[: len(drawn)]
         host.copy_(drawn, non_blocking=True)
         arrived = self._streams.record(spins=True)
@@ -211,7 +219,10 @@ class DecodeGraphs:
         return found
 
     def _send(self, graph: _Graph, decode: GraphDecode, batch: _Batch, token_ids: list[int] | None) -> None:
-        """Integers and plan of a step, behind what the device has been given. No ``token_ids``: they come later."""
+        """Send a step's integers and plan, behind the device's earlier work.
+
+        If ``token_ids`` is None, they are copied later.
+        """
         turn = self._turns.next()
         size, used = self._block_size, len(batch.starts)
         starts = np.zeros(graph.size, dtype=np.int32)
@@ -234,17 +245,20 @@ class DecodeGraphs:
 
 
 class GraphOutput:
-    """`pdmesh.engine.forward.StepOutput`: what a graph leaves, until the next one runs."""
+    """`pdmesh.engine.forward.StepOutput` of a graph, valid until the next graph runs.
+
+    ``ended`` is set when the tokens have arrived; the device has then computed everything before them.
+    """
 
     def __init__(self, graphs: DecodeGraphs, logits: Tensor, best: Tensor, batch: _Batch | None) -> None:
         self._graphs = graphs
         self._logits = logits
         self._best = best
         self._batch = batch
-        self.ended = False  # its tokens have come, and so all that was computed before them
+        self.ended = False
 
     def kept(self) -> GraphOutput:
-        """The same in memory of its own: another graph may run first."""
+        """Return a copy of this output, which another graph does not overwrite."""
         return GraphOutput(self._graphs, self._logits.clone(), self._best.clone(), None)
 
     def logits(self, rows: Rows) -> Tensor:

@@ -1,4 +1,4 @@
-"""The paged KV cache in device memory, and what moves it to and from host memory beside the computation."""
+"""The paged KV cache in device memory, and copies to and from host memory concurrent with the computation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pdmesh.model import KvLayout
 
 log = structlog.get_logger()
 
-#: Copies that a piece may take; each costs the host some 10 µs, what a gathering kernel and its index cost together
+#: Largest number of copies per piece. Each costs the host some 10 µs. A gathering kernel and its index together cost
 #: three times as much.
 _MAX_RUNS = 4
 
@@ -29,23 +29,23 @@ _MAX_RUNS = 4
 class DeviceKvStore:
     """`pdmesh.kv.store.KvStore` on a device.
 
-    A transfer's piece is one copy by the device's copy engines, or a few, where its blocks are neighbours; scattered
-    blocks go through a contiguous tensor on the device, which one kernel gathers or scatters at the memory's speed.
-    Behind the blocks that requests use lies one more, ``scratch_block``, for rows that pad a
-    step; its content means nothing.
+    The piece of a transfer is one copy by the device's copy engines, or a few, if its blocks are neighbours. Scattered
+    blocks go through a contiguous tensor on the device, gathered or scattered by one kernel at the memory's speed. One
+    more block, ``scratch_block``, follows the blocks of requests. Rows that pad a step use it, and its content has no
+    meaning.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, streams: Streams, memory: DeviceMemory | None = None) -> None:
-        """``memory`` names the cache to other processes; without it they cannot read it."""
+        """``memory`` describes the cache to other processes. Without it, they cannot read the cache."""
         self._memory = memory
         self._layout = layout
         self._num_blocks = num_blocks
         self._streams = streams
         shape = (layout.num_layers, num_blocks + 1, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        # zeros: memory that was never written must not hold a NaN
+        # Zeros, because memory that was never written must not hold a NaN.
         self._cache = torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=streams.device)
         self.layers = list(self._cache)
-        # a block has a multiple of 8 bytes: keys and values, of an even number of lanes of two bytes or more
+        # A block has a multiple of 8 bytes: keys and values, each of an even number of lanes of at least two bytes.
         self._words = [layer.view(num_blocks + 1, -1).view(torch.int64) for layer in self.layers]
         self._written: SimpleQueue[tuple[Event, Callable[[], object]] | None] = SimpleQueue()
 
@@ -63,8 +63,8 @@ class DeviceKvStore:
 
     @property
     def num_copy_threads(self) -> int:
-        # More of them wait for each other's turns with the interpreter: 8K tokens' KV was exposed for 7 ms with 4, for
-        # 11 ms with 6 (one H200 and 16 cores, 2026-11-27).
+        # More threads wait for each other's turns with the interpreter: 8K tokens' KV was exposed for 7 ms with 4
+        # threads, for 11 ms with 6 (one H200 and 16 cores, 2026-11-27).
         return max(2, min(4, num_usable_cores() // 2))
 
     @property
@@ -73,7 +73,7 @@ class DeviceKvStore:
 
     @property
     def frames(self) -> None:
-        """Nothing is freed behind windows on a device."""
+        """None: a device frees no blocks outside windows."""
 
     @property
     def shared(self) -> CudaSharedCache | None:
@@ -89,7 +89,7 @@ class DeviceKvStore:
             return None
 
     def wipe(self, rows: Tensor) -> None:
-        """Zeros in these rows, of ``head_dim``, of all layers, on the current stream."""
+        """Write zeros to these rows of ``head_dim`` values, in all layers, on the current stream."""
         self._cache.view(self._layout.num_layers, -1, self._layout.head_dim).index_fill_(1, rows, 0)
 
     def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
@@ -135,21 +135,21 @@ class DeviceKvStore:
                 watcher.join()
 
     def _watch(self) -> None:
-        """Events are those of one stream, so they come about in their order."""
+        """Call each callback when its event is complete. All events are of one stream, so they complete in order."""
         while (entry := self._written.get()) is not None:
             event, callback = entry
             event.synchronize()
             callback()
 
     def _pieces(self, block_ids: Sequence[int], memory: memoryview) -> Tensor:
-        """``memory`` as a row of bytes for each block; a tensor of words would have to be aligned."""
+        """Return ``memory`` as a row of bytes for each block. A tensor of words would have to be aligned."""
         return torch.frombuffer(memory, dtype=torch.uint8).view(len(block_ids), self._layout.block_bytes)
 
     def _index(self, block_ids: Sequence[int]) -> Tensor:
         return torch.tensor(block_ids).to(self._streams.device, non_blocking=True)
 
     def _check(self, block_ids: Sequence[int], memory: memoryview) -> bool:
-        """Whether there is anything to copy. Raises IndexError and ValueError."""
+        """Return whether there is anything to copy. Raise IndexError or ValueError for wrong ids or a wrong size."""
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
             raise IndexError(f"block ids {list(block_ids)} reach outside the cache's {self._num_blocks} blocks")
         if memory.nbytes != len(block_ids) * self._layout.block_bytes:

@@ -1,10 +1,10 @@
-"""Piecewise CUDA graphs, of short steps with chunks: one for what lies between two layers' attention.
+"""Piecewise CUDA graphs of short steps with chunks: one graph for the part between two layers' attention.
 
 Kernel by kernel, a step of 256 tokens took the host 14 ms to launch and the device 6 to compute (Llama-3-8B's shape,
-H100, 2026-11-23). Attention, whose kernels depend on how long sequences are, is launched between the graphs, and so is
-whatever a layer hook does. A step is padded to the next of a few sizes by rows that write to the cache's scratch block
-and are attended to nowhere. All sizes share the memory through which a step passes, so one step at a time uses it; one
-inside another is launched kernel by kernel.
+H100, 2026-11-23). Attention kernels depend on the lengths of sequences, so attention is launched between the graphs, as
+are the layer hooks. A step is padded to the next of a few sizes, by rows that write to the cache's scratch block and
+that no row attends to. All sizes share the memory of a step, so one step at a time can use the graphs. A step inside
+another is launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pdmesh.engine.forward import StepArrays
 from pdmesh.engine.kernels import Rotation
 from pdmesh.engine.transformer_model import StepInputs, Transformer
 
-#: Tokens of the steps that are recorded. More keep the device busy for longer than their launches take the host.
+#: Numbers of tokens that are recorded. Larger steps keep the device busy for longer than their launches take the host.
 SIZES = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
 
 
 class LayerGraphs:
-    """What lies between the attention of the transformer's layers, recorded in each of `SIZES`."""
+    """Graphs of the parts between the attention of the transformer's layers, recorded in each of `SIZES`."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class LayerGraphs:
         self._recorder = recorder
         self._padding = np.array([[0], [0], [0], [scratch_block * block_size]], dtype=np.int32)
         self._steps: dict[int, list[Callable[[], object]]] = {}
-        #: By size; kept, since what a graph leaves in memory that nobody keeps may be another graph's.
+        #: Rotations by size. They are kept because freed memory of a graph may be reused by another graph.
         self._rotations: dict[int, Sequence[Rotation]] = {}
         self._in_use = False
         self._integers = torch.zeros(4 * SIZES[-1], dtype=torch.int32, device=first.device)
@@ -58,13 +58,16 @@ class LayerGraphs:
         self._attended = first.new_zeros(SIZES[-1], num_heads, head_dim)
 
     def record_all(self) -> None:
-        """The largest first, whose memory the others use again."""
+        """Record all sizes. The largest is first, because the others reuse its memory."""
         for size in reversed(SIZES):
             self._step(size)
 
     @contextlib.contextmanager
     def lent(self, num_tokens: int) -> Iterator[LayerGraphs | None]:
-        """Yield these graphs for a step of so many tokens; None if they cannot be used for it."""
+        """Yield these graphs for a step of ``num_tokens``.
+
+        Yield None if the step is too long, or another step uses the graphs.
+        """
         if self._in_use or num_tokens > SIZES[-1]:
             yield None
             return
@@ -77,7 +80,7 @@ class LayerGraphs:
     def forward(
         self, arrays: StepArrays, staging: Staging, attention: FlashInferPlan, on_layer: Callable[[int], None] | None
     ) -> Tensor:
-        """Do what `Transformer.forward` does; the hidden states last until the next step."""
+        """Compute as `Transformer.forward` does. The next step overwrites the returned hidden states."""
         num_tokens = len(arrays.token_ids)
         size = next(size for size in SIZES if num_tokens <= size)
         segments = self._step(size)
@@ -94,7 +97,7 @@ class LayerGraphs:
         return self._hidden[:num_tokens]
 
     def _step(self, size: int) -> list[Callable[[], object]]:
-        """What computes a step of this size: before the first layer's attention, after it, and so on."""
+        """Return the graphs of a step of this size: before the first layer's attention, after it, and so on."""
         found = self._steps.get(size)
         if found is None:
             self._integers[: 4 * size].view(4, size).copy_(torch.from_numpy(self._padding).expand(4, size))

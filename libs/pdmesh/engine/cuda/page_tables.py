@@ -1,4 +1,4 @@
-"""Block tables kept on the device: what a sequence's table has gained is sent, once."""
+"""Block tables kept on the device. Each entry is sent once."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from pdmesh.model import num_blocks_for
 
 Ints = npt.NDArray[np.int32]
 
-#: Block tables kept, and so the sequences of one step that need no other way; twice the largest graph's.
+#: Number of block tables that are kept: twice the largest graph's batch. Larger steps send their tables whole.
 NUM_ROWS = 512
 
 
 class PageLengths(NamedTuple):
-    """How much sequences read, as FlashInfer takes it, on the host.
+    """Numbers of pages and tokens that sequences read, on the host, in FlashInfer's form.
 
-    Sequence ``i`` reads ``pages[indptr[i] : indptr[i + 1]]``, and of the last of these ``last_page_len[i]`` tokens.
+    Sequence ``i`` reads ``pages[indptr[i] : indptr[i + 1]]``, and ``last_page_len[i]`` tokens of the last of these
+    pages.
     """
 
     indptr: Ints
@@ -33,19 +34,20 @@ class PageLengths(NamedTuple):
 
 
 class PageIndex(NamedTuple):
-    """Which pages the sequences of a step read; ``pages`` is on the device."""
+    """The pages that the sequences of a step read. ``pages`` is on the device."""
 
     lengths: PageLengths
     pages: Tensor
 
 
-#: ``write(table, rows, indptr, pages)``: into ``pages[indptr[i] : indptr[i + 1]]`` the first entries of row ``rows[i]``
-#: of ``table``, all on the device, int32. What lies behind the last of these may be overwritten. A graph can hold it.
+#: ``write(table, rows, indptr, pages)`` copies the first entries of row ``rows[i]`` of ``table`` to ``pages[indptr[i] :
+#: indptr[i + 1]]``. All are on the device, int32. Pages after the last of these may be overwritten. A graph can record
+#: the call.
 PageWriter = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 def write_pages(table: Tensor, rows: Tensor, indptr: Tensor, pages: Tensor) -> None:
-    """`PageWriter` in torch."""
+    """Write pages as `PageWriter` requires, in torch."""
     places = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
     sequence = (torch.searchsorted(indptr, places, right=True) - 1).clamp_(max=len(rows) - 1)
     column = (places - indptr[sequence]).clamp_(max=table.shape[1] - 1)
@@ -62,15 +64,16 @@ def lengths_of(ends: Sequence[int] | Ints, block_size: int) -> PageLengths:
 
 @dataclass(slots=True)
 class _Row:
-    table: Sequence[int]  # held, so that its identity stays its own
+    table: Sequence[int]  # held, so that its id is not reused
     number: int
     num_sent: int
 
 
 class PageTables:
-    """A row of block ids for each of the block tables used last, always in the same memory: graphs read it.
+    """Device rows of block ids for the most recently used block tables. Graphs read them, so their address is fixed.
 
-    A table is known by its identity, and may grow at its end; nothing else of it may change.
+    A table is known by its identity. It may grow at its end, and must not change otherwise. ``num_sent`` counts the
+    entries sent to the device so far. ``_rows`` has a row by id(table), the least recently used first.
     """
 
     def __init__(
@@ -80,11 +83,11 @@ class PageTables:
         self._width = max_blocks
         self._write = write
         self.table = torch.zeros(NUM_ROWS, max_blocks, dtype=torch.int32, device=device)
-        self._rows: OrderedDict[int, _Row] = OrderedDict()  # by id(table), used longest ago first
-        self.num_sent = 0  # entries sent to the device so far
+        self._rows: OrderedDict[int, _Row] = OrderedDict()
+        self.num_sent = 0
 
     def index(self, spans: Sequence[QuerySpan], staging: Staging) -> PageIndex:
-        """The pages that ``spans`` read: their sequences up to the spans' ends."""
+        """Return the pages that ``spans`` read: their sequences up to the spans' ends."""
         lengths = lengths_of([span.end for span in spans], self._block_size)
         if len(spans) > NUM_ROWS:
             used = [span.block_table[: num_blocks_for(span.end, self._block_size)] for span in spans]
@@ -97,7 +100,7 @@ class PageTables:
         return PageIndex(lengths, pages)
 
     def rows(self, tables: Sequence[Sequence[int]], staging: Staging) -> Ints:
-        """Row numbers of at most `NUM_ROWS` tables; what the device does not have yet is sent."""
+        """Return the row numbers of at most `NUM_ROWS` tables, after sending the entries that the device lacks."""
         numbers = np.empty(len(tables), dtype=np.int32)
         used = {id(table) for table in tables}
         places: list[Ints] = []
@@ -116,7 +119,7 @@ class PageTables:
         return numbers
 
     def write(self, rows: Tensor, indptr: Tensor, pages: Tensor) -> None:
-        """`PageWriter` over these tables."""
+        """Write pages of these tables as `PageWriter` requires."""
         self._write(self.table, rows, indptr, pages)
 
     def _send(self, places: Ints, blocks: Ints, staging: Staging) -> None:

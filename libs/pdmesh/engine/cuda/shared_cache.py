@@ -1,8 +1,8 @@
-"""A device's KV cache that other processes on the host read: by the driver's IPC handles, from device to device.
+"""A device's KV cache that other processes on the host read by the driver's IPC handles, from device to device.
 
-The driver names an allocation by 64 bytes, which another process maps into its own device's addresses; between two
-devices that takes peer access (NVLink, or PCIe where the system allows it). A handle names memory of ``cudaMalloc``:
-torch's expandable segments are none, and an instance that uses them shares nothing.
+The driver names an allocation by 64 bytes. Another process maps it into its own device's addresses. Between two
+devices, this requires peer access (NVLink, or PCIe where the system allows it). A handle can name only memory of
+``cudaMalloc``. An instance that uses torch's expandable segments therefore shares nothing.
 """
 
 from __future__ import annotations
@@ -28,46 +28,47 @@ log = structlog.get_logger()
 
 HANDLE_BYTES = 64
 
-#: Copies that take the host as long as the kernels for scattered blocks: 6 µs each, 105 for those of 64 blocks of
-#: 64 KiB, 288 of 512, where copies took 3,500 (H100, 2026-11-23).
+#: Number of copies that take the host as long as the kernels for scattered blocks. A copy takes 6 µs. The kernels take
+#: 105 µs for 64 blocks of 64 KiB, and 288 for 512 blocks, which took 3,500 by copies (H100, 2026-11-23).
 _MAX_RUNS = 16
 
-_WORD_BYTES = 8  # of which scattered blocks are copied
+_WORD_BYTES = 8
 
 _NUM_BLOCKS = struct.Struct("<Q")
-_LAYER = struct.Struct(f"<{HANDLE_BYTES}sQQ")  # handle of the allocation, where in it the layer begins, its address
+#: One layer: handle of the allocation, the layer's offset in the allocation, and the layer's address.
+_LAYER = struct.Struct(f"<{HANDLE_BYTES}sQQ")
 
 
 class DeviceAllocation(NamedTuple):
-    """What the driver has allocated together."""
+    """One allocation of the driver."""
 
     address: int
     num_bytes: int
 
 
 class DeviceMemory(Protocol):
-    """What is asked of the driver. Everything raises KvTransferError."""
+    """Driver calls for device memory. Every call raises KvTransferError."""
 
     def allocation(self, address: int) -> DeviceAllocation:
-        """What an address belongs to."""
+        """Return the allocation that contains an address."""
         ...
 
     def handle(self, address: int) -> bytes:
-        """`HANDLE_BYTES` by which other processes open the allocation."""
+        """Return `HANDLE_BYTES` by which other processes open the allocation."""
         ...
 
     def open(self, handle: bytes) -> int:
-        """Map another process's allocation; returns its address here. Not one of this process."""
+        """Map another process's allocation, and return its address here. A process cannot open its own handles."""
         ...
 
     def close(self, address: int) -> None: ...
 
     def copy(self, to_address: int, from_address: int, num_bytes: int) -> None:
-        """Give the copy to the calling thread's current stream."""
+        """Submit the copy to the calling thread's current stream."""
         ...
 
     def is_near(self, address: int) -> bool:
-        """Whether it is memory of this process's device, whoever allocated it there."""
+        """Return whether the memory is on this process's device, whichever process allocated it."""
         ...
 
     def copy_blocks(
@@ -79,7 +80,10 @@ class DeviceMemory(Protocol):
         theirs: Sequence[int],
         ours: Sequence[int],
     ) -> None:
-        """The same of blocks, by their numbers from these addresses on, all near: two kernels a layer."""
+        """Copy blocks by their numbers, from the given layer addresses on. All must be near.
+
+        Two kernels per layer are used.
+        """
         ...
 
 
@@ -105,7 +109,7 @@ class CudaSharedCache:
         memory: DeviceMemory,
         streams: Copying,
     ) -> None:
-        """Raises KvTransferError if the driver gives no handles for this memory."""
+        """Raise KvTransferError if the driver gives no handles for this memory."""
         self._layout = layout
         self._layer_addresses = layer_addresses
         self._memory = memory
@@ -124,7 +128,7 @@ class CudaSharedCache:
         layers = list(_LAYER.iter_unpack(described[_NUM_BLOCKS.size :]))
         peer = CudaPeerCache(self._layer_addresses, self._layout.block_bytes, num_blocks, self._memory, self._streams)
         try:
-            if pid == os.getpid():  # the driver opens no handle where it was made
+            if pid == os.getpid():  # the driver opens no handle in the process that made it
                 peer.use([address for _, _, address in layers])
             else:
                 peer.map([(handle, offset) for handle, offset, _ in layers])
@@ -135,7 +139,10 @@ class CudaSharedCache:
 
 
 class CudaPeerCache:
-    """`pdmesh.kv.sharing.PeerCache` of a device's cache."""
+    """`pdmesh.kv.sharing.PeerCache` of a device's cache.
+
+    ``_mapped`` has addresses by handle, because layers may share an allocation.
+    """
 
     def __init__(
         self,
@@ -151,17 +158,20 @@ class CudaPeerCache:
         self._num_blocks = num_blocks
         self._memory = memory
         self._streams = streams
-        self._mapped: dict[bytes, int] = {}  # by handle: layers may share an allocation
+        self._mapped: dict[bytes, int] = {}
 
     def use(self, layer_addresses: Sequence[int]) -> None:
-        """Layers of this process. Raises KvTransferError if they are not."""
+        """Use layers of this process. Raise KvTransferError if these are not its memory."""
         for address in layer_addresses:
             allocation = self._memory.allocation(address)
             self._check_place(address - allocation.address, allocation)
         self._their_layers = layer_addresses
 
     def map(self, layers: Sequence[tuple[bytes, int]]) -> None:
-        """Layers of another process, each in an allocation. Raises KvTransferError, also if one is not all in it."""
+        """Map layers of another process, each given by handle and offset in an allocation.
+
+        Raise KvTransferError if mapping fails, or a layer is not inside its allocation.
+        """
         addresses: list[int] = []
         for handle, offset in layers:
             if handle not in self._mapped:
@@ -172,7 +182,10 @@ class CudaPeerCache:
         self._their_layers = addresses
 
     def _check_place(self, offset: int, allocation: DeviceAllocation) -> None:
-        """A read beyond it, or of half a word, would end all that this process computes: no peer is believed."""
+        """Raise KvTransferError unless the cache lies inside its allocation and is aligned.
+
+        A wrong read, beyond the end or of half a word, would end this process's computation, so peers are not trusted.
+        """
         if offset + self._num_blocks * self._block_bytes > allocation.num_bytes or offset % _WORD_BYTES:
             raise KvTransferError("the peer's cache is not where it says")
 
@@ -180,7 +193,7 @@ class CudaPeerCache:
         check_blocks(theirs, self._num_blocks)
         size, runs = self._block_bytes, list(common_runs(theirs, ours))
         to_layers, from_layers = self._our_layers[slice(*layers)], self._their_layers[slice(*layers)]
-        with self._streams.copying():  # its end waits for all of them: a wait costs as much as a layer's copy
+        with self._streams.copying():  # leaving waits once for all copies: a wait costs as much as a layer's copy
             if len(runs) > _MAX_RUNS and self._memory.is_near(from_layers[0]):
                 self._memory.copy_blocks(to_layers, from_layers, size, theirs=theirs, ours=ours)
                 return
@@ -195,12 +208,12 @@ class CudaPeerCache:
             _, address = self._mapped.popitem()
             try:
                 self._memory.close(address)
-            except KvTransferError as error:  # its owner may be gone
+            except KvTransferError as error:  # the process that owns it may have ended
                 log.info("a peer's cache was not closed", reason=str(error))
 
 
 class _Words:
-    """Device memory as numba's interface names it, which torch takes without copying: rows of eight bytes each."""
+    """Device memory in numba's interface, which torch accepts without copying: rows of words of eight bytes."""
 
     def __init__(self, address: int, num_rows: int, num_columns: int) -> None:
         self.__cuda_array_interface__ = {
@@ -212,10 +225,10 @@ class _Words:
 
 
 class CudaDriver:
-    """`DeviceMemory` of CUDA's driver, by the bindings that torch brings. Raises ImportError where there are none."""
+    """`DeviceMemory` by CUDA's driver, with the bindings that torch includes. Raise ImportError without these."""
 
     def __init__(self, device_index: int, current_stream: Callable[[], int]) -> None:
-        """``current_stream`` is the calling thread's, as the driver names it (``torch.cuda.Stream.cuda_stream``)."""
+        """``current_stream`` returns the calling thread's stream, as in ``torch.cuda.Stream.cuda_stream``."""
         self._driver: Any = importlib.import_module("cuda.bindings.driver")
         self._device_index = device_index
         self._device = torch.device("cuda", device_index)
@@ -269,18 +282,24 @@ class CudaDriver:
                 source = self._blocks(from_address, block_bytes, theirs)
                 target = self._blocks(to_address, block_bytes, ours)
                 target.index_copy_(0, our_index, source.index_select(0, their_index))
-        except torch.OutOfMemoryError as error:  # pieces of a few MiB need less
+        except torch.OutOfMemoryError as error:  # pieces of a few MiB need less memory
             raise KvTransferError(f"the device has no room to copy through: {error}") from error
 
     def _blocks(self, address: int, block_bytes: int, block_ids: Sequence[int]) -> Tensor:
-        """A view of memory that may be another process's: a row for each block up to the last of these."""
+        """Return a view of memory, which may be another process's, with a row for each block.
+
+        The last row is the highest of ``block_ids``.
+        """
         return torch.as_tensor(_Words(address, max(block_ids) + 1, block_bytes // _WORD_BYTES), device=self._device)
 
     def _index(self, block_ids: Sequence[int]) -> Tensor:
         return torch.tensor(list(block_ids)).to(self._device, non_blocking=True)
 
     def _call(self, name: str, *arguments: object) -> Sequence[Any]:
-        """What it returns but the code, in the device's primary context, which is torch's. Raises KvTransferError."""
+        """Call the driver in torch's context, the device's primary one. Return the results after the status code.
+
+        Raise KvTransferError unless the status code is a success.
+        """
         if not hasattr(self._local, "context"):
             self._check("cuInit", 0)
             (device,) = self._check("cuDeviceGet", self._device_index)

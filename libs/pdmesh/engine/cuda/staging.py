@@ -1,4 +1,4 @@
-"""A step's integers on their way to the device: through pinned memory, in few copies, without waiting."""
+"""Upload of a step's integers: through pinned memory, in few copies, without waiting."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from pdmesh.engine.cuda.streams import Event, Streams
 
 _NUM_VALUES = 1 << 16
 
-#: What FlashInfer's own pinned memory for a plan holds.
+#: Size of FlashInfer's own pinned memory for a plan.
 PLAN_BYTES = 8 * 1024 * 1024
 
 
 class Staging:
-    """Pinned host memory that is written front to back during a step, and again from the front in the next.
+    """Pinned host memory, written from front to back during a step, and from the front again in the next step.
 
-    `restart` may be called only when the device has done what was given to it since the last one.
+    `restart` may be called only when the device has completed all work submitted since the last call. Buffers that were
+    too small (``_full``) are kept until then.
     """
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._buffer = streams.host_buffer(_NUM_VALUES, torch.int32)
-        self._full: list[Tensor] = []  # buffers that were too small, kept until the step has ended
+        self._full: list[Tensor] = []
         self._used = 0
 
     @property
@@ -39,7 +40,7 @@ class Staging:
         self._full.clear()
 
     def host(self, values: npt.NDArray[np.integer[Any]]) -> Tensor:
-        """``values`` in pinned memory, as int32."""
+        """Return ``values`` in pinned memory, as int32."""
         if self._used + len(values) > len(self._buffer):
             self._full.append(self._buffer)
             self._buffer = self._streams.host_buffer(2 * (len(self._buffer) + len(values)), torch.int32)
@@ -50,29 +51,32 @@ class Staging:
         return place
 
     def upload(self, *arrays: npt.NDArray[np.integer[Any]]) -> tuple[Tensor, ...]:
-        """The arrays on the device, as int32, by one copy."""
+        """Return the arrays on the device, as int32, after one copy."""
         packed = self.host(np.concatenate(arrays)).to(self.device, non_blocking=True)
         return torch.split(packed, [len(array) for array in arrays])
 
 
 @dataclass(slots=True)
 class Turn:
-    """Pinned memory for what one step sends: its integers, and FlashInfer's plan."""
+    """Pinned memory for the data that one step sends: integers, and FlashInfer's plan (uint8).
+
+    ``sent`` is an event that completes when the device has read all of it.
+    """
 
     staging: Staging
-    plan: Tensor  # uint8
-    sent: Event | None = None  # comes about when the device has read all of it
+    plan: Tensor
+    sent: Event | None = None
 
 
 class Turns:
-    """Two, used in turns, so that a step can be prepared while the one before is computed."""
+    """Two `Turn` objects in alternation, so that a step can be prepared while the one before is computed."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._turns = [Turn(Staging(streams), streams.host_buffer(PLAN_BYTES, torch.uint8)) for _ in range(2)]
 
     def next(self) -> Turn:
-        """The other one, once the device has read what it held. What was written to the last one has been sent."""
+        """Return the other turn, once the device has read its content. Record that the current one has been sent."""
         self._turns[0].sent = self._streams.record()
         self._turns.reverse()
         turn = self._turns[0]

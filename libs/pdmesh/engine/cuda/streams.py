@@ -1,7 +1,7 @@
-"""Order between a device's computation and copies: streams, events and pinned memory behind a Protocol.
+"""Order of a device's computation and copies: streams, events and pinned memory behind a Protocol.
 
-The engine's thread computes on its current stream; each thread that copies has a stream of its own, so that copies and
-computation overlap. No call here waits for the whole device.
+The engine's thread computes on its current stream. Each thread that copies has its own stream, so that copies and
+computation overlap. No call waits for the whole device.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ class Event(Protocol):
     """A point in a stream's work."""
 
     def synchronize(self) -> None:
-        """Wait until the device has come to it, without the interpreter's lock."""
+        """Wait, without the interpreter's lock, until the device has reached this point."""
         ...
 
 
 class Streams(Protocol):
-    """The queues of a device's work that an engine uses."""
+    """Queues of a device's work for one engine."""
 
     @property
     def device(self) -> torch.device: ...
 
     def record(self, *, spins: bool = False) -> Event:
-        """The point after all that the calling thread has given to its current stream.
+        """Return the point after all work that the calling thread has submitted to its current stream.
 
-        Who waits for it sleeps; with ``spins``, it is awake at once, and holds a core until then.
+        Waiting for the event sleeps. With ``spins``, the wait occupies a core, and the thread is awake at once.
         """
         ...
 
     def copying(self) -> AbstractContextManager[None]:
-        """Inside, the thread's work goes to its copy stream; leaving waits for that work, and for no other."""
+        """Direct the thread's work inside the block to its copy stream. Leaving waits for this work only."""
         ...
 
     def pinned(self, memory: Sequence[memoryview]) -> AbstractContextManager[None]:
-        """Inside, the device reads and writes ``memory`` directly."""
+        """Let the device read and write ``memory`` directly inside the block."""
         ...
 
     def host_buffer(self, num_values: int, dtype: torch.dtype) -> Tensor:
-        """Pinned memory: a copy from it does not wait for the stream."""
+        """Return pinned memory. Copies from it do not wait for the stream."""
         ...
 
 
@@ -97,7 +97,7 @@ class CudaStreams:
 
 
 class _Copies:
-    """A thread's own copies: their stream, and an event for the end of those under way."""
+    """A thread's own copy stream, and an event for the end of its copies."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,5 +1,6 @@
-"""Models that are not described here, computed by transformers' own modules over the paged cache.
+"""Models without a description here, computed by transformers' own modules over the paged cache.
 
-``families`` says which; ``modules`` makes them and asks what their attention needs; ``transformer`` runs a step through
-them. Keys and values go to blocks as those of any model, so all that is scheduling, transfer and reuse is the same.
+``architectures.undescribed`` lists them. ``modules`` loads the modules and examines their attention. ``transformer``
+runs a step through the modules. Keys and values are stored in blocks as for any model, so scheduling, transfer and
+reuse are the same.
 """

@@ -1,4 +1,4 @@
-"""What transformers' modules call for attention: whatever computes the step that is running."""
+"""The attention function that transformers' modules call. It forwards to the step that is running."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from typing import Any, Protocol
 import transformers
 from torch import Tensor
 
-#: What our attention is registered as.
+#: Name under which this attention is registered.
 IMPLEMENTATION = "pdmesh"
 
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """A call of one layer's attention. Of the tensors, dimension 1 are heads, dimension 2 tokens."""
+    """Arguments of one layer's attention. Dimension 1 of the tensors is heads, dimension 2 tokens.
+
+    ``has_more`` marks a mask or sinks, which are not applied.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    has_more: bool  # a mask or sinks, which are not applied
+    has_more: bool
     scale: float
     window: int | None
     score_cap: float | None
@@ -32,7 +35,7 @@ class ModulePass(Protocol):
     """A pass through a model's layers."""
 
     def attend(self, call: Attended) -> Tensor:
-        """What the layer's attention gives: (1, tokens, heads, head_dim)."""
+        """Return the layer's attention: (1, tokens, heads, head_dim)."""
         ...
 
 
@@ -41,7 +44,7 @@ _PASS: ContextVar[ModulePass] = ContextVar("pass through a model's layers")
 
 @contextmanager
 def passing(through: ModulePass) -> Iterator[None]:
-    """Send the attention of modules to ``through``; another pass may run inside."""
+    """Route the attention of modules to ``through`` inside the block. Blocks may be nested."""
     token = _PASS.set(through)
     try:
         yield
@@ -61,7 +64,7 @@ def _attend(
     s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Compute as transformers' own attention functions do, which have these arguments."""
+    """Attend with the arguments of transformers' own attention functions."""
     call = Attended(
         query,
         key,
@@ -75,6 +78,6 @@ def _attend(
 
 
 def register() -> None:
-    """Make our attention known to transformers."""
+    """Register this attention with transformers."""
     hf: Any = transformers  # only partly typed
     hf.AttentionInterface.register(IMPLEMENTATION, _attend)

@@ -1,4 +1,4 @@
-"""From a checkpoint to what computes it by transformers' modules."""
+"""Loading and trial of a checkpoint that transformers' modules compute."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from pdmesh.model import KvLayout, RequestId, SamplingParams, num_blocks_for
 
 log = structlog.get_logger()
 
-#: Chunks in which a model is tried at start, and how far scores may be from those of the whole, as a part of their
-#: spread: a wrong mask, position or scale makes them unlike altogether.
+#: Chunks in which a model is tried at start, and the largest accepted difference of the scores to those of one chunk,
+#: relative to their spread. A wrong mask, position or scale would make the scores entirely different.
 _TRIED_CHUNKS = (1, 40, 55)
 _TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 
@@ -57,7 +57,7 @@ class LoadedModules:
     def store(self, num_blocks: int, memory: Tensor | None = None) -> PagedStore:
         if self.device.type == "cpu":
             return TorchKvStore(self.layout, num_blocks, memory)
-        from pdmesh.engine.cuda.cuda_compute import device_store  # only where there is a device
+        from pdmesh.engine.cuda.cuda_compute import device_store
         from pdmesh.engine.cuda.streams import CudaStreams
 
         return device_store(self.layout, num_blocks, CudaStreams(self.device))
@@ -76,7 +76,10 @@ def load_undescribed(
     block_size: int,
     max_model_len: int,
 ) -> LoadedModules:
-    """Load a checkpoint, and try it. Raises ConfigError for one that cannot be served exactly."""
+    """Load a checkpoint, and compare its scores in chunks with transformers' own. Log a warning that it is slow.
+
+    Raise ConfigError for a model that cannot be served exactly.
+    """
     model = probed(checkpoint_dir, model)
     layout = model.kv_layout(dtype=dtype, block_size=block_size)
     log.warning(
@@ -101,7 +104,10 @@ def load_undescribed(
 def _tried(
     modules: Any, model: UndescribedModel, layout: KvLayout, max_model_len: int, device: torch.device
 ) -> tuple[LoadedModules, float]:
-    """Return the model with our attention, and by how much its scores in chunks differ from those by transformers'."""
+    """Return the model with the paged attention, and how much its scores in chunks differ from transformers' own.
+
+    The difference is relative to the spread of the scores.
+    """
     token_ids = _some_tokens(min(sum(_TRIED_CHUNKS), max_model_len), model.vocab_size)
     with torch.inference_mode():
         ids = torch.tensor([token_ids], device=device)
@@ -119,7 +125,7 @@ def _tried(
 
 @torch.inference_mode()
 def _scores_in_chunks(loaded: LoadedModules, token_ids: list[int]) -> Tensor:
-    """The scores behind each token, of a sequence computed in chunks over a small cache."""
+    """Return the scores after each token of a sequence that is computed in chunks over a small cache."""
     num_blocks = num_blocks_for(len(token_ids), loaded.layout.block_size)
     forward = loaded.forward(loaded.store(num_blocks))
     sequence = EngineSequence(
@@ -142,7 +148,7 @@ def _scores_in_chunks(loaded: LoadedModules, token_ids: list[int]) -> Tensor:
 
 
 def _some_tokens(num_tokens: int, vocab_size: int) -> list[int]:
-    """Ids all over the vocabulary."""
+    """Return token ids from all of the vocabulary."""
     return [(7919 * number + 13) % vocab_size for number in range(num_tokens)]
 
 

@@ -1,4 +1,4 @@
-"""From a checkpoint to transformers' modules, and what their attention needs."""
+"""Loading of transformers' modules from a checkpoint, and a probe of their attention."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ from pdmesh.engine.model_config import UndescribedModel
 from pdmesh.engine.unused import check_unused
 from pdmesh.errors import ConfigError
 
-#: Tensors that modules make for themselves, such as masks: none that we know needs more.
+#: Largest total size of the tensors that modules create themselves, such as masks. No known model needs more.
 _MAX_BUFFER_BYTES = 1 << 28
 
-#: Fields by which a checkpoint would choose code.
+#: Configuration fields by which a checkpoint could choose code.
 _CODE = ("auto_map", "attn_implementation", "experts_implementation")
 
-#: How a wrapped text model's tensors are renamed for its modules.
+#: Renaming of a wrapped text model's tensors for its modules, by regular expression.
 _RENAMES = {
     r"^(model\.)?language_model\.(model\.)?(?=embed_tokens|layers|norm)": "model.",
     r"^language_model\.lm_head": "lm_head",
 }
 
-#: Of transformers' own messages, some of which list every tensor.
+#: Length of transformers' messages in our errors: some list every tensor.
 _MAX_MESSAGE = 300
 
 
 def probed(directory: Path, model: UndescribedModel) -> UndescribedModel:
-    """Return the model with what its modules say of their attention, for which no memory is taken. Raises ConfigError.
+    """Return the model with the heads, windows, scale and cap that its modules use, without allocating weights.
 
-    They are made as the configuration says, on a device that holds nothing, and one token goes through them.
+    The modules are made on the meta device, and one token goes through. Raise ConfigError if this fails, or the
+    attention cannot be served.
     """
     config = _config(directory, model)
     try:
@@ -58,9 +59,9 @@ def probed(directory: Path, model: UndescribedModel) -> UndescribedModel:
 
 
 def load_modules(directory: Path, model: UndescribedModel, dtype: torch.dtype) -> Any:
-    """Return transformers' modules with the checkpoint's weights; code that comes with it is not run.
+    """Return transformers' modules with the checkpoint's weights. No code of the checkpoint is run.
 
-    Raises ConfigError for weights that are missing or misshapen, or that no module asks for.
+    Raise ConfigError for weights that are missing, misshapen or not used.
     """
     try:
         with _quiet():
@@ -72,7 +73,7 @@ def load_modules(directory: Path, model: UndescribedModel, dtype: torch.dtype) -
                 use_safetensors=True,
                 local_files_only=True,
                 key_mapping=_RENAMES if model.is_wrapped else None,
-                ignore_mismatched_sizes=True,  # they are refused here, in a sentence
+                ignore_mismatched_sizes=True,  # refused below, in a sentence
                 output_loading_info=True,
             )
     except Exception as error:
@@ -97,7 +98,7 @@ def _tensor(directory: Path, name: str) -> Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Let transformers print nothing: what is wrong is raised."""
+    """Suppress transformers' output inside the block. Errors are still raised."""
     hf: Any = transformers  # only partly typed
     level = hf.logging.get_verbosity()
     hf.logging.set_verbosity_error()
@@ -111,12 +112,12 @@ def _quiet() -> Iterator[None]:
 
 
 def sentence_of(error: Exception) -> str:
-    """What went wrong inside of transformers, on one line."""
+    """Return transformers' error message on one line, shortened."""
     return " ".join(str(error).split())[:_MAX_MESSAGE] or type(error).__name__
 
 
 class _Probe:
-    """Notes what layers ask of attention, and computes nothing."""
+    """Recorder of the layers' calls of attention. Nothing is computed."""
 
     def __init__(self) -> None:
         self._calls: list[Attended] = []
@@ -150,7 +151,7 @@ class _Probe:
 
 
 def _kind(call: Attended) -> Sequence[object]:
-    """What has to be the same in all layers."""
+    """Return the properties that must be equal in all layers."""
     return call.query.shape, call.key.shape, call.value.shape, call.has_more, call.scale, call.score_cap
 
 
@@ -185,7 +186,7 @@ def _config(directory: Path, model: UndescribedModel) -> Any:
 
 
 def _check_size(directory: Path, model: UndescribedModel, modules: Any) -> None:
-    """Raise ConfigError if more memory would be taken than the files have weights for."""
+    """Raise ConfigError if the modules need more parameters than the files hold, or large buffers."""
     buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in modules.buffers())
     if buffer_bytes > _MAX_BUFFER_BYTES:
         raise _refusal(directory, model, f"its modules need {buffer_bytes / (1 << 30):.1f} GiB beside their weights")

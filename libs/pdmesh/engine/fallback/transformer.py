@@ -1,4 +1,4 @@
-"""A step through transformers' modules."""
+"""The forward pass through transformers' modules."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from pdmesh.engine.transformer_model import StepInputs, wipe_rests
 
 
 class ModuleTransformer:
-    """Implements `pdmesh.engine.forward.Decoder` for a model that is not described here.
+    """`pdmesh.engine.forward.Decoder` for a model without a description here.
 
-    All tokens of a step go through the layers as one row, whatever sequences they belong to: a token's position is
-    given, and only attention, which is ours, looks at other tokens.
+    All tokens of a step go through the layers as one row, whatever their sequences. Positions are given explicitly, and
+    only attention, which is ours, looks at other tokens.
     """
 
     def __init__(self, model: UndescribedModel, modules: Any) -> None:
         self._model = model
         self._layers = modules.base_model
-        # The same modules, but for the layers: what scores hidden states, scales and caps of its own among it.
+        # The same modules without the layers. They score hidden states, with the model's own scales and caps.
         self._head = copy.copy(modules)
         scoring = modules.get_output_embeddings()
         self._head._modules = {
@@ -38,7 +38,7 @@ class ModuleTransformer:
     def forward(
         self, inputs: StepInputs, caches: Sequence[Tensor], attention: AttentionPlan, on_layer: LayerHook | None
     ) -> Tensor:
-        """Hidden states (num_tokens, hidden_size) behind the last norm; writes the tokens' keys and values."""
+        """Return hidden states (num_tokens, hidden_size) after the last norm, and write the tokens' keys and values."""
         with passing(_Step(self._model, inputs, caches, attention, on_layer)):
             output = self._layers(
                 input_ids=inputs.token_ids[None], position_ids=inputs.positions[None], use_cache=False
@@ -55,18 +55,18 @@ class ModuleTransformer:
 
 
 class _Output(BaseModelOutputWithPast):
-    """What layers of any kind return beside hidden states, none of which is asked for."""
+    """Output of layers with the optional fields that heads may read, all None."""
 
     cross_attentions = None
     router_logits = None
 
 
 class _Given(nn.Module):
-    """Stands for layers: what they are given are hidden states already."""
+    """Replacement of a model's layers that returns the given hidden states."""
 
     @property
     def decoder(self) -> nn.Module:
-        """What OPT calls of its layers."""
+        """The replacement itself. OPT names its layers ``decoder``."""
         return self
 
     def forward(self, *unused: Any, inputs_embeds: Tensor, **also_unused: Any) -> _Output:
@@ -74,7 +74,7 @@ class _Given(nn.Module):
 
 
 class _Scores(nn.Module):
-    """The last product of a model, whose results stay in fp32."""
+    """The last product of a model, with results in fp32."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class _Scores(nn.Module):
 
 
 class _Step:
-    """One step's pass through the layers."""
+    """One step's pass through the layers. ``_number`` is the next layer's number."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class _Step:
         self._caches = caches
         self._attention = attention
         self._on_layer = on_layer
-        self._number = 0  # of the next layer
+        self._number = 0
 
     def attend(self, call: Attended) -> Tensor:
         number, self._number = self._number, self._number + 1
