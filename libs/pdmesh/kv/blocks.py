@@ -1,4 +1,4 @@
-"""An instance's KV blocks: free, in block tables, kept for later ones, or quarantined while a copy may touch them."""
+"""An instance's KV blocks: free, in block tables, cached for later tables, or quarantined during a copy."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from pdmesh.errors import PdmeshError
 
 
 class OutOfBlocks(PdmeshError):
-    """The pool has fewer free blocks than asked for: the scheduler miscounted, or blocks are quarantined."""
+    """Too few free blocks in the pool: the scheduler miscounted, or blocks are quarantined."""
 
 
 class BlockGuard(Protocol):
-    """A copy of blocks that may be somebody else's by now: nobody writes there before it has ended."""
+    """A copy of blocks that may belong to another request by now. No writer may touch them before it has ended."""
 
     @property
     def has_ended(self) -> bool: ...
 
     def wait(self) -> None:
-        """Return when it has ended. Any thread but the event loop's."""
+        """Wait until the copy has ended. Any thread but the event loop's."""
         ...
 
 
 class BlockPool:
-    """Hands out the ids of ``num_blocks`` blocks, in contiguous runs where it can. Used from one thread.
+    """Allocator of ``num_blocks`` block ids, in contiguous runs where possible. Used from one thread.
 
-    A block may be in several tables: it is held until each of them has freed it, and then stays if it is to be *kept*.
-    `pinned` marks blocks that a copy on another thread touches; blocks freed meanwhile are quarantined until it ends.
+    A block may be in several tables. It is *held* until each of them has freed it, and is *kept* afterwards if `keep`
+    was called for it. `pinned` marks blocks that a copy on another thread touches; blocks freed meanwhile are
+    *quarantined* until the copy ends. ``on_free`` is called with each block that becomes free.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._num_free = num_blocks
-        self._runs = [(0, num_blocks)] if num_blocks else []  # free runs (start, end), ascending, never adjacent
-        self._references: dict[int, int] = {}  # of held blocks: in how many tables each is
-        self._kept: set[int] = set()  # of these and others: stay here when no table has them
-        self._num_kept = 0  # of these: in no table
+        self._runs = [(0, num_blocks)] if num_blocks else []  # free (start, end), ascending, never adjacent
+        self._references: dict[int, int] = {}  # number of tables of each held block
+        self._kept: set[int] = set()
+        self._num_kept = 0  # kept blocks in no table
         self._quarantined: dict[int, _Release] = {}
         self._pins: Counter[int] = Counter()
         self._guards: dict[int, list[BlockGuard]] = {}
-        self.on_free: Callable[[int], object] = _ignore  # told of each block that becomes free
+        self.on_free: Callable[[int], object] = _ignore
 
     @property
     def num_blocks(self) -> int:
@@ -60,17 +61,17 @@ class BlockPool:
 
     @property
     def num_kept(self) -> int:
-        """Blocks that are in no table, and kept."""
+        """Number of kept blocks that are in no table."""
         return self._num_kept
 
     @property
     def kept(self) -> AbstractSet[int]:
-        """All blocks that are to stay when no table has them."""
+        """All kept blocks, in tables or not."""
         return self._kept
 
     @property
     def references(self) -> Mapping[int, int]:
-        """Number of tables that each held block is in."""
+        """Number of tables of each held block."""
         return self._references
 
     @property
@@ -103,7 +104,7 @@ class BlockPool:
         return block_ids
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Put held or kept blocks into one more table. Nobody writes into them any more."""
+        """Add held or kept blocks to one more table. From now on no request may write into them."""
         self._check_held(block_ids, or_kept=True)
         for block_id in block_ids:
             num_tables = self._references.get(block_id, 0)
@@ -111,13 +112,13 @@ class BlockPool:
             self._references[block_id] = num_tables + 1
 
     def keep(self, block_ids: Sequence[int]) -> None:
-        """Let held blocks stay once no table has them, until `drop`. Nobody writes into them any more."""
+        """Keep held blocks until `drop`, even if no table has them. From now on no request may write into them."""
         self._check_held(block_ids)
         assert self._kept.isdisjoint(block_ids), "a block is kept twice"
         self._kept.update(block_ids)
 
     def drop(self, block_ids: Sequence[int]) -> None:
-        """Keep blocks no longer: those in no table are given back, at once or when no copy touches them."""
+        """Keep blocks no longer. Blocks in no table become free, at once or when no copy touches them."""
         assert self._kept.issuperset(block_ids), "a block is dropped that is not kept"
         self._kept.difference_update(block_ids)
         for block_id in block_ids:
@@ -126,13 +127,13 @@ class BlockPool:
                 self._give_back(block_id, _Release(None))
 
     def is_shared(self, block_id: int) -> bool:
-        """Whether a held block is in other tables, too, or kept: then nobody may write into it."""
+        """Whether a held block is in several tables or kept, so that no request may write into it."""
         return block_id in self._kept or self._references[block_id] > 1
 
     def free(self, block_ids: Sequence[int], *, on_released: Callable[[], None] | None = None) -> None:
-        """Take held blocks out of one table; those that were in no other are given back.
+        """Remove held blocks from one table. Blocks in no other table become free unless they are kept.
 
-        ``on_released`` is called when the last of these is free: at once, unless one is pinned.
+        ``on_released`` is called when the last of them is free: at once, unless one is pinned.
         """
         self._check_held(block_ids)
         release = _Release(on_released)
@@ -148,12 +149,12 @@ class BlockPool:
         release.settle()
 
     def is_pinned(self, block_id: int) -> bool:
-        """Whether something off the event loop reads or writes a block."""
+        """Whether a block is read or written off the event loop."""
         return block_id in self._pins
 
     @contextmanager
     def pinned(self, block_ids: Sequence[int]) -> Iterator[None]:
-        """Blocks that something off the event loop reads or writes inside this block."""
+        """Return a context in which blocks are read or written off the event loop."""
         self._pins.update(block_ids)
         try:
             yield
@@ -162,12 +163,12 @@ class BlockPool:
                 self._unpin(block_id)
 
     def guard(self, block_ids: Iterable[int], guard: BlockGuard) -> None:
-        """Let nobody write into blocks before a copy has ended; they may be free, and allocated, all the same."""
+        """Let `guards_of` return ``guard`` for these blocks, whether they are freed and allocated or not."""
         for block_id in block_ids:
             self._guards.setdefault(block_id, []).append(guard)
 
     def unguard(self, block_ids: Iterable[int], guard: BlockGuard) -> None:
-        """Note that a copy has ended."""
+        """Remove a guard whose copy has ended."""
         for block_id in block_ids:
             guards = self._guards[block_id]
             guards.remove(guard)
@@ -175,14 +176,14 @@ class BlockPool:
                 del self._guards[block_id]
 
     def guards_of(self, block_ids: Iterable[int]) -> list[BlockGuard]:
-        """Return what is to be waited for before any of these is written."""
+        """Return the copies that must end before any of these blocks is written."""
         if not self._guards:
             return []
         found = {id(guard): guard for block_id in block_ids for guard in self._guards.get(block_id, ())}
         return [guard for guard in found.values() if not guard.has_ended]
 
     def check_integrity(self) -> None:
-        """``free + held + kept + quarantined = total``, and no block is in two of them."""
+        """Raise AssertionError unless ``free + held + kept + quarantined = total`` without overlap."""
         num_free = sum(end - start for start, end in self._runs)
         idle = self._kept - self._references.keys()
         used = f"{self.num_held} held + {len(idle)} kept + {self.num_quarantined} quarantined"
@@ -211,7 +212,7 @@ class BlockPool:
         assert not unheld, f"blocks {unheld} are named but not held"
 
     def _give_back(self, block_id: int, release: _Release) -> None:
-        """A block is of no use any more: it is free, or will be when no copy touches it."""
+        """Free a block, now or when no copy touches it."""
         if block_id in self._pins:
             self._quarantined[block_id] = release
             release.num_pinned += 1
@@ -246,7 +247,7 @@ def _ignore(block_id: int) -> None:
 
 
 class _Release:
-    """Blocks freed together, some of which are still pinned."""
+    """Blocks freed together. Some of them are still pinned."""
 
     def __init__(self, on_released: Callable[[], None] | None) -> None:
         self.num_pinned = 0

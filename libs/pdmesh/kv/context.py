@@ -1,4 +1,4 @@
-"""What the parts that move KV out of one instance, or into it, have in common: means, and messages to peers."""
+"""The objects that the parts of a `pdmesh.kv.mover.KvMover` share, and messages to peers."""
 
 from __future__ import annotations
 
@@ -38,19 +38,24 @@ class TransferSide(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class KvContext(Means):
-    """The means that the parts of a `pdmesh.kv.mover.KvMover` share. Event loop only."""
+    """The objects that the parts of a `pdmesh.kv.mover.KvMover` share. Event loop only.
+
+    ``call_soon`` makes a call on the event loop, from any thread, without waiting for the result. ``peer_reads`` is
+    None unless instances read each other's caches. ``dropped`` counts pieces by reason. ``num_asked_again`` counts
+    unusable pieces that were requested again.
+    """
 
     config: TransferConfig
     tasks: anyio.abc.TaskGroup
-    call_soon: Callable[[Callable[[], object]], object]  # from any thread, without waiting for the result
+    call_soon: Callable[[Callable[[], object]], object]
     clock: Callable[[], float]
     on_outcome: OnOutcome
-    peer_reads: PeerReads | None = None  # if instances read each other's caches
-    dropped: Counter[str] = field(default_factory=Counter[str])  # pieces, by the reason
-    num_asked_again: int = 0  # of those damaged
+    peer_reads: PeerReads | None = None
+    dropped: Counter[str] = field(default_factory=Counter[str])
+    num_asked_again: int = 0
 
     def writer(self, block_ids: Sequence[int] = ()) -> PieceWriter:
-        """Return a writer of a request's pieces; until closed, peers that can may read its blocks, if there are any."""
+        """Return a writer of a request's pieces. Peers may read ``block_ids``, if any are given, until it is closed."""
         peer_reads = self.peer_reads if block_ids else None
         window = None if peer_reads is None else peer_reads.begin()
         if peer_reads is None or window is None:
@@ -62,29 +67,29 @@ class KvContext(Means):
         piece.release()
 
     def settle(self, piece: ReceivedPiece, fault: str | None) -> None:
-        """Release a piece, and count it as dropped if it had a fault."""
+        """Release a piece, and count it as dropped if it has a fault."""
         if fault is None:
             piece.release()
         else:
             self.drop(piece, fault)
 
     def failed(self, transfer: TransferSide, reason: str, *, sending: bool) -> None:
-        """Report that one side of a transfer has failed."""
+        """Log and report that one side of a transfer has failed."""
         request_id, epoch = transfer.request_id, transfer.epoch
         log.warning("kv transfer failed", request_id=request_id, epoch=epoch, sending=sending, reason=reason)
         self.on_outcome(FailedTransfer(request_id=request_id, epoch=epoch, sending=sending, reason=reason))
 
     def admit(self, address: bytes) -> None:
-        """Accept messages from a peer that the scheduler names."""
+        """Accept messages from a peer that the scheduler names. Log an invalid address."""
         try:
             self.transport.admit(address)
-        except KvTransferError as error:  # then nothing comes from there, and sending there fails
+        except KvTransferError as error:
             log.warning("the scheduler sent an invalid peer address", reason=str(error))
 
     async def tell(self, kind: PieceKind, transfer: TransferSide, address: bytes, *, destination: int) -> None:
         """Send a piece without payload about a transfer. If that fails, the peer's own time limits end its side.
 
-        LANDED comes once for each transfer that the peer has sent, so it is a notice.
+        A LANDED piece is sent as a notice, because there is one for each transfer that the peer has sent.
         """
         request_id, epoch = transfer.request_id, transfer.epoch
         header = PieceHeader(
@@ -103,7 +108,7 @@ class KvContext(Means):
 
 
 def mismatch(transfer: TransferSide, header: PieceHeader) -> str | None:
-    """Return why a piece does not belong to a transfer of its request; None if it does."""
+    """Return the reason if a piece does not belong to a transfer of its request; None if it does."""
     if header.epoch != transfer.epoch:
         return "epoch"
     if header.capability != transfer.capability:

@@ -1,8 +1,8 @@
-"""Where the KV of layers with a window lies: in *frames*, of which there are fewer than blocks.
+"""Places of KV in layers with a window: *frames*. There are fewer frames than blocks.
 
-A block is the same tokens in all layers. In layers that see everything its KV lies at the block's own number. In layers
-with a window it lies in a frame, as long as somebody may see it, and else nowhere. So requests, books and transfers go
-on naming blocks, and what falls behind a window gives back its frame alone.
+A block is the same tokens in all layers. In layers without a window its KV is in the page with the block's own number.
+In layers with a window its KV is in a frame while some request may see it, and else is gone. So requests, ledgers and
+transfers name blocks only, and a block outside the window frees just its frame.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pdmesh.kv.blocks import BlockPool
 
 
 class OutOfFrames(PdmeshError):
-    """More blocks are to be seen at once in layers with a window than there is memory for."""
+    """Too few frames: more blocks must be visible at once in layers with a window than there is memory for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FrameMap:
-    """The frame of each block. One more frame, the last, is always zeros: it stands for blocks that have none."""
+    """The frame of each block. One more frame, the last, is always zeros: it stands for blocks without a frame."""
 
     num_frames: int
     of_block: npt.NDArray[np.int64]
 
     @classmethod
     def shared_out(cls, num_blocks: int, num_frames: int) -> FrameMap:
-        """Return a map in which each block has a frame, for who has no more blocks at once than there are frames."""
+        """Return a map in which each block has a frame, for a user of at most ``num_frames`` blocks at once."""
         return cls(num_frames, np.arange(num_blocks, dtype=np.int64) % num_frames)
 
     @property
@@ -41,11 +41,12 @@ class FrameMap:
 
 
 class WindowFrames:
-    """Gives blocks their frames, and takes them back. Event loop only; steps and copies read the map meanwhile.
+    """Allocator of frames for blocks. Event loop only; steps and copies read the map meanwhile.
 
-    A table *holds* the frames of blocks that it may come to see. What no table holds is free, unless the block is kept:
-    then its frame stays until another block needs it. Those that fell behind a window go first, then those in front of
-    which a request ended, or began, the longest unused first.
+    A table *holds* the frames of blocks that it may come to see. A frame that no table holds is free, unless its block
+    is kept: then the frame stays until another block needs it. Blocks that fell behind a window lose their frames
+    first; blocks that a request ended or began behind (*resumable* ones) follow. In each class the longest unused go
+    first.
     """
 
     def __init__(self, pool: BlockPool, frames: FrameMap) -> None:
@@ -53,8 +54,8 @@ class WindowFrames:
         self._map = frames
         frames.of_block.fill(frames.zeros)
         self._free = list(reversed(range(frames.num_frames)))
-        self._holders: dict[int, int] = {}  # of blocks: in how many tables
-        self._passed: dict[int, None] = {}  # blocks with a frame that no table holds, those passed longest ago first
+        self._holders: dict[int, int] = {}  # number of tables that hold its frame
+        self._passed: dict[int, None] = {}  # longest unused first
         self._resumable: dict[int, None] = {}
         pool.on_free = self._drop
 
@@ -64,25 +65,25 @@ class WindowFrames:
 
     @property
     def num_available(self) -> int:
-        """Frames that can be given: those of blocks that nobody holds among them."""
+        """Number of frames that can be allocated: free ones, and frames that no table holds."""
         return len(self._free) + len(self._passed) + len(self._resumable)
 
     @property
     def num_free(self) -> int:
-        """Frames of no block."""
+        """Number of frames without a block."""
         return len(self._free)
 
     @property
     def num_held(self) -> int:
-        """Blocks whose frames tables hold."""
+        """Number of blocks whose frames tables hold."""
         return len(self._holders)
 
     def has_all(self, block_ids: Sequence[int]) -> bool:
-        """Whether all of these have a frame."""
+        """Whether all of these blocks have a frame."""
         return all(self._has(block_id) for block_id in block_ids)
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Hold blocks for one more table; those without a frame get one. Raises OutOfFrames, and changes nothing."""
+        """Hold blocks for one more table; allocate missing frames. Raises OutOfFrames, and changes nothing."""
         num_missing = sum(not self._has(block_id) for block_id in block_ids)
         victims = self._victims(num_missing - len(self._free), besides=set(block_ids))
         if num_missing > len(self._free) + len(victims):
@@ -101,7 +102,11 @@ class WindowFrames:
                 self._map.of_block[block_id] = self._free.pop()
 
     def let_go(self, block_ids: Sequence[int], *, resumable: bool = False) -> None:
-        """Hold blocks for one table less. Kept ones stay seen as long as there is room, ``resumable`` ones longer."""
+        """Hold blocks for one table less.
+
+        Frames that no table holds become free, unless their blocks are kept or pinned. Frames of kept blocks stay as
+        long as there is room, and longer for ``resumable`` blocks.
+        """
         for block_id in block_ids:
             self._holders[block_id] -= 1
             if self._holders[block_id]:
@@ -115,7 +120,7 @@ class WindowFrames:
                 self._passed[block_id] = None
 
     def check_integrity(self, held: Collection[int]) -> None:
-        """``held + idle + free = all``, each frame is one block's, and nothing has one but what is in use."""
+        """Raise AssertionError unless ``held + idle + free = all``, and each frame is one used block's."""
         numbers = f"{self.num_held} held + {self.num_available} to be had of {self.num_frames} frames"
         idle = self._passed.keys() | self._resumable.keys()
         placed = {
@@ -136,7 +141,7 @@ class WindowFrames:
         return bool(self._map.of_block[block_id] != self._map.zeros)
 
     def _victims(self, num_blocks: int, besides: Set[int]) -> list[int]:
-        """Return so many blocks whose frames can be taken, or all of them."""
+        """Return ``num_blocks`` blocks whose frames can be taken, or all such blocks if there are fewer."""
         idle = chain(self._passed, self._resumable)
         return list(islice((each for each in idle if self._can_lose(each, besides)), max(0, num_blocks)))
 
@@ -144,7 +149,7 @@ class WindowFrames:
         return block_id not in besides and not self._pool.is_pinned(block_id)
 
     def _drop(self, block_id: int) -> None:
-        """Take a block's frame away, if it has one."""
+        """Free a block's frame, if it has one."""
         assert block_id not in self._holders, f"block {block_id} is free, and somebody sees it"
         self._passed.pop(block_id, None)
         self._resumable.pop(block_id, None)

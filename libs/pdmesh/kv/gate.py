@@ -1,8 +1,8 @@
-"""Where a step waits, before a layer's attention, for KV before it: other instances compute it, or it is loaded.
+"""Gates: where a step waits, before a layer's attention, for earlier KV that is computed elsewhere or loaded.
 
-The engine's thread waits. Pages are brought by it and by the event loop (`pdmesh.kv.ledger`), and the event loop aborts
-waits. A thread that changes what a waiting thread looks at calls `Wakeup.ring` afterwards, and the waiting thread looks
-under the wakeup's lock before it sleeps, so no wake-up is lost.
+The engine's thread waits. Pages are added by that thread and by the event loop (`pdmesh.kv.ledger`), and the event loop
+aborts waits. A thread that changes the awaited state calls `Wakeup.ring` afterwards. The waiting thread looks under the
+wakeup's lock before it sleeps, so no wake-up is lost.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pdmesh.kv.ledger import PageLedger
 
 
 class Wakeup:
-    """Wakes the threads of an instance where they wait, above all the engine's. Any thread may ring."""
+    """Wakes waiting threads of an instance, above all the engine's. Any thread may ring."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        """Return the lock that a thread holds from its last look until it sleeps."""
+        """The lock that a thread holds from its last look until it sleeps."""
         return self._condition
 
     def ring(self) -> None:
-        """Make the waiting thread look again, because something has changed."""
+        """Make the waiting threads look again, because the state has changed."""
         with self._condition:
             self._condition.notify_all()
 
@@ -39,55 +39,58 @@ class Wakeup:
 
 
 class Urgent(NamedTuple):
-    """What a waiting thread does instead of idling. Both methods are called on that thread."""
+    """Work for a waiting thread. Both functions are called on that thread.
 
-    waits: Callable[[], bool]  # whether there is something; cheap, called under the wakeup's lock
+    ``waits`` returns whether there is work; it is cheap, and is called under the wakeup's lock. ``run`` does the work.
+    """
+
+    waits: Callable[[], bool]
     run: Callable[[], object]
 
 
 class Progress:
-    """When something last came that gates wait for."""
+    """The last time at which KV came that gates wait for."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.last_s = clock()
 
     def came(self) -> None:
-        """Note that something comes just now. Any thread."""
+        """Note that KV comes now. Any thread."""
         self.last_s = self.clock()
 
 
 class Gate(ABC):
-    """Lets a step pass once the KV before it is here, which others bring.
+    """Lets a step pass once earlier KV is here, which other instances or threads bring.
 
-    A waiting thread is woken by every abort, and by what completes that for which it waits. If there was no
-    ``progress`` for ``no_progress_s``, the wait itself aborts the gate.
+    A waiting thread is woken by every abort, and when its awaited blocks are complete. Without ``progress`` for
+    ``no_progress_s``, the wait itself aborts the gate.
     """
 
     def __init__(self, wakeup: Wakeup, progress: Progress, *, no_progress_s: float, source: str) -> None:
-        """``source`` says from where KV comes, for those who read why none did."""
+        """``source`` names where KV comes from, for the message if none came."""
         self._wakeup = wakeup
         self._progress = progress
         self._no_progress_s = no_progress_s
         self._source = source
         self._aborted: str | None = None
-        self._awaited: tuple[int, int] | None = None  # a layer, and how many of its first blocks
+        self._awaited: tuple[int, int] | None = None  # (layer, number of first blocks)
 
     @abstractmethod
     def _is_here(self, layer: int, num_blocks: int) -> bool:
-        """Whether the context's first ``num_blocks`` blocks are here in this layer. Under the wakeup's lock, or not."""
+        """Whether the context's first ``num_blocks`` blocks are here in this layer. The lock may be held."""
 
     def _is_given_up(self, plan_id: int) -> bool:
-        """Whether chunks of this plan are to end where they would wait. Under the wakeup's lock."""
+        """Whether chunks of this plan end instead of waiting. Called under the wakeup's lock."""
         return False
 
     @property
     def aborted(self) -> str | None:
-        """Why steps no longer wait; None as long as they do."""
+        """The reason why steps no longer wait; None as long as they do."""
         return self._aborted
 
     def abort(self, reason: str) -> None:
-        """End every wait, now and later, because nothing more will come. Any thread; the first reason counts."""
+        """End every wait, now and later, because nothing more will come. Any thread. Only the first reason counts."""
         with self._wakeup.lock:
             if self._aborted is None:
                 self._aborted = reason
@@ -96,8 +99,8 @@ class Gate(ABC):
     def wait(self, layer: int, num_blocks: int, urgent: Urgent, plan_id: int = 0) -> bool:
         """Wait until the context's first ``num_blocks`` blocks are here in this layer. The engine's thread.
 
-        Runs what is ``urgent`` meanwhile. Returns False if the blocks will not come: the gate was aborted (see
-        `aborted`), or this plan was given up.
+        ``urgent`` work runs meanwhile. Return False if the blocks will not come: the gate was aborted (see `aborted`),
+        or this plan's chunks end early.
         """
 
         def is_here() -> bool:
@@ -127,14 +130,14 @@ class Gate(ABC):
                 since_s = self._progress.clock()
 
     def _came(self, layers: range) -> None:
-        """Some KV of these layers is here now. Any thread."""
+        """Note that KV of these layers has come, and wake the waiting thread if its blocks are complete. Any thread."""
         self._progress.came()
         awaited = self._awaited
         if awaited is not None and awaited[0] in layers and self._is_here(*awaited):
             self._wakeup.ring()
 
     def _nothing_came(self, reason: str) -> None:
-        """Give up, after too long. The engine's thread."""
+        """Abort, because nothing came for too long. The engine's thread."""
         self.abort(reason)
 
     def _left_s(self, since_s: float) -> float:
@@ -142,12 +145,12 @@ class Gate(ABC):
 
 
 class GroupGate(Gate):
-    """Lets a step pass once the first blocks of a request are in a ledger: other members of its group compute them."""
+    """Lets a step pass once the first blocks of a request are in a ledger; other members of its group compute them."""
 
     def __init__(self, wakeup: Wakeup, ledger: PageLedger, *, no_progress_s: float, clock: Callable[[], float]) -> None:
         super().__init__(wakeup, Progress(clock), no_progress_s=no_progress_s, source="other members of the group")
         self._ledger = ledger
-        self._given_up_plan_id = -1  # plans up to this one do not wait
+        self._given_up_plan_id = -1
         ledger.on_here = self._came
 
     def _is_here(self, layer: int, num_blocks: int) -> bool:
@@ -157,7 +160,7 @@ class GroupGate(Gate):
         return plan_id <= self._given_up_plan_id
 
     def give_up(self, plan_id: int) -> None:
-        """Let chunks of plans up to this one end where they wait or would wait: what they wait for is planned anew."""
+        """End chunks of plans up to ``plan_id`` instead of waiting: their remaining tokens are planned anew."""
         with self._wakeup.lock:
             self._given_up_plan_id = max(self._given_up_plan_id, plan_id)
             self._wakeup.ring()

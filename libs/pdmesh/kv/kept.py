@@ -1,7 +1,7 @@
-"""KV that an instance keeps for requests to come: granules, by the hash of all tokens up to their end.
+"""KV that an instance caches for later requests: granules, by the hash of all tokens up to their end.
 
-The scheduling core says what is reused and what is given up: it knows of every granule that is kept here, because it is
-told of everything that makes one. What is here is nevertheless what counts.
+The scheduling core decides which granules are reused and evicted: every event that adds a granule here is reported to
+it. If the two disagree, this table counts.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from pdmesh.model import PrefixHash, PrefixHashes, blocks_of_granule
 
 
 class KeptGranules:
-    """Which blocks of a pool hold the KV of which granule. Event loop only.
+    """The blocks of each cached granule. Event loop only.
 
-    A granule's blocks are full, nobody writes into them, and whoever reuses it reuses all that is before it. Those used
-    longest ago come first, and of one chain the last: without its beginning the rest is of no use.
+    A granule's blocks are full, and no request writes into them. A request that reuses a granule reuses all granules
+    before it. The table's order is the order of eviction: longest unused first, and in one chain the last first,
+    because a granule is useless without the chain's beginning.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
-        self._num_blocks = blocks_of_granule(block_size)  # of each; 0 where nothing can be kept
+        self._num_blocks = blocks_of_granule(block_size)  # 0 if a granule is not whole blocks
         self._blocks: dict[PrefixHash, list[int]] = {}
-        self._before: dict[PrefixHash, PrefixHash | None] = {}  # granule before each in its chain
+        self._before: dict[PrefixHash, PrefixHash | None] = {}  # the granule before each in its chain
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -33,12 +34,12 @@ class KeptGranules:
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing can be kept: a granule is not whole blocks."""
+        """Whether nothing can be cached, because a granule is not whole blocks."""
         return self._num_blocks == 0
 
     @property
     def hashes(self) -> PrefixHashes:
-        """All of them, those used longest ago first."""
+        """All granules, longest unused first."""
         return tuple(self._blocks)
 
     def blocks_of(self, granule: PrefixHash) -> list[int]:
@@ -46,11 +47,11 @@ class KeptGranules:
         return self._blocks.get(granule, [])
 
     def num_kept_of(self, prefix: Sequence[PrefixHash]) -> int:
-        """Return how many of a chain's first granules are here."""
+        """Return the number of a chain's first granules that are here."""
         return next((number for number, granule in enumerate(prefix) if granule not in self._blocks), len(prefix))
 
     def num_kept_in(self, block_table: list[int], prefix: Sequence[PrefixHash]) -> int:
-        """Return how many of a chain's first granules are here, and are a table's own first blocks."""
+        """Return the number of a chain's first granules whose blocks here are the table's own first blocks."""
         for number, granule in enumerate(prefix):
             own = block_table[number * self._num_blocks : (number + 1) * self._num_blocks]
             if self._blocks.get(granule) != own:
@@ -58,16 +59,16 @@ class KeptGranules:
         return len(prefix)
 
     def share(self, prefix: Sequence[PrefixHash]) -> list[int]:
-        """Put the blocks of granules that are all here into one more table; return them in order."""
+        """Add the blocks of these granules to one more table, and return them in order. All granules must be here."""
         block_ids = [block_id for granule in prefix for block_id in self._blocks[granule]]
         self._pool.share(block_ids)
         self._touch(prefix)
         return block_ids
 
     def keep(self, prefix: Sequence[PrefixHash], block_table: Sequence[int]) -> None:
-        """Keep all granules of a chain, whose KV the first blocks of a table hold.
+        """Cache all granules of a chain. The first blocks of ``block_table`` hold their KV.
 
-        Of one that is here already the other blocks are kept: equal KV that was computed twice is not merged.
+        A granule that is here already keeps its other blocks: equal KV that was computed twice is not merged.
         """
         if self._num_blocks == 0:
             return
@@ -80,7 +81,7 @@ class KeptGranules:
         self._touch(prefix)
 
     def drop(self, granules: Iterable[PrefixHash]) -> None:
-        """Give granules up; those that are not here are ignored."""
+        """Evict granules; absent ones are ignored."""
         for granule in granules:
             block_ids = self._blocks.pop(granule, None)
             if block_ids is not None:
@@ -88,14 +89,17 @@ class KeptGranules:
                 self._pool.drop(block_ids)
 
     def drop_headless(self) -> None:
-        """Drop granules without the beginning of their chains: a new scheduler would not know what to do with these."""
+        """Evict granules without the beginning of their chains, which a new scheduler could not use."""
         while headless := [
             each for each, before in self._before.items() if before is not None and before not in self._blocks
         ]:
             self.drop(headless)
 
     def make_room(self, num_blocks: int) -> bool:
-        """Give up the oldest that no request uses until so many blocks are free; whether any was."""
+        """Evict the longest unused granules that no request uses, until ``num_blocks`` blocks are free.
+
+        Return whether any granule was evicted. Fewer blocks may be free than asked for.
+        """
         dropped: list[PrefixHash] = []
         num_missing = num_blocks - self._pool.num_free
         for granule, block_ids in self._blocks.items():
@@ -108,7 +112,7 @@ class KeptGranules:
         return bool(dropped)
 
     def check_integrity(self) -> None:
-        """Each granule has whole blocks of its own, and no others are kept."""
+        """Raise AssertionError unless each granule has whole blocks of its own, and no others are kept."""
         blocks = [block_id for block_ids in self._blocks.values() for block_id in block_ids]
         numbers = f"{len(blocks)} blocks in {len(self._blocks)} granules"
         assert len(blocks) == len(self._blocks) * self._num_blocks, numbers

@@ -1,8 +1,8 @@
-"""The fixed header of a piece, and the checks that come before anything else in it is believed.
+"""The fixed header of a piece, and the checks that come before any of its fields is believed.
 
-Little-endian, 120 bytes, and a seal that only services of the mesh can make (`pdmesh.transport.seal`), so that a
-damaged or foreign header is told apart from a wrong one. The header is sent twice, because a receiver cannot ask again
-for a piece whose header it does not believe. What opens the payload is in the header.
+The header is little-endian: 120 bytes, and a seal that only services of the mesh can make (`pdmesh.transport.seal`).
+The seal tells a damaged or foreign header from one with wrong fields. The header is sent twice, because a receiver
+cannot ask again for a piece whose header it does not believe. The header contains the check that opens the payload.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.seal import CHECK_BYTES, SEAL_BYTES, MeshKey
 
-_MAGIC = b"pdK9"  # the digit is the version
+_MAGIC = b"pdK9"
 _FIELDS = struct.Struct(f"<4sB?HI16sQI2HI2I4HI{CHECK_BYTES}s3I")
 _COPY_BYTES = _FIELDS.size + SEAL_BYTES
 assert 2 * _COPY_BYTES <= HEADER_BYTES
@@ -28,22 +28,36 @@ NO_PART = KvPart(IndexRange(0, 0), IndexRange(0, 0), IndexRange(0, 0))
 
 
 class PieceKind(IntEnum):
-    """The kind of a message between two instances."""
+    """The kind of a message between two instances.
 
-    KV = 1  # blocks, in one layer or the same ones in several: all of one layer, then those of the next
-    COMMIT = 2  # source to destination, beside its last KV: what it sent, and the first token if it drew it
-    LANDED = 3  # destination to each source: everything is in place
-    ABORT = 4  # either way: the other side gave up
-    HELLO = 5  # one member of a prefill group to another: KV may be sent here
-    WELCOME = 6  # the same, in answer to it
-    TRANSCRIPT = 7  # of a move: bytes of what the request is, and has drawn
-    AGAIN = 8  # to the sender of KV: this part of it came damaged
-    PEER_READ = 9  # as KV, between instances on one host: where the blocks may be read (`pdmesh.kv.peer_reads`)
-    NO_PEER_READS = 10  # as AGAIN: this part cannot be read here; send it, and what follows, as bytes
-    QUERY = 12  # a home's question to a member of a context that is spread (`pdmesh.kv.parts`)
+    * KV: blocks, in one layer or the same ones in several: all blocks of a layer, then all blocks of the next.
+    * COMMIT: source to destination, beside its last KV: the part it sent, and the first token if it drew one.
+    * LANDED: destination to each source: everything is in place.
+    * ABORT: either way: the other side has ended the transfer.
+    * HELLO: member of a prefill group to another: KV may be sent here. WELCOME: the same, in answer to HELLO.
+    * TRANSCRIPT: for a move: bytes of the request's parameters and tokens.
+    * AGAIN: to the sender of KV: this part of the KV came damaged.
+    * PEER_READ: as KV, between instances on one host: where the blocks may be read (`pdmesh.kv.peer_reads`).
+    * NO_PEER_READS: as AGAIN: this part cannot be read here; send it, and later ones, as bytes.
+    * PROBE: without a request: tests whether a peer is reachable (`pdmesh.kv.probes`).
+    * QUERY: the owner of a spread context to a shard holder, which replies with ANSWER (`pdmesh.kv.parts`).
+    * TOKENS: the owner of a spread context to the instance that computes a lost range again.
+    """
+
+    KV = 1
+    COMMIT = 2
+    LANDED = 3
+    ABORT = 4
+    HELLO = 5
+    WELCOME = 6
+    TRANSCRIPT = 7
+    AGAIN = 8
+    PEER_READ = 9
+    NO_PEER_READS = 10
+    QUERY = 12
     ANSWER = 13
-    TOKENS = 14  # a home's, of a range that was lost, to who computes it again
-    PROBE = 11  # of no request: whether a peer is reached (`pdmesh.kv.probes`)
+    TOKENS = 14
+    PROBE = 11
 
 
 class KvDestination(NamedTuple):
@@ -54,35 +68,47 @@ class KvDestination(NamedTuple):
 
 
 class FirstToken(NamedTuple):
-    """The next token of a request, which a COMMIT brings."""
+    """The next token of a request and its output index, which a COMMIT brings."""
 
     token_id: int
     token_index: int
 
 
 class PieceHeader(NamedTuple):
-    """What a piece says about itself. Fields that its kind does not use are 0.
+    """The description of a piece. Fields that its kind does not use are 0.
 
     A tuple, because every piece makes several: a frozen dataclass takes 1 µs more to make and 2 to change.
+
+    * ``request_key``: `request_key`, or `pdmesh.kv.exchange.exchange_key` between members of a group.
+    * ``weights``: `weights_word` of the sender. KV of other weights is dropped.
+    * ``source``, ``destination``: indices among the transfer's sources and destinations, or among a group's members.
+    * ``num_members``: for KV between members of a group, and AGAIN: the number of members that the KV is sent to.
+    * ``chunk``: for QUERY and ANSWER the question's number; for COMMIT the first block in layers with a window.
+    * ``part``: for KV, PEER_READ and AGAIN the blocks and layers of the payload; for COMMIT the part that this source
+      sends. For TRANSCRIPT, TOKENS, QUERY and ANSWER, ``blocks`` is a range of bytes. For QUERY, ``layers`` is the
+      layer asked for.
+    * ``check``: opens the payload (`MeshKey.close_payload`).
+    * ``num_context_tokens``: for COMMIT tokens of the request's context; for QUERY and ANSWER the bytes of all pieces;
+      for TOKENS the number of the client's own prompt tokens.
+    * ``has_token``, ``token_id``, ``token_index``: for COMMIT the first token, if drawn here, and its output index.
     """
 
     kind: PieceKind
-    request_key: bytes  # see `request_key`; between members of a group `pdmesh.kv.exchange.exchange_key`
+    request_key: bytes
     epoch: Epoch
     capability: int
-    weights: int = 0  # `weights_word` of the sender's: KV of other weights is of no use
-    source: int = 0  # which of the transfer's sources and destinations, or of a group's members, this is between
+    weights: int = 0
+    source: int = 0
     destination: int = 0
-    num_members: int = 0  # KV between members of a group, and AGAIN: so many are sent it by the one that computed it
-    chunk: int = 0  # QUERY, ANSWER: the question's number; COMMIT: in layers with a window, the first block
-    part: KvPart = NO_PART  # KV, PEER_READ, AGAIN: what the payload is, or was; COMMIT: all that this source has sent;
-    # TRANSCRIPT, TOKENS, QUERY, ANSWER: ``blocks`` are bytes; QUERY: ``layers`` is the one that is asked for
+    num_members: int = 0
+    chunk: int = 0
+    part: KvPart = NO_PART
     payload_bytes: int = 0
-    check: bytes = NO_CHECK  # of the payload: `MeshKey.close_payload`
-    num_context_tokens: int = 0  # COMMIT: tokens of the request's context; QUERY, ANSWER: its bytes, in all pieces
-    has_token: bool = False  # COMMIT: this source drew the first token
+    check: bytes = NO_CHECK
+    num_context_tokens: int = 0
+    has_token: bool = False
     token_id: int = 0
-    token_index: int = 0  # its output index
+    token_index: int = 0
 
 
 def request_key(request_id: RequestId) -> bytes:
@@ -91,7 +117,7 @@ def request_key(request_id: RequestId) -> bytes:
 
 
 def weights_word(weights: str) -> int:
-    """Return 32 bits that stand for a weights identity; 0 for one that is not known."""
+    """Return 32 bits that stand for a weights identity; 0 for an unknown one."""
     if not weights:
         return 0
     return int.from_bytes(hashlib.blake2b(weights.encode(), digest_size=4, person=b"pdmesh weights").digest(), "little")
@@ -124,7 +150,7 @@ def pack_header(header: PieceHeader, out: memoryview, key: MeshKey) -> None:
 
 
 def unpack_header(data: memoryview | bytes, key: MeshKey) -> PieceHeader:
-    """Decode what `pack_header` wrote. Raises ProtocolError, and nothing else, for anything else."""
+    """Decode the result of `pack_header`. Raises ProtocolError, and no other error, for other bytes."""
     if len(data) < 2 * _COPY_BYTES:
         raise ProtocolError(f"a piece header of {len(data)} bytes")
     fields = key.open(data[:_COPY_BYTES]) or key.open(data[_COPY_BYTES : 2 * _COPY_BYTES])

@@ -1,4 +1,4 @@
-"""What the KV transfer needs to know of an engine: where its KV cache is, and how bytes get in and out."""
+"""The interface of an engine's KV cache to KV transfers: how bytes get in and out."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pdmesh.model import KvLayout
 class KvStore(Protocol):
     """An instance's paged KV cache, seen as bytes.
 
-    One (layer, block) piece is ``layout.block_bytes`` contiguous bytes: keys and values of ``block_size`` tokens,
-    shape ``(2, num_kv_heads, block_size, head_dim)``. Both copies block; the larger ones run off the event loop.
+    One (layer, block) page is ``layout.block_bytes`` contiguous bytes: keys and values of ``block_size`` tokens, shape
+    ``(2, num_kv_heads, block_size, head_dim)``. `gather` and `scatter` block; large copies run off the event loop.
     """
 
     @property
@@ -26,7 +26,7 @@ class KvStore(Protocol):
 
     @property
     def frames(self) -> FrameMap | None:
-        """Where blocks lie in layers with a window; None: all layers see everything, or hold it."""
+        """The frames of blocks in layers with a window. None if every block has a page in all layers."""
         ...
 
     @property
@@ -40,11 +40,11 @@ class KvStore(Protocol):
         ...
 
     def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
-        """Copy the pieces of ``block_ids``, in order, into ``out`` (exactly as many bytes)."""
+        """Copy the pages of ``block_ids``, in order, into ``out``, which has exactly their size."""
         ...
 
     def scatter(self, layer: int, block_ids: Sequence[int], data: memoryview) -> None:
-        """Copy ``data`` into the pieces of ``block_ids``, in order; they are there when it returns."""
+        """Copy ``data`` into the pages of ``block_ids``, in order. The copy is complete on return."""
         ...
 
     @property
@@ -60,12 +60,12 @@ class KvStore(Protocol):
         ...
 
     def serving(self, memory: Sequence[memoryview]) -> AbstractContextManager[None]:
-        """Enclose all use by a mover that copies pieces from and to ``memory``, which a device reaches directly."""
+        """Return a context that encloses all use by a mover. A device reaches the mover's ``memory`` directly."""
         ...
 
 
 class HostKvStore:
-    """The part of a store in host memory that concerns devices: whatever was computed is there."""
+    """The methods of a store in host memory that concern devices: all computed KV is there at once."""
 
     @property
     def frames(self) -> FrameMap | None:
@@ -73,14 +73,14 @@ class HostKvStore:
 
     @property
     def inline_copy_bytes(self) -> int:
-        # A MiB is copied and checked in 0.15 ms. On a thread beside the loop it took twice as long: the hop takes
-        # 60 µs, and the two then wait for each other's turns with the interpreter. 2 MiB in pieces of 64 KiB went at
-        # 1.2 GB/s, on a thread at 0.93 (two hosts on two cores, AMD EPYC Zen 5, 2026-11-28).
+        # A MiB is copied and checked in 0.15 ms. On another thread it took twice as long: the hop takes 60 µs, and the
+        # two threads then wait for each other at the interpreter's lock. 2 MiB in pieces of 64 KiB went at 1.2 GB/s,
+        # and on a thread at 0.93 (two hosts on two cores, AMD EPYC Zen 5, 2026-11-28).
         return 2 << 20
 
     @property
     def num_copy_threads(self) -> int:
-        return 2  # steps need the processor's cores
+        return 2
 
     @property
     def shared(self) -> SharedCache | None:

@@ -1,8 +1,8 @@
 """A request as it moves between instances: its sampling parameters, its gateway, and all its tokens so far.
 
 Little-endian: four bytes with the head's length, the head (a `Generation` without tokens, in msgpack), and the tokens
-that have KV, prompt and output, four bytes each. Prompt tokens that sampling does not look at are zeros, as they are
-where the request decodes.
+that have KV, prompt and output, four bytes each. Prompt tokens that sampling does not look at are zeros, as they are at
+the decode instance.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _DECODER = msgspec.msgpack.Decoder(Generation)
 
 
 def pack_transcript(generation: Generation, token_ids: array.array[int]) -> bytes:
-    """Return the transcript with these tokens; more can be appended as `pack_token_ids` gives them."""
+    """Return the transcript with these tokens. More tokens can be appended as `pack_token_ids` packs them."""
     head = msgspec.msgpack.encode(msgspec.structs.replace(generation, token_ids=b""))
     return len(head).to_bytes(4, "little") + head + pack_token_ids(token_ids)
 
 
 def is_complete(transcript: bytes | bytearray, num_tokens: int) -> bool:
-    """Whether a transcript ends with its ``num_tokens``-th token."""
+    """Whether a transcript has its head and exactly ``num_tokens`` tokens."""
     return len(transcript) > 4 and len(transcript) == 4 + int.from_bytes(transcript[:4], "little") + 4 * num_tokens
 
 
 def unpack_transcript(transcript: bytes) -> tuple[Generation, array.array[int]]:
-    """Decode what `pack_transcript` returned. Raises ProtocolError, and nothing else, for anything else."""
+    """Decode the result of `pack_transcript`. Raises ProtocolError, and no other error, for other bytes."""
     end = 4 + int.from_bytes(transcript[:4], "little")
     if not 4 <= end <= len(transcript):
         raise ProtocolError(f"a transcript of {len(transcript)} bytes, with a head of {end - 4}")

@@ -1,4 +1,4 @@
-"""Copies between the cache and the offload tier: on threads of their own, in an order that keeps them right."""
+"""Copies between the cache and the offload tier, on separate threads, in an order that keeps them correct."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pdmesh.kv.blocks import BlockGuard
 from pdmesh.kv.gate import Gate, Progress, Wakeup
 from pdmesh.threads import CallThread
 
-#: How long a thread is waited for that does not come back from the disk.
+#: Time limit for the end of a thread that waits for the disk.
 _END_S = 5.0
 
 
 class TierCopy:
-    """One copy. Whoever writes what it reads, or writes, waits for it first."""
+    """A copy between the cache and the tier. Wait for its end before writing blocks that it reads or writes."""
 
     def __init__(self, run: Callable[[], object], after: Sequence[BlockGuard], wakeup: Wakeup) -> None:
-        """``run`` is called once all ``after`` which it comes have ended; these were begun before.
+        """``run`` is called once all of ``after`` have ended, which are copies that began earlier.
 
-        ``wakeup`` wakes who waits for it.
+        ``wakeup`` wakes the threads that wait for the copy.
         """
         self.error: Exception | None = None
         self.after = after
@@ -35,13 +35,13 @@ class TierCopy:
         return self._is_over and not self._writing.locked()
 
     def wait(self) -> None:
-        """Return when it has ended. Any thread but the event loop's."""
+        """Wait until the copy has ended. Any thread but the event loop's."""
         self._wakeup.wait_for(lambda: self._is_over, threading.TIMEOUT_MAX)
         with self._writing:
             pass
 
     def write(self, call: Callable[[], object]) -> bool:
-        """Call what writes into blocks, as long as it has not ended: False if it has, and nothing was written."""
+        """Call ``call``, which writes into blocks, unless the copy has ended. Return whether it was called."""
         with self._writing:
             if self._is_over:
                 return False
@@ -49,13 +49,13 @@ class TierCopy:
             return True
 
     def end(self) -> None:
-        """Let it have ended, made or not: nothing is written any more. Any thread; does not wait for it."""
+        """End the copy, made or not: `write` does nothing from now on. Any thread; a running write is not awaited."""
         self.after = ()
         self._is_over = True
         self._wakeup.ring()
 
     def execute(self) -> None:
-        """Make it. An error is kept."""
+        """Make the copy, and end it. An exception is stored in ``error``."""
         try:
             for guard in self.after:
                 guard.wait()
@@ -67,7 +67,7 @@ class TierCopy:
 
 
 class CopyThread(CallThread):
-    """Makes copies one after the other, until it is left: what is in line by then is not made.
+    """A thread that makes copies one after the other. Copies still queued when it is left end without being made.
 
     ``call_soon`` runs a callback on the event loop, from any thread.
     """
@@ -84,7 +84,7 @@ class CopyThread(CallThread):
         await super().__aexit__(kind, error, trace)
 
     def make(self, copy: TierCopy, on_ended: Callable[[], object]) -> None:
-        """Make a copy in its turn; ``on_ended`` is called on the event loop after it."""
+        """Queue a copy. ``on_ended`` is called on the event loop after it was made."""
         self.put(partial(self._make, copy, on_ended))
 
     def _make(self, copy: TierCopy, on_ended: Callable[[], object]) -> None:
@@ -96,7 +96,7 @@ class CopyThread(CallThread):
 
 
 class KvLoad(Gate):
-    """KV of one request on its way from the tier, layer by layer. Once it is aborted, nothing is written any more."""
+    """KV of one request on its way from the tier, layer by layer. After an abort, nothing more is written."""
 
     def __init__(
         self,
@@ -110,13 +110,13 @@ class KvLoad(Gate):
     ) -> None:
         """``bring`` writes the layers in order, by `write`, and calls `loaded` after each.
 
-        ``progress`` is that of all loads, which come one after the other. ``wakeup`` wakes the engine's thread, on
-        which ``on_stuck`` is called if it waited in vain.
+        All loads share ``progress``, because they run one after the other. ``wakeup`` wakes the engine's thread, which
+        calls ``on_stuck`` if it waited in vain.
         """
         super().__init__(wakeup, progress, no_progress_s=no_progress_s, source="the offload tier")
         self._on_stuck = on_stuck
         self.copy = TierCopy(partial(bring, self), after, wakeup)
-        self._num_layers = 0  # that are here
+        self._num_layers = 0
 
     def _is_here(self, layer: int, num_blocks: int) -> bool:
         return self._num_layers > layer
@@ -130,11 +130,11 @@ class KvLoad(Gate):
         self._on_stuck(reason)
 
     def write(self, call: Callable[[], object]) -> bool:
-        """Call what writes some of it: False if it was aborted, and nothing was written."""
+        """Call ``call``, which writes some of the KV, unless the load was aborted. Return whether it was called."""
         self._progress.came()
         return self.copy.write(call)
 
     def loaded(self, num_layers: int) -> None:
-        """So many of the first layers are here."""
+        """Note that the first ``num_layers`` layers are here."""
         self._num_layers = num_layers
         self._came(range(num_layers))

@@ -1,9 +1,9 @@
-"""The part of an offload tier that is on a disk: one file without a name, encrypted with a key that only memory has.
+"""The part of an offload tier on a disk: one file without a name, encrypted with a key that only memory has.
 
-The file has no name, so nobody else can open it, no link can lead it elsewhere, and the system frees it when the
-process ends, however it does. What is found on the disk afterwards is of no use without the key. Each layer of a
-granule is sealed by AES-GCM together with the granule's hash, and under a number that is used once: a damaged layer, or
-one of another granule, or of an earlier use of its place, is told from a good one.
+Without a name, no other process can open the file, no link can redirect it, and the system frees it when the process
+ends, in whatever way. The remaining bytes on the disk are useless without the key. Each layer of a granule is sealed by
+AES-GCM together with the granule's hash, under a number that is used once. So a damaged layer, a layer of another
+granule, and a layer of an earlier use of the slot are all detected.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ _MODE = 0o600
 
 
 class DamagedGranule(PdmeshError):
-    """What the disk returned is not what was written."""
+    """A granule read from the disk that differs from the written one."""
 
 
 class DiskSlots:
-    """Places for ``num_slots`` granules of so many layers of so many bytes. Any thread, for different slots at once."""
+    """Slots for ``num_slots`` granules of ``num_layers`` layers of ``layer_bytes`` bytes each.
+
+    Any thread may read and write, different slots at once.
+    """
 
     def __init__(self, directory: Path, num_slots: int, num_layers: int, layer_bytes: int) -> None:
         """Raises ConfigError if no file can be made in ``directory``."""
@@ -37,7 +40,7 @@ class DiskSlots:
         self._layer_bytes = layer_bytes
         self._cipher = AESGCM(os.urandom(32))
         self._num_writes = 0
-        self._written: dict[int, int] = {}  # the number of what was written last, by slot
+        self._written: dict[int, int] = {}  # the last write's number, by slot
         try:
             self._file = _open_unnamed(directory)
         except OSError as error:
@@ -48,20 +51,20 @@ class DiskSlots:
 
     @staticmethod
     def granule_bytes(num_layers: int, layer_bytes: int) -> int:
-        """Return what a granule takes on the disk."""
+        """Return the number of bytes of a granule on the disk."""
         return num_layers * (layer_bytes + _TAG_BYTES)
 
     def close(self) -> None:
         os.close(self._file)
 
     def number_write(self, slot: int) -> int:
-        """Return the number for what is about to be written into a slot. Event loop only."""
+        """Return a new number for the next write into a slot. Event loop only."""
         self._num_writes += 1
         self._written[slot] = self._num_writes
         return self._num_writes
 
     def number_of(self, slot: int) -> int:
-        """Return the number of what was written into a slot last. Event loop only."""
+        """Return the number of the last write into a slot. Event loop only."""
         return self._written[slot]
 
     def write(self, slot: int, number: int, granule: PrefixHash, layers: Sequence[memoryview]) -> None:
@@ -96,16 +99,16 @@ class DiskSlots:
 
 
 def _nonce(number: int, layer: int) -> bytes:
-    """Return what is used once: no two writes have a number."""
+    """Return the nonce of a layer. Each is used once, because no two writes have the same number."""
     return number.to_bytes(8, "little") + layer.to_bytes(4, "little")
 
 
 def _open_unnamed(directory: Path) -> int:
-    """Return a new file in ``directory`` that has no name, for its owner alone."""
+    """Open a new file in ``directory`` without a name, readable by its owner only. Return its descriptor."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, _MODE)
-    except (OSError, AttributeError):  # not every file system, or system, has such files
+    except (OSError, AttributeError):  # not every system or file system supports O_TMPFILE
         file, name = tempfile.mkstemp(prefix="pdmesh-kv-", dir=directory)
         os.unlink(name)
         return file

@@ -1,14 +1,14 @@
-"""What an instance's offload tier has, where each granule is, and the copies that bring them there and back.
+"""An instance's offload tier: its granules, where each is, and the copies that bring them there and back.
 
-A granule that is *offloaded* is copied into host memory at once. As long as its copy has not ended nobody writes into
-its blocks, whoever has them by then (`pdmesh.kv.blocks.BlockPool.guard`). From host memory those used longest ago go on
-to the disk, where there is one; a tier without host memory of its own has a little, through which they pass. A granule
-that is *loaded* comes layer by layer, from wherever it is, and stays in the tier.
+A granule that is *offloaded* is copied into host memory at once. Until its copy has ended no request writes into its
+blocks, even if they are allocated again (`pdmesh.kv.blocks.BlockPool.guard`). If there is a disk, the longest unused
+granules move from host memory to it. A tier without host memory of its own has a little, through which granules pass. A
+granule that is *loaded* comes layer by layer, from memory or disk, and stays in the tier.
 
-The scheduling core says what is offloaded, loaded and evicted. What the tier loses by itself (the disk is full, or was
-too slow; a granule is damaged) it tells of, and whoever waits for that is told that it does not come. A disk that does
-not answer at all (a file server that is gone) holds a step for a while; then all that the tier has is lost, and it
-takes nothing until the disk answers.
+The scheduling core decides which granules are offloaded, loaded and evicted. The tier reports granules that it loses
+(the disk is full or too slow, or a granule is damaged), and aborts the loads that wait for them. A disk that does not
+answer at all (a file server that is gone) holds a step for a while. Then all granules of the tier are lost, and it
+takes none until the disk answers.
 """
 
 from __future__ import annotations
@@ -35,22 +35,24 @@ from pdmesh.model import PrefixHash, PrefixHashes, blocks_of_granule
 
 log = structlog.get_logger()
 
-#: Host memory through which granules pass on their way to a disk, beside what the tier keeps there.
+#: Host memory through which granules pass on their way to a disk, beside the tier's own host memory.
 PASSING_BYTES = 256 << 20
 
-#: Places in host memory beyond those: some are given up while they are being read.
+#: Minimum number of extra slots in host memory: granules may be evicted while they are being read.
 _MIN_SPARE_SLOTS = 8
 
-#: So many granules are copied to measure how fast they come back, and that is assumed where it cannot be measured.
+#: Number of granules that are copied to measure the speed of loads.
 _MEASURED_GRANULES = 4
+
+#: Speed of loads that is assumed if it cannot be measured.
 UNMEASURED_BYTES_PER_S = 1e9
 
-#: A step waits so long for a tier from which nothing comes. Then the tier is given up, until something does.
+#: Time limit for a step's wait without progress. Then the tier is stuck until its disk answers.
 NO_PROGRESS_S = 5.0
 
 
 class OffloadCounters(NamedTuple):
-    """Totals since the start, and what is there."""
+    """Totals since the start, and the numbers of granules now in host memory and on the disk."""
 
     num_host_granules: int
     num_disk_granules: int
@@ -60,20 +62,27 @@ class OffloadCounters(NamedTuple):
 
 
 class _Entry:
-    """A granule of the tier: its place in host memory, on the disk, or for a while both."""
+    """A granule of the tier: its slot in host memory, on the disk, or for a while both.
+
+    ``is_on_disk`` is set once the whole granule is written. ``stored`` is the copy into host memory, while it runs.
+    ``num_copies`` counts the copies that use the slots, which are freed after the last one if the granule ``is_gone``.
+    """
 
     def __init__(self, granule: PrefixHash, host: int) -> None:
         self.granule = granule
         self.host: int | None = host
         self.disk: int | None = None
-        self.is_on_disk = False  # all of it
-        self.stored: TierCopy | None = None  # brings it into host memory
-        self.num_copies = 0  # that read or write it now
-        self.is_gone = False  # from the tier; its places are free once no copy uses them
+        self.is_on_disk = False
+        self.stored: TierCopy | None = None
+        self.num_copies = 0
+        self.is_gone = False
 
 
 class OffloadTier:
-    """The tier of one instance. Event loop only; `async with` runs its threads."""
+    """The offload tier of one instance. Event loop only; `async with` runs its threads.
+
+    ``is_stuck`` is set while the disk does not answer.
+    """
 
     def __init__(
         self,
@@ -88,7 +97,7 @@ class OffloadTier:
         call_soon: Callable[[Callable[[], object]], object],
         no_progress_s: float = NO_PROGRESS_S,
     ) -> None:
-        """``on_lost`` is told of granules that are gone unasked. Raises ConfigError if there can be no file."""
+        """``on_lost`` is called with granules that the tier loses. Raises ConfigError if its file cannot be made."""
         layout = store.layout
         self._store, self._pool, self._wakeup = store, pool, wakeup
         self._on_lost = on_lost
@@ -109,21 +118,21 @@ class OffloadTier:
         self._arena = mmap.mmap(-1, max(1, num_slots * self.granule_bytes))
         self._free_host = list(range(num_slots - 1, -1, -1))
         self._free_disk = list(range(num_disk - 1, -1, -1))
-        self._entries: OrderedDict[PrefixHash, _Entry] = OrderedDict()  # used longest ago first
-        self._in_host: OrderedDict[PrefixHash, _Entry] = OrderedDict()  # of these, in no place or on no way else
+        self._entries: OrderedDict[PrefixHash, _Entry] = OrderedDict()  # longest unused first
+        self._in_host: OrderedDict[PrefixHash, _Entry] = OrderedDict()  # granules in host memory only
         self._stores = CopyThread("kv-offload", call_soon)
         self._loads = CopyThread("kv-load", call_soon)
         self._writes = CopyThread("kv-disk", call_soon)
         self._num_bytes_offloaded = self._num_bytes_loaded = self._num_lost = 0
-        self._has_failed = False  # the disk, and that was said
-        self._progress = Progress(time.monotonic)  # of loads
-        self._loading: dict[KvLoad, Callable[[KvLoad], object]] = {}  # who is told as they end
-        self.is_stuck = False  # what is loaded: the disk does not answer
+        self._has_failed = False  # a loss was logged
+        self._progress = Progress(time.monotonic)
+        self._loading: dict[KvLoad, Callable[[KvLoad], object]] = {}  # running loads and their ``on_ended``
+        self.is_stuck = False
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             stack.callback(self._close_disk)
-            for thread in (self._writes, self._loads, self._stores):  # the last is left first: loads come after stores
+            for thread in (self._writes, self._loads, self._stores):  # the last is left first
                 await stack.enter_async_context(thread)
             self._stack = stack.pop_all()
         return self
@@ -144,7 +153,7 @@ class OffloadTier:
 
     @property
     def hashes(self) -> PrefixHashes:
-        """All that is here, or on its way, used longest ago first."""
+        """All granules that are here or being offloaded, longest unused first."""
         return tuple(self._entries)
 
     def __len__(self) -> int:
@@ -164,7 +173,7 @@ class OffloadTier:
         )
 
     def measure(self) -> float:
-        """Return how many bytes a second come back. Blocking, and before anything else uses tier or cache."""
+        """Measure and return the bytes per second of loads. Blocking. Call before any other use of tier and cache."""
         block_ids = range(self._layer_bytes // self._store.layout.block_bytes)
         if len(block_ids) > self._store.num_blocks:
             return UNMEASURED_BYTES_PER_S
@@ -182,7 +191,7 @@ class OffloadTier:
         began_s = 0.0
         for number in range(1 + _MEASURED_GRANULES):
             if number == 1:
-                began_s = time.perf_counter()  # the first touched the memory
+                began_s = time.perf_counter()  # the first copy touched the memory
             load = KvLoad(self._wakeup, self._progress, partial(self._scatter, [source]), no_progress_s=inf)
             load.copy.execute()
             if load.copy.error is not None:
@@ -194,12 +203,15 @@ class OffloadTier:
     # --- what the scheduler asks for ----------------------------------------------------------------------------------
 
     def offload(self, granule: PrefixHash, block_ids: Sequence[int]) -> bool:
-        """Take a granule that these blocks hold, which are about to be given up. False if there is no place for it."""
+        """Copy a granule from ``block_ids``, which will be freed, into the tier. Return False without a free slot.
+
+        A full tier evicts its longest unused granule and reports it as lost.
+        """
         if granule in self._entries:
             self.touch([granule])
             return True
         if len(self._entries) >= self.num_granules:
-            # The scheduler has heard of a loss after it had the granule offloaded again, and names it no more.
+            # The scheduler learned of a loss after it had the granule offloaded again, and no longer counts it.
             oldest = next(iter(self._entries))
             self.evict([oldest])
             self._on_lost((oldest,))
@@ -217,7 +229,7 @@ class OffloadTier:
         return True
 
     def evict(self, granules: Iterable[PrefixHash]) -> None:
-        """Give granules up; those that are not here are ignored."""
+        """Evict granules; absent ones are ignored."""
         for granule in granules:
             entry = self._entries.pop(granule, None)
             if entry is not None:
@@ -236,7 +248,10 @@ class OffloadTier:
     def load(
         self, granules: Sequence[PrefixHash], block_ids: Sequence[int], on_ended: Callable[[KvLoad], object]
     ) -> KvLoad:
-        """Bring granules, all of which are here, into blocks of a request; ``on_ended`` is called on the event loop."""
+        """Start to copy granules into blocks of a request, and return the load. All granules must be here.
+
+        ``on_ended`` is called on the event loop when the load has ended or failed.
+        """
         entries = [self._entries[granule] for granule in granules]
         self.touch(reversed(granules))
         size = len(block_ids) // len(granules)
@@ -266,7 +281,7 @@ class OffloadTier:
         return load
 
     def check_integrity(self) -> None:
-        """AssertionError names what does not balance."""
+        """Raise AssertionError, with the numbers, unless the slots balance."""
         assert len(self._entries) <= self.num_granules, f"{len(self._entries)} of {self.num_granules} granules"
         places = [entry.host for entry in self._entries.values() if entry.host is not None]
         assert len(set(places)) == len(places), "two granules are in one place"
@@ -278,14 +293,14 @@ class OffloadTier:
     # --- inside: places -----------------------------------------------------------------------------------------------
 
     def _layers(self, entry: _Entry) -> list[memoryview]:
-        """Return a granule's place in host memory, layer by layer."""
+        """Return a granule's slot in host memory, layer by layer."""
         assert entry.host is not None
         start, size = entry.host * self.granule_bytes, self._layer_bytes
         memory = memoryview(self._arena)
         return [memory[start + layer * size : start + (layer + 1) * size] for layer in range(self._num_layers)]
 
     def _settle(self, entry: _Entry) -> None:
-        """Free the places that a granule needs no more, if no copy uses them."""
+        """Free the slots that a granule no longer needs, unless a copy uses them."""
         if entry.num_copies:
             return
         if entry.host is not None and (entry.is_gone or entry.is_on_disk):
@@ -296,7 +311,7 @@ class OffloadTier:
             entry.disk = None
 
     def _lose(self, entries: Iterable[_Entry], reason: Exception | str) -> None:
-        """Give up what the tier cannot keep, and tell of it."""
+        """Evict granules that the tier cannot keep, and report them. The first loss is logged."""
         lost = tuple([entry.granule for entry in entries if not entry.is_gone])
         if lost:
             if not self._has_failed:
@@ -325,7 +340,7 @@ class OffloadTier:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """Let granules go on to the disk while more are in host memory than is kept there."""
+        """Copy the longest unused granules to the disk, as long as host memory has too many."""
         while self._disk is not None and len(self._in_host) > self._num_host and self._free_disk:
             _, entry = self._in_host.popitem(last=False)
             entry.disk = slot = self._free_disk.pop()
@@ -375,9 +390,9 @@ class OffloadTier:
         self._end(load)
 
     def _stuck(self, reason: str) -> None:
-        """Give up all that is here, and whoever waits for some of it: the thread that loads does not come back."""
+        """Lose all granules and abort all loads, because the thread that loads does not return from the disk."""
         if not self._loading or self.is_stuck:
-            return  # it came back meanwhile
+            return  # the thread has returned meanwhile
         self.is_stuck = True
         self._lose(list(self._entries.values()), reason)
         for load in list(self._loading):
@@ -385,19 +400,22 @@ class OffloadTier:
             self._end(load)
 
     def _end(self, load: KvLoad) -> None:
-        """Tell who waits for a load that it has ended, once."""
+        """Call a load's ``on_ended``, once."""
         on_ended = self._loading.pop(load, None)
         if on_ended is not None:
             on_ended(load)
 
 
 class _Source:
-    """Where a granule that is loaded comes from, and where it goes."""
+    """The slot that a granule is loaded from, and its destination ``block_ids``.
+
+    ``host`` holds the layers in host memory; None if the granule is only in slot ``disk``, by write ``number``.
+    """
 
     def __init__(self, entry: _Entry, host: Sequence[memoryview] | None, number: int, block_ids: Sequence[int]) -> None:
         self.entry = entry
-        self.host = host  # its layers; None: it is on the disk alone
+        self.host = host
         self.disk = entry.disk
-        self.number = number  # of what is written there
+        self.number = number
         self.block_ids = block_ids
         self.has_failed = False
