@@ -1,10 +1,10 @@
-"""What an instance's data address says: on which host it is, where its buffers lie, and UCX's own bytes.
+"""An instance's data address: its host, its buffers, and UCX's own bytes.
 
-UCX trusts a worker address blindly (a damaged one aborts the process), so ours are framed and checked::
+UCX trusts a worker address blindly (a damaged one aborts the process), so data addresses are framed and checked::
 
     magic "pdKV" | version u8 | host id 8 bytes | largest payload u32
     | pid u32 | name of its Unix socket 16 bytes
-    | send buffers: where the first begins u64, bytes from one to the next u64, how many u32
+    | send buffers: address of the first u64, bytes from one to the next u64, number u32
     | length u16 | UCX worker address (none if the instance stays inside its host) | xxh3_64 of all before
 """
 
@@ -29,14 +29,18 @@ _VERSION = 4
 
 
 class WorkerAddress(NamedTuple):
-    """The address at which an instance takes pieces, with the memory that peers on its host may read."""
+    """The address at which an instance takes pieces, with the memory that peers on its host may read.
+
+    ``max_payload_bytes`` is the capacity of a receive buffer. Peers on the same host connect to ``local_name``. The
+    ``num_buffers`` send buffers begin at ``memory_address``, ``buffer_stride`` bytes apart.
+    """
 
     host_id: bytes
-    max_payload_bytes: int  # what its receive buffers hold
+    max_payload_bytes: int
     pid: int
-    local_name: bytes  # where peers on the same host connect
-    memory_address: int  # of its send buffers, which peers on the same host may read
-    buffer_stride: int  # bytes of each of its buffers
+    local_name: bytes
+    memory_address: int
+    buffer_stride: int
     num_buffers: int
     worker: bytes
 
@@ -62,7 +66,7 @@ def host_id() -> bytes:
 
 
 def host_label() -> str:
-    """This host's name for people, and what tells it from others of the name: ``node-1/3fa2c1``."""
+    """Return this host's name for people, with a part that distinguishes hosts of one name: ``node-1/3fa2c1``."""
     return f"{socket.gethostname()}/{host_id().hex()[:6]}"
 
 
@@ -73,7 +77,7 @@ def pack_address(address: WorkerAddress) -> bytes:
 
 
 def unpack_address(data: bytes) -> WorkerAddress:
-    """Decode what `pack_address` returned. Raises KvTransferError for anything else."""
+    """Decode the result of `pack_address`. Raises KvTransferError for other bytes."""
     if len(data) < _FRAME.size + _CHECK.size:
         raise KvTransferError(f"not a data address: {len(data)} bytes are too few")
     magic, version, *facts, length = _FRAME.unpack_from(data)

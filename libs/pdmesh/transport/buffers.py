@@ -1,4 +1,4 @@
-"""Piece buffers that every transport uses: memory set aside once, lent, quarantined and given back."""
+"""Piece buffers of all transports: memory that is allocated once, lent, quarantined and returned."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from types import TracebackType
 
 import anyio
 
-#: Room for a piece's header (`pdmesh.kv.piece`), a multiple of the cache line.
+#: Size of a piece's header (`pdmesh.kv.piece`), a multiple of the cache line.
 HEADER_BYTES = 320
 
 
-#: Pieces may travel in one message, with so many bytes of payloads (a transport may have room for more) and so many
-#: pieces at most, because a message costs tens of µs of Python on each side whatever its size.
+#: Limits of a message of several pieces: its payload bytes (a transport may have room for more) and its pieces. Pieces
+#: share a message because each message costs tens of µs of Python on each side.
 MESSAGE_BYTES, MAX_PIECES = 1 << 19, 64
 
 
 class PieceBuffer:
-    """Room for one message of one piece, or of several, which arrive as if each had been sent alone.
+    """A buffer for one message of one or several pieces, which arrive as if each had been sent alone.
 
-    Each is a transport's own prefix, a header and a payload, one after the other. At most `MAX_PIECES` travel together,
-    with payloads of `KvTransport.message_limit` in all.
+    Each piece is a prefix of the transport, a header and a payload. At most `MAX_PIECES` are sent together, with
+    payloads of `KvTransport.message_limit` bytes in all. ``number`` is the buffer's index among the buffers allocated
+    together. ``address`` is where its memory begins.
     """
 
     __slots__ = (
@@ -38,25 +39,25 @@ class PieceBuffer:
     )
 
     def __init__(self, number: int, memory: memoryview, payload_bytes: int, prefix_bytes: int) -> None:
-        self.number = number  # its place among those allocated with it, one after the other
+        self.number = number
         self.memory = memory
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))  # where it begins
-        self._payload_bytes = payload_bytes  # of a piece, at most
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._payload_bytes = payload_bytes  # maximum of a piece
         self._prefix_bytes = prefix_bytes
         self.clear()
 
     def clear(self) -> None:
-        """Begin a message with its first piece."""
+        """Begin a new message with its first piece."""
         self._ended: list[tuple[int, int]] = []
         self._begin(0)
 
     def end_piece(self, payload_bytes: int) -> None:
-        """End the piece that ``header`` and ``payload`` were of, and begin another one behind it."""
+        """End the current piece, and move ``header`` and ``payload`` to the next one."""
         self._ended.append((self._start, payload_bytes))
         self._begin(self._start + self._prefix_bytes + HEADER_BYTES + payload_bytes)
 
     def pieces(self, payload_bytes: int) -> list[tuple[int, int]]:
-        """Return where each piece begins, and the bytes of its payload; ``payload_bytes`` are those of the last."""
+        """Return the start and the payload bytes of each piece. The last one has ``payload_bytes``."""
         return [*self._ended, (self._start, payload_bytes)]
 
     def _begin(self, start: int) -> None:
@@ -72,7 +73,7 @@ def allocate_buffers(
 ) -> list[PieceBuffer]:
     """Allocate buffers of whole pages in one mapping. A page takes memory once it is used.
 
-    Each holds a piece with a payload of so many bytes, or `MAX_PIECES` whose payloads have ``message_bytes`` together.
+    Each holds a piece with a payload of ``payload_bytes``, or `MAX_PIECES` pieces with ``message_bytes`` of payloads.
 
     Huge pages, if the system has them, save a sixth of the time of a copy between processes (measured).
     """
@@ -81,7 +82,7 @@ def allocate_buffers(
     stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     arena = mmap.mmap(-1, num_buffers * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # unsupported by the kernel
             arena.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(arena)
     memories = [view[start : start + stride] for start in range(0, num_buffers * stride, stride)]
@@ -104,7 +105,7 @@ class SendPool:
     async def take(self) -> PieceBuffer:
         """Wait for a free buffer."""
         try:
-            self._num_free.acquire_nowait()  # costs a tenth of what waiting for nothing does
+            self._num_free.acquire_nowait()  # takes a tenth of the time of `acquire`
         except anyio.WouldBlock:
             await self._num_free.acquire()
         buffer = self._free.pop()
@@ -113,13 +114,13 @@ class SendPool:
         return buffer
 
     def put_back(self, buffer: PieceBuffer) -> None:
-        """Take back a buffer whose lease has ended, unless it is quarantined."""
+        """Return a buffer whose lease has ended, unless it is quarantined."""
         self._lent.remove(buffer)
         if buffer not in self._quarantined:
             self._give_back(buffer)
 
     def quarantine(self, buffer: PieceBuffer) -> None:
-        """Keep a lent buffer from being lent again until `unquarantine`."""
+        """Keep a buffer from being lent again until `unquarantine`."""
         self._quarantined.add(buffer)
 
     def unquarantine(self, buffer: PieceBuffer) -> None:
@@ -146,7 +147,7 @@ class SendPool:
 
 
 class Lease:
-    """A send buffer lent for the length of a block. It is a class, not a generator, because every piece needs one."""
+    """A context that lends a send buffer. A class is faster than a generator, and every piece needs one."""
 
     __slots__ = ("_buffer", "_pool")
 

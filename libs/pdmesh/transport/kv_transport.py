@@ -1,8 +1,8 @@
-"""The data plane's seam: how bytes of KV get from one instance to another.
+"""The interface of the data plane: how bytes of KV get from one instance to another.
 
 A transport knows nothing of requests or blocks. It moves *pieces*: a fixed-size header (`pdmesh.kv.piece`) and a
-payload no larger than ``max_payload_bytes``. Receive buffers exist before anything arrives; a length on the wire never
-allocates. `ucx`, the tests' transport and any later one pass the same contract tests (``tests/contract``).
+payload no larger than ``max_payload_bytes``. Receive buffers exist before anything arrives, so a length on the wire
+never allocates. `ucx`, the tests' transport and any later one pass the same contract tests (``tests/contract``).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Protocol
 
 from pdmesh.transport.buffers import PieceBuffer
 
-#: The carrier of pieces that a peer on the same host reads in the sender's memory. See `KvTransport.carrier_to`.
+#: The carrier of pieces that a peer on the same host reads from the sender's memory. See `KvTransport.carrier_to`.
 MEMORY = "memory"
 
 
 class ReceivedPiece(Protocol):
-    """A piece in a receive buffer; the buffer is reused after ``release``."""
+    """A piece in a receive buffer. The buffer is reused after ``release``."""
 
     @property
     def header(self) -> memoryview: ...
@@ -29,9 +29,9 @@ class ReceivedPiece(Protocol):
         ...
 
     def load(self) -> bool:
-        """Bring the payload into the buffer, if it is not there yet. Any thread; it blocks. Idempotent.
+        """Copy the payload into the buffer, if it is not there yet. Any thread; it blocks. Idempotent.
 
-        False if its sender's memory cannot be read: then the piece means nothing.
+        Return False if the sender's memory cannot be read. The payload is then invalid.
         """
         ...
 
@@ -50,22 +50,25 @@ class KvTransport(Protocol):
     def max_payload_bytes(self) -> int: ...
 
     def payload_limit(self, address: bytes) -> int:
-        """Return the largest payload that a peer takes from here. Raises `KvTransferError` if ``address`` is none."""
+        """Return the largest payload that a peer accepts from here. Raises `KvTransferError` for an invalid address."""
         ...
 
     def message_limit(self, address: bytes) -> int:
-        """Return the bytes of payloads up to which pieces to a peer travel together; raises as `payload_limit` does."""
+        """Return the number of payload bytes up to which pieces to a peer are sent together.
+
+        Raises KvTransferError if ``address`` is no data address.
+        """
         ...
 
     def process_of(self, address: bytes) -> int | None:
-        """Return the id of the peer's process if its memory can be read from here, on the same host; else None.
+        """Return the id of the peer's process if it is on this host and its memory can be read from here; else None.
 
         Raises KvTransferError if ``address`` is no data address.
         """
         ...
 
     def carrier_to(self, address: bytes) -> str:
-        """Return what carries pieces to a peer, as `pdmesh requests show` prints it: "memory", or "ucx, tcp".
+        """Return the carrier of pieces to a peer, as `pdmesh requests show` prints it: "memory", or "ucx, tcp".
 
         Raises KvTransferError if ``address`` is no data address.
         """
@@ -77,28 +80,26 @@ class KvTransport(Protocol):
         ...
 
     def lend(self) -> AbstractAsyncContextManager[PieceBuffer]:
-        """Lend a send buffer for the length of a block, waiting while all are in use.
+        """Return a context that lends a send buffer, after waiting while all are in use.
 
-        A buffer whose send was cancelled or timed out is *quarantined* when the block is left (the hardware may still
-        read it), and returns to the pool only when the endpoint has been force-closed.
+        A buffer whose send was cancelled or timed out is *quarantined* at the end of the context, because the hardware
+        may still read it. It returns to the pool only when the endpoint has been force-closed.
         """
         ...
 
     def admit(self, address: bytes) -> None:
-        """Accept pieces from a peer that the scheduler has named. A peer that is only sent to need not be admitted.
+        """Accept pieces from a peer that the scheduler has named. Sending to a peer does not require this.
 
         Raises KvTransferError if ``address`` is no data address.
         """
         ...
 
     async def send(self, address: bytes, buffer: PieceBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
-        """Send the header and the first ``payload_bytes``, behind the pieces that were ended before.
+        """Send the pieces that were ended in the buffer, then its header and ``payload_bytes`` of its payload.
 
-        Return when the buffer may be reused.
-
-        That is when the peer has taken the piece. A *notice*, which has no payload, may end when it has left, so it
-        takes one message where a piece takes four. Its receiver may have no buffer for it yet, so there may be only as
-        many as the receiver has asked for, by a transfer that it waits for.
+        Return when the buffer may be reused: when the peer has taken the piece. A *notice*, which has no payload, may
+        end when it has left, so it takes one message instead of a piece's four. Its receiver may have no buffer for it
+        yet. So send at most one notice for each transfer that the receiver waits for.
 
         Pieces to one address arrive in the order of their sends if each send is awaited before the next begins; sends
         that run at the same time may overtake one another. Raises `KvTransferError` if the peer cannot be reached or
@@ -108,19 +109,19 @@ class KvTransport(Protocol):
         ...
 
     def receive(self) -> AsyncIterator[ReceivedPiece]:
-        """Yield pieces from all peers, to a single consumer. While it holds all receive buffers, senders wait."""
+        """Yield pieces from all peers, to a single consumer. Senders wait while it holds all receive buffers."""
         ...
 
     async def forget(self, address: bytes) -> None:
         """Close the endpoint to a peer that is gone: sends to it fail, and their buffers return to the pool.
 
-        If the peer is there after all, this does no harm: the next send opens another endpoint.
+        If the peer still exists, this does no harm: the next send opens another endpoint.
         """
         ...
 
     @property
     def num_refused(self) -> int:
-        """Number of connections and messages that came from no peer that is known (yet), or were no pieces."""
+        """Number of connections and messages that were not from known peers, or were no pieces."""
         ...
 
     def check_integrity(self) -> None:

@@ -1,10 +1,10 @@
-"""Links inside a host: a message says in which of its buffers a sender has a piece, and the receiver reads it there.
+"""Links inside a host: a message names a sender's buffer that holds a piece, and the receiver reads it there.
 
-Each transport listens on a Unix socket with an abstract name. The kernel tells which process is at the other end.
-Connections of other users are closed, and of this user's processes only those that the scheduler has named, by their
-process id, are heard. All that such a peer can say is "a piece of so many bytes lies in your buffer number so and so",
-within the buffers that its data address names; it cannot say where these are. When a process dies its socket ends, so
-its peers know at once. What a peer can have sent without being heard is bounded by the socket.
+Each transport listens on a Unix socket with an abstract name. The kernel reports the process at the other end.
+Connections of other users are closed. Of this user's processes, only the ones named by the scheduler are accepted, by
+their process id. An accepted peer can only send "a piece of n bytes is in my buffer number i", within the buffers that
+its data address names; it cannot choose their addresses. When a process dies its socket ends, so its peers notice at
+once. The socket bounds the messages that a peer can have sent without being read.
 """
 
 from __future__ import annotations
@@ -30,28 +30,34 @@ from pdmesh.transport.send_links import Links, Send
 log = structlog.get_logger()
 
 NAME_BYTES = 16
-_HELLO = struct.Struct("<4s8s")  # magic, id of the sender
-_OFFER = struct.Struct("<4sQIQ")  # magic, number of the piece, buffer, bytes
-_ANSWER = struct.Struct("<4sQB")  # magic, number of the piece, verdict
+#: Messages, each behind its magic: the sender's id; a piece's number, buffer and bytes; a piece's number and verdict.
+_HELLO = struct.Struct("<4s8s")
+_OFFER = struct.Struct("<4sQIQ")
+_ANSWER = struct.Struct("<4sQB")
 _HELLO_MAGIC, _OFFER_MAGIC, _ANSWER_MAGIC = b"pdH1", b"pdO2", b"pdA2"
-_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
-_LONGEST = 64  # more than any of these
+#: Result of SO_PEERCRED: process, user, group.
+_CREDENTIALS = struct.Struct("3i")
+#: Size of a read, longer than any of these messages.
+_LONGEST = 64
 
-#: Connections that have not said yet whose they are.
+#: Maximum number of connections that have not introduced themselves.
 MAX_STRANGERS = 64
-#: Connections that wait to be taken; the system may allow fewer. Strangers wait there, too, until they are hung up on.
+#: Maximum number of connections that wait to be accepted; the system may allow fewer.
 BACKLOG = 1024
-#: How long nobody is let in when no descriptor is left.
+#: Pause in accepting connections when no descriptor is left.
 FULL_S = 0.5
-#: What one connection has its turn for.
+#: Number of messages or connections that are handled before other tasks get their turn.
 MESSAGES_A_TURN = 64
 
 
 class Verdict(IntEnum):
-    """What a receiver answers to the offer of a buffer."""
+    """A receiver's answer to the offer of a buffer.
 
-    TAKEN = 1  # the buffer may be used again
-    UNREADABLE = 2  # this host does not let me read it
+    TAKEN: the buffer may be used again. UNREADABLE: this host does not let the receiver read the buffer.
+    """
+
+    TAKEN = 1
+    UNREADABLE = 2
 
 
 class LocalLink:
@@ -66,7 +72,7 @@ class LocalLink:
         no_progress_s: float,
         on_unreadable: Callable[[LocalLink], None],
     ) -> None:
-        """Connect. Raises KvTransferError."""
+        """Connect to the peer. Raises KvTransferError."""
         self.peer = peer
         self.no_progress_s = no_progress_s
         self._links = links
@@ -90,7 +96,7 @@ class LocalLink:
     def begin(self, send: Send) -> None:
         try:
             self._socket.send(_OFFER.pack(_OFFER_MAGIC, send.number, send.buffer.number, send.num_bytes))
-        except OSError as error:  # it is gone, or does not read
+        except OSError as error:
             raise KvTransferError(f"the peer cannot be reached: {error}") from error
 
     def shut(self) -> None:
@@ -118,21 +124,24 @@ class LocalLink:
                 return
 
 
-#: Called when a peer offers a piece: with the caller, the piece's number, the buffer's number, and the bytes.
+#: Called when a peer offers a piece, with the caller, the piece's number, the buffer's number, and the number of bytes.
 OnOffer = Callable[["Caller", int, int, int], None]
 
 
 class LocalPort:
-    """The socket that peers of this host connect to. The constructor opens it on the running loop; raises OSError."""
+    """The socket that peers on this host connect to. The constructor opens it on the running loop; raises OSError.
+
+    ``num_refused`` counts connections and messages that were not from peers.
+    """
 
     def __init__(self, peers: KnownPeers, *, on_offer: OnOffer, on_gone: Callable[[Caller], None]) -> None:
         self._peers = peers
         self.on_offer = on_offer
         self._on_gone = on_gone
         self.name = secrets.token_bytes(NAME_BYTES)
-        self.num_refused = 0  # connections and messages of those who are not peers
+        self.num_refused = 0
         self._strangers: OrderedDict[Caller, None] = OrderedDict()
-        self._callers: dict[bytes, Caller] = {}  # by id
+        self._callers: dict[bytes, Caller] = {}
         self.loop = asyncio.get_running_loop()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._socket.bind(_name(self.name))
@@ -146,12 +155,12 @@ class LocalPort:
             caller.hang_up()
 
     def drop(self, peer_id: bytes) -> None:
-        """Hang up on a peer that is gone."""
+        """Disconnect a peer that is gone."""
         if peer_id in self._callers:
             self._callers[peer_id].hang_up()
 
     def introduce(self, caller: Caller, message: bytes) -> Peer | None:
-        """Return the peer that a caller is; None unless the scheduler has named it, with this process id."""
+        """Return the peer that a caller's first message names; None unless its process id is the named peer's."""
         if len(message) != _HELLO.size or not message.startswith(_HELLO_MAGIC):
             return None
         peer = self._peers.get(_HELLO.unpack(message)[1])
@@ -178,7 +187,7 @@ class LocalPort:
                 connection, _ = self._socket.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # out of descriptors: the next one may find some
+            except OSError as error:  # out of descriptors
                 log.warning("a connection was not accepted", reason=str(error))
                 self.loop.remove_reader(self._socket.fileno())
                 self.loop.call_later(FULL_S, self._listen)
@@ -196,7 +205,7 @@ class LocalPort:
 
 
 class Caller:
-    """A connection from a process of this user, and the peer that it turned out to be."""
+    """A connection from a process of this user. ``peer`` is None until it has introduced itself."""
 
     def __init__(self, port: LocalPort, connection: socket.socket, pid: int) -> None:
         self.peer: Peer | None = None
@@ -247,17 +256,17 @@ class Caller:
 
 
 def answers_here(facts: WorkerAddress) -> bool:
-    """Whether a peer is on this host: it listens there, as the process that its address says.
+    """Whether a peer is on this host: it listens here, as the process that its address names.
 
-    An equal host id alone is no proof, since machines that are copies of one image can have the same; then a process
-    that happens to have the peer's number would be read.
+    An equal host id alone is no proof, because machines made from one image can have the same id. Then an unrelated
+    process with the peer's number would be read.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(_name(facts.local_name))
             found = process_and_user(probe)
         except BlockingIOError:
-            return True  # many wait to be let in there
+            return True  # a full queue is enough proof
         except OSError:
             return False
     return found == (facts.pid, os.getuid())
@@ -276,7 +285,7 @@ def _name(name: bytes) -> bytes:
 
 
 def process_and_user(connection: socket.socket) -> tuple[int, int]:
-    """Return the process and the user at the other end, as the kernel saw them connect or begin to listen."""
+    """Return the process and user at the other end, as the kernel saw them connect or begin to listen."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, _ = _CREDENTIALS.unpack(found)
     return process, user

@@ -1,4 +1,4 @@
-"""The peers that the scheduler has named: no other process is read, answered or connected to."""
+"""The peers that the scheduler has named. No other process is read, answered or connected to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_PEERS = 1024
 
 
 class Peer(NamedTuple):
-    """An instance that the scheduler has named: the id in its messages, its data address, and what that says."""
+    """An instance that the scheduler has named: the id in its messages, its data address, and the decoded address."""
 
     id: bytes
     address: bytes
@@ -19,14 +19,14 @@ class Peer(NamedTuple):
 
 
 class KnownPeers:
-    """Peers by address and by id; if there were more than `MAX_PEERS`, the ones named last."""
+    """Peers by address and by id: at most `MAX_PEERS`, the most recently named."""
 
     def __init__(self) -> None:
         self._by_address: OrderedDict[bytes, Peer] = OrderedDict()
         self._by_id: dict[bytes, Peer] = {}
 
     def admit(self, address: bytes) -> Peer:
-        """Add a peer by its data address and return it. Raises KvTransferError if that is no data address."""
+        """Add a peer by its data address and return it. Raises KvTransferError if ``address`` is no data address."""
         peer = self._by_address.get(address)
         if peer is None:
             peer = Peer(peer_id(address), address, unpack_address(address))

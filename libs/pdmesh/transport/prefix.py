@@ -1,4 +1,4 @@
-"""Messages of one piece, or of several small ones, each behind a prefix: UCX does not tell how long a message is.
+"""Messages of one piece or several small ones. Each piece has a prefix, because UCX does not report a message's length.
 
 prefix | header | payload | prefix | header | payload | …
 """
@@ -10,21 +10,21 @@ from typing import NamedTuple
 
 from pdmesh.transport.buffers import HEADER_BYTES, PieceBuffer
 
-_PREFIX = struct.Struct("<4sIIQ")  # magic, payload bytes, bytes of the message that follow, number
+_PREFIX = struct.Struct("<4sIIQ")  # magic, payload bytes, following bytes of the message, number
 _MAGIC = b"pdP3"
 
 PREFIX_BYTES = _PREFIX.size
-#: Bytes of a piece before its payload.
+#: Bytes of a piece before its payload: prefix and header.
 HEAD_BYTES = PREFIX_BYTES + HEADER_BYTES
 
 
 class FoundPiece(NamedTuple):
-    """A piece in a message."""
+    """A piece in message ``number``. ``rest_bytes`` of the message follow the piece."""
 
     start: int
     payload_bytes: int
-    rest_bytes: int  # of the message, behind it
-    number: int  # of the message
+    rest_bytes: int
+    number: int
 
     @property
     def end(self) -> int:
@@ -32,10 +32,7 @@ class FoundPiece(NamedTuple):
 
 
 def number_message(buffer: PieceBuffer, payload_bytes: int, number: int) -> int:
-    """Write the prefixes of the pieces in a buffer, the last of which has a payload of so many bytes.
-
-    Return the bytes of the message.
-    """
+    """Write the prefixes of a buffer's pieces, the last with ``payload_bytes``. Return the length of the message."""
     pieces = buffer.pieces(payload_bytes)
     end = pieces[-1][0] + HEAD_BYTES + payload_bytes
     for start, size in pieces:
@@ -50,7 +47,7 @@ def number_piece(memory: memoryview, piece: FoundPiece) -> None:
 
 
 def find_piece(memory: memoryview, start: int = 0) -> FoundPiece | None:
-    """Return the piece that begins there; None if there is none, or it does not fit."""
+    """Return the piece that begins at ``start``; None if there is none, or its message exceeds ``memory``."""
     if start + HEAD_BYTES > len(memory):
         return None
     magic, payload_bytes, rest_bytes, number = _PREFIX.unpack_from(memory, start)

@@ -1,8 +1,8 @@
-"""Reading another process's memory (cross-memory attach), in such a way that its death is only an error.
+"""Reads of another process's memory (cross-memory attach). The death of that process is only an error.
 
-UCX does the same inside a host, but if a sender dies while it is being read, the receiver dies too: where UCX cannot
-read, it aborts, or goes on with an endpoint that it has freed (UCX 1.21 and 1.22). So UCX carries only the messages,
-and the payload is read here.
+UCX does the same inside a host, but if a sender dies during a read, the receiver dies too: if UCX cannot read, it
+aborts, or continues with an endpoint that it has freed (UCX 1.21 and 1.22). So UCX carries only the messages, and the
+payload is read here.
 """
 
 from __future__ import annotations
@@ -20,22 +20,28 @@ class _IoVec(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_MAX_PARTS = 1024  # of one call: IOV_MAX
-_END = 1 << 64  # of addresses; what a peer says may lie beyond
+_MAX_PARTS = 1024  # IOV_MAX
+_END = 1 << 64  # end of the address space
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
-#: The system forbids it, or has no such call: no later read will do better.
+#: Errors that say that the system forbids reads or has no such call, so that no later read can succeed.
 FORBIDDEN = frozenset({errno.EPERM, errno.EACCES, errno.ENOSYS})
 
 
 def allow_readers() -> None:
-    """Let processes of the same user read this one's memory, even where Yama would allow only its ancestors."""
-    _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)  # fails where there is no Yama, and nothing to allow
+    """Let processes of the same user read this one's memory, even where Yama would allow only its ancestors.
+
+    Without Yama the call fails, and is not needed.
+    """
+    _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
 def why_unreadable(yama_scope_file: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> str | None:
-    """Return why no process of this host and user can read another's memory, as far as the system says; else None."""
+    """Return why no process of this host and user can read another's memory; None if the system allows it.
+
+    Yama's scope 1 is no reason, because `allow_readers` lifts it.
+    """
     value = ctypes.c_uint64(1)
     try:
         read_memory(os.getpid(), ctypes.addressof(value), 8, ctypes.addressof(value))
@@ -45,7 +51,7 @@ def why_unreadable(yama_scope_file: Path = Path("/proc/sys/kernel/yama/ptrace_sc
         scope = int(yama_scope_file.read_text())
     except (OSError, ValueError):
         return None
-    if scope <= 1 or (os.geteuid() == 0 and scope == 2):  # 1 leaves it to the process, which `allow_readers`
+    if scope <= 1 or (os.geteuid() == 0 and scope == 2):
         return None
     return f"{yama_scope_file} is {scope}"
 
@@ -53,7 +59,7 @@ def why_unreadable(yama_scope_file: Path = Path("/proc/sys/kernel/yama/ptrace_sc
 def read_memory(pid: int, address: int, num_bytes: int, out_address: int) -> None:
     """Copy ``num_bytes`` at ``address`` of a process to ``out_address`` of this one. Raises OSError.
 
-    The interpreter is released meanwhile. What was copied before an error is undefined.
+    The interpreter is released meanwhile. After an error the copied bytes are undefined.
     """
     done = 0
     while done < num_bytes:
@@ -67,7 +73,7 @@ def read_memory(pid: int, address: int, num_bytes: int, out_address: int) -> Non
 
 
 def read_parts(pid: int, parts: Sequence[tuple[int, int, int]]) -> None:
-    """Copy many parts as `read_memory` does, a thousand in one call; each is (address there, address here, bytes)."""
+    """Copy parts as `read_memory` does, 1024 in one call. Each part is (address there, address here, bytes)."""
     for first in range(0, len(parts), _MAX_PARTS):
         some = parts[first : first + _MAX_PARTS]
         remote = _vector((there, size) for there, _, size in some)
@@ -76,13 +82,13 @@ def read_parts(pid: int, parts: Sequence[tuple[int, int, int]]) -> None:
         if count < 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
-        if count < sum(size for _, _, size in some):  # of more than 2 GiB, or where something is not mapped
+        if count < sum(size for _, _, size in some):  # more than 2 GiB, or unmapped memory
             for there, here, size in some:
                 read_memory(pid, there, size, here)
 
 
 def _vector(parts: Iterable[tuple[int, int]]) -> ctypes.Array[_IoVec]:
-    """Return an iovec array of parts (address, bytes), in a sixth of the time that ctypes objects would take."""
+    """Return an iovec array of parts (address, bytes). It takes a sixth of the time of ctypes objects."""
     words = array("Q", [word for address, size in parts for word in (address % _END, size)])
     return (_IoVec * (len(words) // 2)).from_buffer(words)
 

@@ -18,36 +18,36 @@ from pdmesh.transport.ucx_api import UcxApi
 
 log = structlog.get_logger()
 
-#: Receives posted at once: while pieces are checked and copied, others arrive.
+#: Maximum number of posted receives: while pieces are checked and copied, others arrive.
 MAX_POSTED = 8
 
-#: A sender on another host that stops in the middle of its piece holds the receive it matched. When messages wait and
-#: nothing has arrived for so long, beside what a slow link takes for all of them, the receives posted until then no
-#: longer count, and others are posted beside them. A piece that is only slow arrives all the same, later.
+#: Time without an arrival, while messages wait, after which posted receives count as stalled: others are posted beside
+#: them. A sender on another host that stops in the middle of its piece holds the receive it matched. The time that a
+#: slow link takes for all buffers is added. A piece that is only slow still arrives.
 STALL_S = 0.02
 SLOW_BYTES_PER_S = 100e6
 
 
-#: A piece on offer of up to so many bytes is read at once: a hop to a thread takes as long as reading half of it.
+#: Maximum size of an offered piece that is read at once: a hop to a thread takes as long as reading half of it.
 EAGER_BYTES = (1 << 20) + HEAD_BYTES
 
-#: Calls a function after so many seconds.
+#: Calls a function after a delay in seconds.
 CallLater = Callable[[float, Callable[[], None]], object]
 
 
 class _Offered(NamedTuple):
-    """A piece that lies in a buffer of a sender on this host."""
+    """A piece in a buffer of a sender on this host."""
 
     number: int
     num_bytes: int
 
 
 class _Reading:
-    """A piece on offer that is read into a buffer, and what its sender is answered."""
+    """An offered piece that is being read into a buffer. ``num_read`` of its bytes have been read."""
 
     def __init__(self, caller: Caller, facts: WorkerAddress, buffer: int, offered: _Offered, into: PieceBuffer) -> None:
         self.offered = offered
-        self.num_read = 0  # bytes, from its beginning
+        self.num_read = 0
         self._caller = caller
         self._pid = facts.pid
         self._address = facts.memory_address + buffer * facts.buffer_stride
@@ -55,7 +55,7 @@ class _Reading:
         self._verdict = Verdict.TAKEN
 
     def read(self, end: int) -> bool:
-        """Read up to byte ``end``. Any thread. False if that fails: as a rule, its sender has died."""
+        """Read up to byte ``end``. Any thread. Return False if that fails: usually, the sender has died."""
         start = self.num_read
         if start == end:
             return True
@@ -82,7 +82,7 @@ class Piece:
     def __init__(
         self, ring: ReceiveRing, slot: int, memory: memoryview, found: FoundPiece, reading: _Reading | None
     ) -> None:
-        """``reading`` is what is left to read of a piece on offer."""
+        """``reading`` is given for an offered piece whose payload is not read completely."""
         payload = found.start + HEAD_BYTES
         self._ring = ring
         self._slot: int | None = slot
@@ -104,10 +104,10 @@ class Piece:
 class ReceiveRing:
     """Receive buffers: free, posted, or held by the consumer (or queued for it).
 
-    An offered piece is read when the consumer asks for it, into the buffer that was used last. So a consumer that
-    finishes each piece before it takes the next finds it in the processor's cache. Of a large one only the header is
-    read then, and the payload by `Piece.load`, which may run on a thread. The consumer holds at most
-    ``max_held`` pieces. There are as many more buffers as are posted to UCX, so an offer always finds one.
+    An offered piece is read when the consumer asks for it, into the buffer that was used last. So if the consumer
+    finishes each piece before it takes the next, that buffer is still in the processor's cache. For a large piece only
+    the header is read then; `Piece.load` reads the payload, possibly on a thread. The consumer holds at most
+    ``max_held`` buffers. There are as many more buffers as are posted to UCX, so an offer always finds one.
     """
 
     def __init__(
@@ -126,46 +126,46 @@ class ReceiveRing:
         self._wake = wake
         self._call_later = call_later
         self._arrays = [api.array(buffer.memory) for buffer in buffers] if api is not None else []
-        self._free = list(range(len(buffers)))  # the one used last at the end
-        self._posted: dict[int, Any] = {}  # requests by slot, in the order of posting, which is that of arrival
+        self._free = list(range(len(buffers)))  # last used at the end
+        self._posted: dict[int, Any] = {}  # requests by slot, oldest first
         self._num_held = 0
-        self._num_pieces = [0] * len(buffers)  # in each, that are not released
-        self._arrived: deque[Piece] = deque()  # at most `MAX_PIECES` of each buffer
-        self._offers: dict[tuple[Caller, int], _Offered] = {}  # by buffer: at most as many as the peers have buffers
+        self._num_pieces = [0] * len(buffers)  # unreleased pieces in each buffer
+        self._arrived: deque[Piece] = deque()
+        self._offers: dict[tuple[Caller, int], _Offered] = {}
         self._arrival = anyio.Event()
         self._closed = False
         self._stall_s = STALL_S + self._max_posted * len(buffers[0].memory) / SLOW_BYTES_PER_S
-        self._stalled: set[int] = set()  # posted slots that count no more
+        self._stalled: set[int] = set()  # posted slots that no longer count
         self._num_arrived = 0
-        self._watched: int | None = None  # _num_arrived when messages were first seen waiting
+        self._watched: int | None = None
         self.num_malformed = 0
 
     def offer(self, caller: Caller, number: int, buffer: int, num_bytes: int) -> None:
-        """Note that a piece lies in a buffer of a peer. It replaces an earlier offer of the same buffer."""
+        """Record a piece in a buffer of a peer, in place of an earlier offer of the same buffer."""
         self._offers[caller, buffer] = _Offered(number, num_bytes)
         self._arrival.set()
 
     def withdraw(self, caller: Caller) -> None:
-        """Forget the offers of a peer that is gone, so that none of them is read."""
+        """Forget the offers of a peer that is gone, so that none is read."""
         for offered in [key for key in self._offers if key[0] is caller]:
             del self._offers[offered]
 
     def post(self) -> None:
-        """Give free buffers to UCX."""
+        """Post free buffers to UCX, within the limits."""
         if self._api is None:
             return
         while (
-            len(self._free) > 1  # one is left for offers
+            len(self._free) > 1
             and len(self._posted) - len(self._stalled) < self._max_posted
             and self._num_held + len(self._posted) - len(self._stalled) < self._max_held
         ):
-            slot = self._free.pop()  # as a rule in the processor's cache yet
-            # A message shorter than what is read of it must not find the one before.
+            slot = self._free.pop()
+            # A message shorter than a prefix must not leave an earlier prefix in place.
             self._buffers[slot].memory[:PREFIX_BYTES] = bytes(PREFIX_BYTES)
             self._posted[slot] = self._api.worker.tag_recv(self._arrays[slot], self._api.tag, self._api.any_tag)
 
     def reap(self) -> bool:
-        """Queue the pieces that have arrived for the consumer. Return True if there were any."""
+        """Queue the pieces that have arrived for the consumer. Return whether there were any."""
         arrived = [slot for slot, request in self._posted.items() if request.completed]
         for slot in arrived:
             self._stalled.discard(slot)
@@ -177,7 +177,7 @@ class ReceiveRing:
         return bool(arrived)
 
     def let_go(self, slot: int) -> None:
-        """Note that one of the pieces in a buffer is of no more use."""
+        """Release one of the pieces in a buffer. The buffer is released with its last piece."""
         self._num_pieces[slot] -= 1
         if not self._num_pieces[slot]:
             self.release(slot)
@@ -218,14 +218,14 @@ class ReceiveRing:
         worker = self._api.worker
         worker.cancel_inflight_requests()
         worker.progress()
-        # ucxx receives what is left when it destroys the worker, and waits, for ever if the sender is stopped or dead.
+        # When ucxx destroys the worker it receives the remaining messages, and waits for ever if a sender is stopped.
         while worker.tag_probe(self._api.tag, self._api.any_tag, remove=True).matched:
             pass
         self._posted.clear()
         self._arrays.clear()
 
     def _messages_wait(self) -> bool:
-        """Whether messages have come that match no posted receive: all of these are being filled, or never will be."""
+        """Whether messages have arrived that match no posted receive, though some receives do not count as stalled."""
         assert self._api is not None
         posted = len(self._posted) > len(self._stalled)
         return posted and bool(self._api.worker.tag_probe(self._api.tag, self._api.any_tag, remove=False).matched)
@@ -247,10 +247,10 @@ class ReceiveRing:
         )
 
     def _take(self, slot: int, request: Any) -> None:
-        """A message has arrived."""
+        """Queue the pieces of a message that has arrived, or drop the message."""
         assert self._api is not None
         self._num_held += 1
-        error = self._api.error_of(request)  # larger than the buffer, or its sender broke off
+        error = self._api.error_of(request)  # too large, or cut off
         if error is not None:
             self._drop(slot, error)
         elif pieces := self._pieces(slot, None):
@@ -258,7 +258,7 @@ class ReceiveRing:
             self._arrival.set()
 
     def _read(self, caller: Caller, buffer: int, offered: _Offered) -> list[Piece]:
-        """Fetch the pieces on offer, or the header of a large one; nothing if that fails."""
+        """Return the pieces on offer, after reading them, or only the header of a large one; none if that fails."""
         assert caller.peer is not None
         slot = self._free.pop()
         self._num_held += 1
@@ -275,7 +275,7 @@ class ReceiveRing:
         return pieces
 
     def _pieces(self, slot: int, reading: _Reading | None) -> list[Piece]:
-        """The pieces in a buffer, as far as there are any: a message, or what was read of one on offer."""
+        """Return the pieces in a buffer: of a message, or of an offer that has been read. Drop malformed ones."""
         memory = self._buffers[slot].memory
         found = find_piece(memory)
         if found is None:
@@ -307,5 +307,5 @@ class ReceiveRing:
 
     def _note_malformed(self, reason: str) -> None:
         self.num_malformed += 1
-        if self.num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, ...: a flood of these shall not fill the log
+        if self.num_malformed.bit_count() == 1:  # 1st, 2nd, 4th, ...: bounds the log
             log.warning("dropped a message", reason=reason, num_dropped=self.num_malformed)

@@ -1,12 +1,12 @@
-"""The seal of a mesh's data plane, by which messages that a stranger made or changed are recognised and dropped.
+"""The seal of a mesh's data plane: messages that others made or changed are detected and dropped.
 
 Headers carry a keyed BLAKE2b (1 µs each). Payloads carry an XXH3 under a secret seed, and the sealed header holds its
 value: a process that cannot seal a header cannot make a payload pass either. XXH3 is no cryptographic hash, but it
 takes 0.01 ms for a MiB where BLAKE2b takes 1 ms.
 
-A key that ``encrypts`` sends headers and payloads under AES-256-GCM instead (0.05 ms for a MiB with vector AES, AMD
-EPYC Zen 5, 2026-11-24). Each message has 24 random bytes: of the first half a key of its own is derived, the second
-half is its nonce, so that no counter must be kept and messages never run out. Every key opens both kinds.
+A key that ``encrypts`` uses AES-256-GCM for headers and payloads instead (0.05 ms for a MiB with vector AES, AMD EPYC
+Zen 5, 2026-11-24). Each message has 24 random bytes. Its key is derived from the first half, and the second half is its
+nonce. So no counter must be kept and messages never run out. Every key opens both kinds.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 _MAC_BYTES = _TAG_BYTES = 16
 _SALT_BYTES = _NONCE_BYTES = 12
 
-#: What a sealed message has more than the message: the larger of both kinds.
+#: Bytes that a seal adds to a message, in both kinds.
 SEAL_BYTES = _SALT_BYTES + _NONCE_BYTES + _TAG_BYTES
 
-#: Of a payload, in its sealed header.
+#: Size of a payload's check in the sealed header.
 CHECK_BYTES = SEAL_BYTES
 
 _NO_SALT = bytes(_SALT_BYTES + _NONCE_BYTES)
@@ -43,7 +43,7 @@ class MeshKey:
     """The key that all services of a mesh derive from its token."""
 
     def __init__(self, mesh_token: str, *, encrypts: bool = False) -> None:
-        """``encrypts`` says whether what is sealed with this key can be read by its holders alone."""
+        """``encrypts`` means that only holders of the key can read messages sealed with it."""
         self._encrypts = encrypts
         key = hashlib.blake2b(mesh_token.encode(), person=b"pdmesh data").digest()
         self._keyed = hashlib.blake2b(key=key, digest_size=_MAC_BYTES)
@@ -51,14 +51,14 @@ class MeshKey:
         self._seed = int.from_bytes(hashlib.blake2b(b"payload", key=key, digest_size=8).digest(), "little")
 
     def seal(self, message: bytes) -> bytes:
-        """Return the message as only a holder of the key can make it, `SEAL_BYTES` longer."""
+        """Return the message with a seal, `SEAL_BYTES` longer, encrypted if this key encrypts."""
         if not self._encrypts:
             return message + self._mac(message) + bytes(SEAL_BYTES - _MAC_BYTES)
         salt, nonce = _random()
         return salt + nonce + AESGCM(self._cipher_key(salt)).encrypt(nonce, message, None)
 
     def open(self, sealed: ReadableBuffer) -> bytes | None:
-        """Return the message of what `seal` returned, with any key of this mesh; None if it is no such thing."""
+        """Return the message that any key of this mesh has sealed; None if ``sealed`` is anything else."""
         sealed = bytes(sealed)
         message = sealed[:-SEAL_BYTES]
         if hmac.compare_digest(self._mac(message) + bytes(SEAL_BYTES - _MAC_BYTES), sealed[-SEAL_BYTES:]):
@@ -70,7 +70,7 @@ class MeshKey:
             return None
 
     def close_payload(self, payload: memoryview) -> bytes:
-        """Return the `CHECK_BYTES` that open a payload again; it is encrypted in place, if this key encrypts."""
+        """Return the `CHECK_BYTES` that `opens_payload` takes. Encrypt the payload in place if this key encrypts."""
         if not self._encrypts:
             return _NO_SALT + self._checksum(payload)
         salt, nonce = _random()
@@ -80,9 +80,9 @@ class MeshKey:
         return salt + nonce + encryptor.tag
 
     def opens_payload(self, payload: memoryview, check: bytes) -> bool:
-        """Whether a payload is what was closed with ``check``; it is decrypted in place, if it was encrypted.
+        """Whether ``check`` is from `close_payload` of this payload. An encrypted payload is decrypted in place.
 
-        A payload that was damaged is of no use afterwards.
+        A damaged payload is unusable afterwards.
         """
         if check.startswith(_NO_SALT):
             return hmac.compare_digest(_NO_SALT + self._checksum(payload), check)
@@ -106,12 +106,12 @@ class MeshKey:
         return keys.digest()
 
     def _checksum(self, payload: memoryview) -> bytes:
-        """Return 64 bits over a payload of any length, and as many zeros."""
+        """Return 64 bits over a payload of any length, followed by as many zeros."""
         return xxhash.xxh3_64_intdigest(payload, self._seed).to_bytes(_TAG_BYTES, "little")
 
 
 def seconds_to_seal(num_bytes: int) -> float:
-    """Return the seconds that encrypting so many bytes takes on one core: the best of a few tries."""
+    """Return the seconds that encrypting ``num_bytes`` takes on one core: the best of a few tries."""
     key, payload = MeshKey("any", encrypts=True), memoryview(bytearray(num_bytes))
 
     def seconds() -> float:
@@ -128,7 +128,10 @@ def _random() -> tuple[bytes, bytes]:
 
 
 def _update_in_place(context: CipherContext, payload: memoryview) -> None:
-    """Encrypt or decrypt a payload where it is. The library wants a block more room than it has: its end goes apart."""
+    """Encrypt or decrypt a payload in place.
+
+    The library wants room for one block more than its input, so the payload's end is processed apart.
+    """
     size = max(0, len(payload) - _BLOCK_BYTES)
     if size:
         context.update_into(payload[:size], payload)

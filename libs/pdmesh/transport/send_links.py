@@ -1,8 +1,7 @@
 """The sending half of the transport: a link to each peer, and the sends in progress on it.
 
-A peer that dies breaks its link. The link to a peer that takes nothing is closed, and the next send opens another. How
-a piece travels is the link's business: `pdmesh.transport.local` inside a host, `pdmesh.transport.ucx_links` between
-hosts.
+A peer that dies breaks its link. The link to a peer that takes nothing is closed, and the next send opens another. A
+link decides how a piece travels: `pdmesh.transport.local` inside a host, `pdmesh.transport.ucx_links` between hosts.
 """
 
 from __future__ import annotations
@@ -22,7 +21,10 @@ from pdmesh.transport.prefix import number_message
 
 
 class Send:
-    """One message on its way. ``error`` is set with ``done`` if it failed."""
+    """A message on its way. ``error`` is set with ``done`` if it failed.
+
+    ``abandoned`` is set if its sender was cancelled, so its buffer is quarantined.
+    """
 
     __slots__ = ("abandoned", "buffer", "done", "error", "is_notice", "num_bytes", "number", "started_s")
 
@@ -34,11 +36,11 @@ class Send:
         self.started_s = time.monotonic()
         self.done = anyio.Event()
         self.error: str | None = None
-        self.abandoned = False  # nobody waits for it; its buffer is quarantined
+        self.abandoned = False
 
 
 class Link(Protocol):
-    """A way to one peer. It calls `Links.ended` for each send that has ended, and `Links.close` when it is broken."""
+    """A connection to one peer. Calls `Links.ended` for each send that has ended, and `Links.close` when broken."""
 
     @property
     def peer(self) -> Peer: ...
@@ -48,7 +50,7 @@ class Link(Protocol):
 
     @property
     def no_progress_s(self) -> float:
-        """How long the peer may take nothing."""
+        """Time after which a peer that takes nothing is disconnected."""
         ...
 
     def begin(self, send: Send) -> None:
@@ -61,24 +63,24 @@ class Link(Protocol):
 
 
 class _Busy:
-    """A link, and what is under way on it."""
+    """A link and its sends in progress."""
 
     __slots__ = ("last_taken_s", "link", "sends")
 
     def __init__(self, link: Link) -> None:
         self.link = link
         self.last_taken_s = time.monotonic()
-        self.sends: dict[int, Send] = {}  # by number, the oldest first
+        self.sends: dict[int, Send] = {}  # key: number; oldest first
 
     def patient_until_s(self) -> float:
-        """Time at which the link is closed, unless the peer takes a piece before."""
+        """Return the time at which the link is closed, unless the peer takes a piece before."""
         return max(self.last_taken_s, next(iter(self.sends.values())).started_s) + self.link.no_progress_s
 
 
 class Links:
     """Links by address, the least recently used first.
 
-    A broken link without sends is closed when a link to another peer is opened, or when its peer is forgotten by name.
+    A broken link without sends is closed when a link to another peer is opened, or when `close` names its peer.
     """
 
     def __init__(self, pool: SendPool, open_link: Callable[[bytes], Link]) -> None:
@@ -86,7 +88,7 @@ class Links:
         self._pool = pool
         self._open_link = open_link
         self._watch_sooner = anyio.Event()
-        self._watched_until_s = inf  # when `watch` looks next by itself
+        self._watched_until_s = inf  # the next time at which `watch` looks
         self._links: OrderedDict[bytes, _Busy] = OrderedDict()
         self._next_number = 1
 
@@ -117,7 +119,7 @@ class Links:
             raise KvTransferError(f"the piece was not sent: {send.error}")
 
     async def watch(self) -> None:
-        """Close a link when its peer has taken no piece for its ``no_progress_s``. Run beside `send`.
+        """Close each link whose peer has taken no piece for the link's ``no_progress_s``. Run beside `send`.
 
         A notice ends when the local kernel has it, so its end says nothing about the peer.
         """
@@ -134,7 +136,7 @@ class Links:
                 await self._watch_sooner.wait()
 
     def ended(self, link: Link, number: int, error: str | None) -> None:
-        """Note that a send has ended. Ignored if the send was given up, or belongs to another link."""
+        """Note that a send has ended. Ignored if the link was closed or the send is unknown."""
         busy = self._links.get(link.peer.address)
         if busy is None or busy.link is not link:
             return
@@ -145,7 +147,7 @@ class Links:
             self._end(send, error)
 
     def reroute(self, link: Link) -> None:
-        """Move a link's sends to a new link to the same peer."""
+        """Move a link's sends to a new link to the same peer. They fail if none can be opened."""
         address = link.peer.address
         busy = self._links.get(address)
         if busy is None or busy.link is not link:
@@ -159,7 +161,7 @@ class Links:
             reason = str(error)
         else:
             while busy.sends:
-                number = next(iter(busy.sends))  # the oldest first, as in each link
+                number = next(iter(busy.sends))  # oldest first
                 send = busy.sends.pop(number)
                 other.sends[number] = send
                 try:

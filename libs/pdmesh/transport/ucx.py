@@ -1,20 +1,19 @@
-"""KV pieces over UCX between hosts, and inside a host read where they lie.
+"""KV pieces over UCX between hosts; inside a host the receiver reads them from the sender's memory.
 
-Between hosts each transport is one UCX worker. A piece is one tagged message, ``prefix | header | payload``; the
-receiver keeps posted receives, so that nothing is allocated for what arrives. Such a message is never below the
-rendezvous threshold: a send ends when the peer has *taken* the piece into a posted buffer, so a receiver without
-buffers makes senders wait, and "no progress" means the same for a small piece as for a large one. Only a notice is
-sent at once: the peer needs no turn of the sender's event loop to take it.
+Between hosts each transport is one UCX worker. A piece is one tagged message, ``prefix | header | payload``. The
+receiver keeps posted receives, so that nothing is allocated for arriving messages. Such a message is never below the
+rendezvous threshold: a send ends when the peer has *taken* the piece into a posted buffer. So a receiver without
+buffers makes senders wait, and "no progress" means the same for a small piece as for a large one. Only a notice is sent
+at once: the peer receives it without another turn of the sender's event loop.
 
-Inside a host a sender says where the piece lies (`pdmesh.transport.local`). The receiver reads it there, into the
-buffer that it used last, and answers; the send ends with the answer. So nothing that a sender does, dying included, can
-be more than a failed read, and a sender that stops holds no buffer of the receiver's. Where no network device is set,
-all peers are on this host: UCX is not opened and listens nowhere.
+Inside a host a sender says where the piece is (`pdmesh.transport.local`). The receiver reads it into the buffer that it
+used last, and answers; the send ends with the answer. So whatever a sender does, even dying, causes at most a failed
+read, and a sender that stops holds no buffer of the receiver's. Where no network device is set, all peers are on this
+host: UCX is not opened and listens nowhere.
 
-UCX is driven by callbacks of the event loop: after something was posted, for a moment after something happened, and
-when its event descriptor, armed when nothing is left to do, is readable. Hence asyncio's own interface: a task with
-``anyio.wait_readable`` took 65 µs of Python for a piece, callbacks take 13. Pieces are read on the loop as well, in 40
-to 100 µs a MiB.
+Callbacks of the event loop drive UCX: after a post, for a moment after each event, and when UCX's event descriptor,
+armed when UCX is idle, is readable. Hence asyncio's own interface: a task with ``anyio.wait_readable`` took 65 µs of
+Python for a piece, callbacks take 13. Pieces are read on the loop as well, in 40 to 100 µs a MiB.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ log = structlog.get_logger()
 #: Calls of UCX's progress before other tasks get their turn.
 PROGRESS_ROUNDS = 8
 
-#: How long UCX is asked for more after something happened, before the loop sleeps on its descriptor: falling asleep and
-#: waking costs more than the next answer takes (pieces of 1 MiB: 7.3 to 8.9 GB/s without, 9.0 to 10.5 with, 2-core VM).
+#: Time for which UCX is polled after an event, before the loop sleeps on its descriptor: falling asleep and waking
+#: takes longer than the next answer (pieces of 1 MiB: 7.3 to 8.9 GB/s without, 9.0 to 10.5 with, 2-core VM).
 LINGER_S = 100e-6
 
 
@@ -102,8 +101,8 @@ class UcxTransport:
         )
         self._own = self._peers.admit(pack_address(facts))
         self._reads_memory = names_shared_memory(ucx_tls(config))
-        self._unreadable: set[bytes] = set()  # ids of peers that may not read our memory
-        self._are_here: dict[bytes, bool] = {}  # by their ids: those whose host id is our own
+        self._unreadable: set[bytes] = set()  # ids of peers that cannot read this process's memory
+        self._are_here: dict[bytes, bool] = {}  # `_is_here` of peers with this host's id, by peer id
         self._stack = AsyncExitStack()
         self._stack.callback(self._shut_down)
         self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
@@ -136,7 +135,7 @@ class UcxTransport:
             del self._ucx_links
         if self._soon is not None:
             self._soon.cancel()
-        # UCX frees its resources with the last reference to the worker; these refer to each other
+        # UCX frees its resources with the last reference to the worker, and these objects refer to each other.
         del self._links, self._ring, self._port, self._api
 
     @property
@@ -167,7 +166,7 @@ class UcxTransport:
 
     @property
     def num_refused(self) -> int:
-        """Number of connections and messages that were of no peer's, or no pieces."""
+        """Number of connections and messages that were not from known peers, or were no pieces."""
         return self._ring.num_malformed + self._port.num_refused
 
     @property
@@ -218,11 +217,11 @@ class UcxTransport:
         return self._ucx_links.open(peer)
 
     def _reads(self, peer: Peer) -> bool:
-        """Whether pieces between here and there are read where they lie."""
+        """Whether pieces between this process and a peer are read from the sender's memory."""
         return self._reads_memory and peer.id not in self._unreadable and self._is_here(peer)
 
     def _is_here(self, peer: Peer) -> bool:
-        """Whether a peer is on this host; it is asked once."""
+        """Whether a peer is on this host. The first call connects to it; the answer is remembered."""
         if peer.facts.host_id != self._own.facts.host_id:
             return False
         is_here = self._are_here.get(peer.id)
@@ -238,7 +237,7 @@ class UcxTransport:
         self._links.reroute(link)
 
     def _wake(self) -> None:
-        """Drive UCX soon: something was posted."""
+        """Drive UCX soon, because a send or receive was posted."""
         if self._soon is None and self._api is not None:
             self._soon = self._loop.call_soon(self._progress)
 
@@ -257,7 +256,7 @@ class UcxTransport:
         raise self._failure
 
     def _drive(self) -> bool:
-        """Progress for a while. True when nothing is left to do and UCX's descriptor will tell of more."""
+        """Run UCX's progress for a while. Return True if UCX is idle and its descriptor will report the next event."""
         assert self._api is not None
         worker = self._api.worker
         self._ring.post()

@@ -1,4 +1,4 @@
-"""The parts of ucxx (the Python binding of UCX) that are used here, loaded only when a transport opens."""
+"""The parts of ucxx, the Python binding of UCX, that are used here. They are loaded only when a transport opens."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from typing import Any, NamedTuple
 from pdmesh.config import TransferConfig
 from pdmesh.errors import ConfigError
 
-#: Messages from so many bytes on wait in the sender's memory until the receiver takes them: pieces, not offers. UCX's
-#: schemes that write into the receiver's memory, put_zcopy and such, are none for links that notice a lost peer: with
-#: one of them it sends eagerly, and a piece counts as taken by a receiver that stands still.
+#: Messages of this size or more stay in the sender's memory until the receiver takes them. Links that notice a lost
+#: peer cannot use UCX's schemes that write into the receiver's memory, such as put_zcopy: with one of them UCX sends
+#: eagerly, and a paused receiver counts as having taken the piece.
 RENDEZVOUS_BYTES = 4096
 
-#: Receives match any tag, so that a stranger's message cannot pile up unmatched.
+#: The tag of all messages. Receives match any tag, so that foreign messages cannot pile up unmatched.
 TAG = 0x70646D657368
 
 
 class UcxApi(NamedTuple):
-    """An open UCX worker and the names needed with it; ``Any`` because ucxx has no types."""
+    """An open UCX worker and the names needed with it; ``Any`` because ucxx has no types.
+
+    ``transports`` names the network transports that UCX may use, such as "tcp" or "rc_mlx5/tcp".
+    """
 
     ucx: Any
     array: Any
@@ -28,10 +31,10 @@ class UcxApi(NamedTuple):
     worker: Any
     tag: Any
     any_tag: Any
-    transports: str  # network transports that UCX may use, such as "tcp" or "rc_mlx5/tcp"
+    transports: str
 
     def error_of(self, request: Any) -> str | None:
-        """Return how a completed request failed; None if it did not."""
+        """Return why a completed request failed; None if it succeeded."""
         try:
             request.check_error()
         except self.ucx.UCXError as error:
@@ -50,19 +53,19 @@ def ucx_devices(config: TransferConfig) -> str:
 
 
 def ucx_tls(config: TransferConfig) -> str:
-    """Return which transports UCX may use: as configured, else as in the environment, else all."""
+    """Return the transports that UCX may use: from the setting, else from UCX_TLS in the environment, else all."""
     return config.ucx_tls or os.environ.get("UCX_TLS") or "all"
 
 
 def check_ucx_installed() -> None:
-    """Raise ConfigError if UCX is not installed, before minutes go into loading a model."""
+    """Raise ConfigError if UCX is not installed, before a model is loaded for minutes."""
     if importlib.util.find_spec("ucxx") is None:
         raise ConfigError("KV to other hosts goes over UCX, which is not installed: pip install 'pdmesh[ucx]'")
 
 
 def open_ucx(config: TransferConfig) -> UcxApi:
     """Open a UCX context and a worker that listens on `ucx_devices`. Raises ConfigError."""
-    # Read by UCX when it is loaded. What goes wrong reaches us as an exception, and is logged by us.
+    # UCX reads these when it is loaded. Its errors are raised here as exceptions, which pdmesh logs.
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     for setting in ("UCX_LOG_LEVEL", "UCXX_LOG_LEVEL"):
         os.environ.setdefault(setting, "fatal")
@@ -74,14 +77,14 @@ def open_ucx(config: TransferConfig) -> UcxApi:
             f"KV to other hosts goes over UCX, which cannot be loaded ({error}): pip install 'pdmesh[ucx]'"
         ) from error
     tls, devices = ucx_tls(config), ucx_devices(config)
-    # UCX's own ways through shared memory do not survive the death of a peer: see `pdmesh.transport.reading`.
+    # UCX's shared-memory transports do not survive the death of a peer: see `pdmesh.transport.reading`.
     options = {
         "RNDV_THRESH": str(RENDEZVOUS_BYTES),
         "NET_DEVICES": devices,
         "TLS": "^sm" if tls == "all" else tls,
-        # With UCX's own 64 KiB a piece of 64 KiB takes two messages; so a GB costs a tenth less processor time.
+        # With UCX's default of 64 KiB, a piece of 64 KiB takes two messages, and a GB a tenth more CPU.
         "TCP_RX_SEG_SIZE": os.environ.get("UCX_TCP_RX_SEG_SIZE") or "256K",
-        # Else connecting blocks the event loop, for minutes where a host does not answer.
+        # Otherwise connecting blocks the event loop, for minutes if a host does not answer.
         "TCP_CONN_NB": "y",
     }
     try:
@@ -108,7 +111,7 @@ def _transports_in(info: str) -> str:
 
 
 def names_shared_memory(tls: str) -> bool:
-    """Whether a UCX_TLS setting allows shared memory, so that pieces are read where they lie."""
+    """Whether a UCX_TLS setting allows shared memory, so that pieces are read from the sender's memory."""
     names = tls.removeprefix("^").split(",")
     named = any(name.strip() in {"all", "sm", "shm", "mm", "posix", "sysv", "xpmem", "cma"} for name in names)
     return named != tls.startswith("^")

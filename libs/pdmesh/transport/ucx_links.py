@@ -1,6 +1,6 @@
-"""Links over UCX: a piece is one tagged message, taken by a receive that its peer has posted.
+"""Links over UCX: a piece is one tagged message, received by a posted receive of the peer.
 
-Endpoints have error handling: a peer that dies breaks them, and closing one cancels what is in flight.
+Endpoints have error handling: a peer that dies breaks its endpoints, and closing an endpoint cancels its requests.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pdmesh.transport.ucx_api import RENDEZVOUS_BYTES, UcxApi
 
 
 class UcxLink:
-    """`pdmesh.transport.send_links.Link` over a UCX endpoint."""
+    """`pdmesh.transport.send_links.Link` over a UCX endpoint. ``requests`` has the pieces' numbers as keys."""
 
     def __init__(self, peer: Peer, endpoint: Any, links: UcxLinks) -> None:
         self.peer = peer
         self.no_progress_s = links.no_progress_s
         self.endpoint = endpoint
-        self.requests: dict[int, Any] = {}  # by the piece's number
+        self.requests: dict[int, Any] = {}
         self._links = links
 
     @property
@@ -41,7 +41,7 @@ class UcxLink:
 
     def shut(self) -> None:
         with contextlib.suppress(self._links.api.ucx.UCXError):
-            self.endpoint.close_blocking()  # cancels what is in flight
+            self.endpoint.close_blocking()
         self._links.forget(self)
 
 
@@ -54,10 +54,10 @@ class UcxLinks:
         self.wake = wake
         self._all = links
         self._open: list[UcxLink] = []
-        self._zombies: list[tuple[Any, Any]] = []  # endpoint, request: given up, but UCX has not let go of the request
+        self._zombies: list[tuple[Any, Any]] = []  # (endpoint, request) not ended by UCX
 
     def open(self, peer: Peer) -> UcxLink:
-        """Open a link to the peer at an address. Raises KvTransferError."""
+        """Open a link to a peer. Raises KvTransferError."""
         ucx = self.api.ucx
         try:
             endpoint = ucx.UCXEndpoint.create_from_worker_address(
@@ -70,13 +70,13 @@ class UcxLinks:
         return link
 
     def forget(self, link: UcxLink) -> None:
-        """Note that a link was shut, and keep the requests that UCX has not ended yet."""
+        """Remove a link that was shut, and keep the requests that UCX has not ended yet."""
         self._open.remove(link)
         self._zombies += [(link.endpoint, request) for request in link.requests.values() if not request.completed]
         self.wake()
 
     def reap(self) -> bool:
-        """End the sends that UCX has completed. Return True if there were any."""
+        """End the sends that UCX has completed, and close broken links. Return whether any send was completed."""
         reaped = False
         for link in list(self._open):
             if not link.requests:
