@@ -1,9 +1,9 @@
-"""Admission: a request that would not keep its own target is refused as it comes, and told when to come again.
+"""Early admission: refuse a new request that would miss its own time-to-first-token target.
 
-How long it would wait is predicted from the mesh's own pace: the work of the prompts that were placed in the last
-seconds in which anybody waited, over those seconds. Whatever limits the mesh, computing prompts or room to decode, is
-in that pace; and since the work of those that wait is counted with the same predictions, a model that is wrong by a
-factor is wrong in both, and does not matter.
+The wait is predicted from the mesh's pace: the work of the prompts placed in the last seconds in which requests waited,
+divided by those seconds. The pace covers whatever limits the mesh, prompt computation or room to decode. The work of
+the waiting requests is predicted by the same latency model as the work placed. A model that is wrong by a constant
+factor therefore cancels out.
 """
 
 from __future__ import annotations
@@ -19,50 +19,58 @@ from pdmesh.model import Request, RequestKey
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.policy.seams import PrefillOrder
 
-#: The pace is that of about so many of the last seconds in which anybody waited.
+#: Time constant, in seconds with a line, of the decaying average that gives the pace.
 HORIZON_S = 5.0
 
-#: Until the pace is known, each instance that computes prompts is taken to do a second's work in a second. That counts
-#: as much as what was seen in so many seconds.
+#: Weight of the prior pace, in seconds of observation. By the prior, each instance that takes prompts does one second
+#: of work per second.
 PRIOR_S = 0.25
 
-#: How much one more first token says of how long they take once a request is placed.
+#: Weight of one new first token in the running mean of the delay after placement.
 NEWS = 1 / 16
 
-#: First tokens that come later than predicted with the margin: one in so many.
+#: Target share of first tokens that come later than predicted with the margin: one in `ONE_LATE_IN`.
 ONE_LATE_IN = 50
 
-#: By how much the margin grows for one of them, as a share of what was predicted.
+#: Growth of the margin for one late first token, as a share of the prediction.
 MARGIN_STEP = 0.2
 
-#: Nobody is told to stay away for longer.
+#: Upper bound of the retry delay.
 MAX_RETRY_AFTER_S = 60.0
 
-#: Others like a refused request are refused unasked for this share of its wait, in which the line gets so much shorter.
+#: Share of a refused request's predicted wait for which the gateway refuses similar requests by itself.
 REJECT_TTL_SHARE = 1 / 16
 
-#: And for so much of the time by which it would be late, since predictions may be too high.
+#: Share of the predicted lateness that counts likewise, since predictions may be too high; the larger of the two
+#: applies.
 CLOSED_LATE_SHARE = 0.5
 
-#: What is said of them holds no longer than this: instances join, and those that wait hang up.
+#: Upper bound of that period: the prediction soon becomes stale, since instances join and clients cancel.
 MAX_REJECT_TTL_S = 0.25
 
 
 class Refusal(NamedTuple):
-    predicted_s: float  # to its first token, with the margin by which predictions have been exceeded
-    limit_s: float  # the target that this would miss
-    retry_after_s: float  # when it could be kept, if nobody else came
-    reject_ttl_s: float  # others like it would be refused for so long
+    """Refusal of a new request.
+
+    `predicted_s` is the time to the first token with the margin, `limit_s` the target that it exceeds. By
+    `retry_after_s` the target could be met if no other request came. Similar requests are refused for `reject_ttl_s`
+    without asking the core.
+    """
+
+    predicted_s: float
+    limit_s: float
+    retry_after_s: float
+    reject_ttl_s: float
 
 
 def work_us(request: Request, latency: LatencyModel, num_reused_tokens: int = 0) -> int:
-    """Predicted work of its prompt alone, but for what is kept of it, in microseconds."""
+    """Predict the work of the request's prompt without the reused tokens, computed alone, in microseconds."""
     chunk = ChunkShape(request.num_prompt_tokens - num_reused_tokens, num_reused_tokens)
     return round(1e6 * latency.step_s(StepShape((chunk,), 0, 0)))
 
 
 class Pace:
-    """Seconds of work placed per second, while anybody waited."""
+    """Seconds of work placed per second, over the time in which requests waited in line."""
 
     def __init__(self) -> None:
         self._work_s = 0.0
@@ -70,7 +78,7 @@ class Pace:
         self._last_s: float | None = None
 
     def passed(self, now_s: float, *, waited: bool) -> None:
-        """Time has passed until now, in which somebody waited or nobody did."""
+        """Advance the clock to `now_s`. The time since the last call counts only if requests waited during it."""
         if self._last_s is not None and waited and now_s > self._last_s:
             passed_s = now_s - self._last_s
             kept = HORIZON_S / (HORIZON_S + passed_s)
@@ -82,15 +90,15 @@ class Pace:
         self._work_s += work_s
 
     def per_s(self, num_instances: int) -> float:
-        """Return the pace of a mesh with so many instances that compute prompts; never 0 if there is one."""
+        """Return the pace of a mesh with `num_instances` that take prompts; never 0 if there is one."""
         return (self._work_s + PRIOR_S * num_instances) / (self._time_s + PRIOR_S)
 
 
 class Margin:
-    """What predictions are exceeded by, but for one in `ONE_LATE_IN` of them: learnt, one first token at a time.
+    """Margin that about one in `ONE_LATE_IN` predictions is exceeded by, learnt from one first token at a time.
 
-    A step up for each that came later than predicted with the margin, and a small one down for each other, so that it
-    comes to rest where they balance. Steps are a share of what was predicted.
+    Each first token later than predicted plus the margin raises the margin; each other one lowers it a little. The
+    margin settles where both balance. Steps are a share of the prediction.
     """
 
     def __init__(self) -> None:
@@ -105,15 +113,15 @@ class Margin:
 
 
 class Forecast:
-    """Predicts when the first token of a request would come, and learns from those that came."""
+    """Predictor of the time to a request's first token, learning from the first tokens that were drawn."""
 
     def __init__(self) -> None:
         self.pace = Pace()
         self.margin = Margin()
-        self._after_placed_s = 0.0  # from a request's place to its first token, beyond its own work
+        self._after_placed_s = 0.0
 
     def wait_s(self, work_before_s: float, num_instances: int) -> float:
-        """Return the wait of a request with so much work before it, on so many instances that compute prompts."""
+        """Predict the wait in line behind `work_before_s` of work, on `num_instances` that take prompts."""
         return work_before_s / self.pace.per_s(max(1, num_instances))
 
     def ttft_s(self, wait_s: float, work_s: float) -> float:
@@ -121,23 +129,24 @@ class Forecast:
         return wait_s + work_s + self._after_placed_s
 
     def first_token(self, *, placed_for_s: float, work_s: float) -> None:
-        """One came so long after its request was placed."""
+        """Learn from a first token: drawn `placed_for_s` after placement with `work_s` of predicted work."""
         self._after_placed_s += NEWS * (max(0.0, placed_for_s - work_s) - self._after_placed_s)
 
 
 class Admission:
-    """Says of each new request whether it can be served in time."""
+    """Decision whether a new request can be served in time."""
 
     def __init__(self, mesh: MeshState, config: CoreConfig) -> None:
         self._mesh = mesh
         self._config = config
         self._forecast = Forecast()
-        self._predicted_s: dict[RequestKey, float] = {}  # of those that have no token yet
+        self._predicted_s: dict[RequestKey, float] = {}
 
     def refusal(self, state: RequestState, order: PrefillOrder, now_s: float) -> Refusal | None:
-        """Why not to let a new request join the line, if it should not.
+        """Return why to refuse a new request; None if it may join the line.
 
-        Where nobody is before it and an instance is idle, it is taken: nothing would be better later.
+        A request with no work before it is accepted if an instance is idle, since coming later could not help. Only
+        first epochs are refused, and only if the configuration refuses early.
         """
         request, config, forecast = state.request, self._config, self._forecast
         if not config.refuses_early or request.epoch > 0:
@@ -148,7 +157,7 @@ class Admission:
         if work_before_s or self._all_busy:
             target_s = config.admission_ttft_s if request.slo_ttft_s is None else request.slo_ttft_s
             limit_s = config.max_queue_s if target_s is None else target_s
-            # The margin is what others that come later cost one that waits.
+            # Requests that come later may be served first and so delay a waiting one: the margin covers that.
             margin_s = forecast.margin.margin_s if work_before_s and target_s is not None else 0.0
             at_most_s = predicted_s + margin_s
             if at_most_s > limit_s:
@@ -158,7 +167,7 @@ class Admission:
         return None
 
     def when_full(self, state: RequestState, order: PrefillOrder, now_s: float) -> tuple[float, float]:
-        """Return when a request that finds the queue full may come again, and how long similar ones need not ask."""
+        """Return when a request that finds the queue full may come again, and how long to refuse similar ones."""
         if not self._config.refuses_early:
             return self._config.retry_after_s, 0.0
         work_before_s = self._mesh.queue.work_before_s(state, order, now_s)
@@ -166,11 +175,11 @@ class Admission:
         return self._retry_after_s(wait_s), _reject_ttl_s(wait_s, 0.0)
 
     def passed(self, now_s: float) -> None:
-        """Time has passed since the last event."""
+        """Advance the pace's clock to `now_s`."""
         self._forecast.pace.passed(now_s, waited=self._mesh.queue.has_line)
 
     def note(self, commands: Sequence[Command]) -> None:
-        """Take note of what was placed, and of what ended."""
+        """Count the work of placed prompts into the pace, and drop the predictions of requests that ended."""
         for command in commands:
             if isinstance(command, AdmitPrefill) and command.leads:
                 state = self._mesh.find((command.request_id, command.epoch))
@@ -180,7 +189,7 @@ class Admission:
                 self._predicted_s.pop((command.request_id, command.epoch), None)
 
     def first_token(self, state: RequestState, now_s: float) -> None:
-        """A request drew its first token now."""
+        """Learn from the first token that a request drew at `now_s`."""
         if state.placed_s is not None:
             self._forecast.first_token(placed_for_s=now_s - state.placed_s, work_s=state.work_us / 1e6)
         predicted_s = self._predicted_s.pop(state.key, None)
@@ -192,18 +201,18 @@ class Admission:
 
     @property
     def _all_busy(self) -> bool:
-        """Whether every instance on which prompts are placed has some to compute."""
+        """Whether every instance that takes prompts has prompt tokens to compute."""
         return all(i.num_queued_tokens > 0 for i in self._mesh.instances.values() if i.takes_prompts)
 
     @property
     def _num_computing(self) -> int:
-        """Instances on which prompts are placed."""
+        """Number of instances that take prompts."""
         return sum(instance.takes_prompts for instance in self._mesh.instances.values())
 
 
 def _reject_ttl_s(wait_s: float, late_s: float) -> float:
-    """How long to refuse requests unasked that are like one that would wait so long, and be late by so much.
+    """Return how long to refuse requests like one that would wait `wait_s` and be late by `late_s`.
 
-    Never as long as the line before it lasts: no request that could be computed at once is turned away.
+    The period stays shorter than the predicted wait, so no request that could be computed at once is refused.
     """
     return min(max(REJECT_TTL_SHARE * wait_s, CLOSED_LATE_SHARE * late_s), MAX_REJECT_TTL_S)

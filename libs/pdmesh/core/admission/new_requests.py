@@ -1,4 +1,4 @@
-"""Requests come, and join the line or are refused; those that wait are given up, or wait for too long."""
+"""Arrival, refusal, cancellation and expiry of waiting requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pdmesh.policy.bundle import Bundle
 
 
 class NewRequests:
-    """Takes note of what gateways say of their requests."""
+    """Handler of the gateways' events about new and waiting requests."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class NewRequests:
         prefill_groups: GroupPlanner,
         may_instances_come: Callable[[], bool],
     ) -> None:
-        """``may_instances_come``: whether there may be more instances soon than there are now."""
+        """``may_instances_come``: whether more instances may join soon than there are now."""
         self._mesh = mesh
         self._config = config
         self._admission = admission
@@ -42,7 +42,11 @@ class NewRequests:
         self._may_instances_come = may_instances_come
 
     def arrived(self, request: Request, choice: BundleChoice, now_s: float) -> None:
-        """A request comes for the first time, or again in a later epoch."""
+        """Queue, adopt or reject a request that arrives for the first time or in a later epoch.
+
+        Ignored if its epoch is known already. Refused if its id belongs to another gateway. A later epoch supersedes
+        the known one. An instance that already decodes the request keeps it.
+        """
         mesh, bundle = self._mesh, choice.bundle
         known = mesh.requests.get(request.request_id)
         owner = self._reconciler.gateway_of(request.request_id) if known is None else known.request.gateway_id
@@ -51,7 +55,7 @@ class NewRequests:
             return
         if known is not None:
             if known.request.epoch >= request.epoch:
-                mesh.ignore("RequestArrived")  # sent again after a reconnect
+                mesh.ignore("RequestArrived")
                 return
             mesh.end(known, Outcome.SUPERSEDED)
         reused = reusable(request, mesh.depths(request), mesh.kept_where, mesh.by_number, bundle.reuse)
@@ -83,7 +87,7 @@ class NewRequests:
 
     def _is_full_for(self, state: RequestState) -> bool:
         if state.request.epoch > 0:
-            return False  # it was let in before, and half of its answer may be out
+            return False
         queue = self._mesh.queue
         return (
             len(queue) >= self._config.max_queue_entries
@@ -103,7 +107,11 @@ class NewRequests:
             self._mesh.ignore("RequestCancelled")
 
     def expire(self, now_s: float) -> None:
-        """Refuse what has waited for too long."""
+        """Reject or postpone each request whose time limit has passed.
+
+        A resumed request is postponed while an instance can serve it or may still come, unless the weights of its
+        answer are gone. Each other one is rejected with the reason why it found no place.
+        """
         retry_after_s = self._config.retry_after_s
         while (state := self._mesh.queue.first_due(now_s)) is not None:
             unready = unready_reason(self._mesh.instances.values())
@@ -126,7 +134,7 @@ class NewRequests:
                 self._mesh.reject(state, RejectReason.NO_INSTANCE, unready, retry_after_s)
 
     def _is_without_weights(self, request: Request) -> bool:
-        """Whether no instance could finish a request, and some could if its tokens were of their weights."""
+        """Whether the answer was begun with weights that no instance able to finish the request has any more."""
         if not request.weights:
             return False
         return not any(
@@ -135,7 +143,7 @@ class NewRequests:
         )
 
     def _may_fit_yet(self, resumed_s: float, now_s: float) -> bool:
-        """Whether an instance that was lost may come back in time for what has waited since ``resumed_s``."""
+        """Whether a lost instance may still come back in time for a request that waits since ``resumed_s``."""
         return now_s < resumed_s + COME_BACK_S and self._may_instances_come()
 
 
