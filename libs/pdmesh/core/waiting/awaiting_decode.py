@@ -1,4 +1,4 @@
-"""Placed requests whose KV has no receiver: in the order in which they get one, and summed, as they come and go."""
+"""Placed requests whose KV has no receiver, in the order in which they get one, with sums per KV group."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import NamedTuple
 from pdmesh.core.requests.request import RequestState
 from pdmesh.model import RequestKey
 
-#: By first offer; what is not offered yet comes after that, by arrival.
+#: Rank of the first offer (infinite before it), arrival, request id.
 Turn = tuple[float, float, str]
 
 
 class Wanted(NamedTuple):
-    """What so many requests begin to decode with."""
+    """Number of waiting requests, and of the blocks that they begin to decode with."""
 
     num_requests: int = 0
     num_blocks: int = 0
 
     def plus(self, num_blocks: int, sign: int = 1) -> Wanted:
-        """Return the sums with one more request, or one fewer."""
+        """Return the sums after adding one request (``sign`` 1) or removing one (-1)."""
         return Wanted(self.num_requests + sign, self.num_blocks + sign * num_blocks)
 
 
 class _Entry(NamedTuple):
-    """One of them, and what it wants; entries compare by their turns, which no two share."""
+    """A waiting request with its demand. Entries compare by their turns, which are unique."""
 
     turn: Turn
     state: RequestState
@@ -36,14 +36,17 @@ class _Entry(NamedTuple):
 
 
 class AwaitingDecode(Mapping[RequestKey, RequestState]):
-    """Requests waiting for an instance to decode on; the deadline starts when nothing else delays them."""
+    """Requests waiting for an instance to decode on. A deadline starts once nothing else delays a request."""
 
     def __init__(self) -> None:
         self._entries: dict[RequestKey, _Entry] = {}
         self._line: list[_Entry] = []
-        self._wanted: dict[str, Wanted] = {}  # by KV group; none empty
-        self._ready: dict[RequestKey, None] = {}  # wait for nothing else, since their limits were last set
-        self._due_s: OrderedDict[RequestKey, float] = OrderedDict()  # the limit is the same for all: the first is least
+        # By KV group, without empty sums.
+        self._wanted: dict[str, Wanted] = {}
+        # Requests that became ready after the last `set_limits`.
+        self._ready: dict[RequestKey, None] = {}
+        # The time limit is the same for all, so the first deadline is the least.
+        self._due_s: OrderedDict[RequestKey, float] = OrderedDict()
 
     def __getitem__(self, key: RequestKey) -> RequestState:
         return self._entries[key].state
@@ -60,17 +63,17 @@ class AwaitingDecode(Mapping[RequestKey, RequestState]):
         return len(self._wanted)
 
     def in_turn(self) -> list[_Entry]:
-        """Return a copy of the line, since requests may come and go meanwhile."""
+        """Return a copy of the line, so that a caller may change the line while iterating."""
         return list(self._line)
 
     def wanted(self, kv_group: str) -> Wanted:
-        """Return what all waiting requests of a KV group want."""
+        """Return the summed demand of the KV group's waiting requests."""
         return self._wanted.get(kv_group, Wanted())
 
-    # --- they come and go ---
+    # --- coming and leaving ---
 
     def add(self, state: RequestState, kv_group: str, num_blocks: int) -> None:
-        """Its KV is computed in ``kv_group``, and it begins to decode with ``num_blocks``."""
+        """Add a request whose KV is computed in ``kv_group`` and that begins to decode with ``num_blocks``."""
         entry = self._entries[state.key] = _Entry(turn_of(state), state, kv_group, num_blocks)
         insort(self._line, entry)
         self._wanted[kv_group] = self.wanted(kv_group).plus(num_blocks)
@@ -88,33 +91,33 @@ class AwaitingDecode(Mapping[RequestKey, RequestState]):
         self._due_s.pop(key, None)
 
     def offered(self, key: RequestKey) -> None:
-        """Note the rank of a request's first offer, if it waits here."""
+        """Move a request to its turn after its first offer, if it waits here."""
         entry = self._entries.get(key)
         if entry is not None:
             del self._line[bisect_left(self._line, entry)]
             entry = self._entries[key] = entry._replace(turn=turn_of(entry.state))
             insort(self._line, entry)
 
-    # --- and wait no longer than may be ---
+    # --- deadlines ---
 
     def is_ready(self, key: RequestKey) -> None:
-        """Note that a request, if it waits here, waits for nothing else: it is computed, or had a receiver before."""
+        """Mark a waiting request as ready: its prompt is computed, or it had a receiver before."""
         if key in self._entries:
             self._ready[key] = None
 
     def set_limits(self, due_s: float) -> None:
-        """Set the deadlines of requests that became ready since the last call."""
+        """Give the deadline ``due_s`` to each request that became ready after the last call."""
         for key in self._ready:
             self._due_s.setdefault(key, due_s)
         self._ready.clear()
 
     @property
     def next_due_s(self) -> float:
-        """Infinite if nobody has a limit."""
+        """First deadline; infinite if there is none."""
         return next(iter(self._due_s.values())) if self._due_s else inf
 
     def overdue(self, now_s: float) -> list[RequestState]:
-        """Return requests whose deadlines have passed, in turn."""
+        """Return the requests whose deadlines have passed, in the order of their turns."""
         found: list[_Entry] = []
         for key, due_s in self._due_s.items():
             if due_s > now_s:
@@ -123,7 +126,7 @@ class AwaitingDecode(Mapping[RequestKey, RequestState]):
         return [entry.state for entry in sorted(found)]
 
     def check_integrity(self) -> None:
-        """AssertionError names what does not balance."""
+        """Raise AssertionError if the sums, the order or the deadlines are inconsistent."""
         assert self._line == sorted(self._entries.values()), "the line is not that of those without a receiver"
         wanted: dict[str, Wanted] = {}
         for key, entry in self._entries.items():

@@ -1,12 +1,12 @@
 """Fair shares between tenants: a virtual token counter for each (Sheng et al., Fairness in Serving LLMs, OSDI 2024).
 
-Of those with requests in line, the one with the least counter is served next. A tenant is charged for a request when it
-is placed: its prompt tokens, those whose KV is kept at a tenth, and twice the output tokens that are expected of it,
-from what its requests drew before. When the request ends, what it drew takes the place of what was expected. So nobody
-gets a place for nothing in between, and in the end each has paid for what it got. A counter goes up by tokens over the
-share of the key.
+Among the tenants with requests in line, the one with the least counter is served next. A tenant is charged for a
+request at placement: its prompt tokens, cached ones at a tenth of the price, plus twice its expected output tokens. The
+expectation comes from the tenant's earlier requests. When the request ends, the charge for expected output is replaced
+by the charge for actual output. A tenant therefore pays at every moment, and in the end exactly for its use. A counter
+grows by tokens divided by the share of the tenant's key.
 
-Whole numbers, so that sums depend on no order, and a replay of commands and reports has the same.
+All numbers are integers, so sums do not depend on the order, and a replay gives the same counters.
 """
 
 from __future__ import annotations
@@ -18,38 +18,41 @@ from typing import NamedTuple
 
 from pdmesh.model import Request, RequestKey
 
-#: Of a counter in a token, so that it can be divided by shares.
+#: Counter units per token, so that integer division by shares stays precise.
 UNITS = 1000
 
-#: An output token costs as much as so many of a prompt (as in the paper, and about as on price lists).
+#: Price of an output token in prompt tokens (as in the paper, and about as on price lists).
 OUTPUT_COST = 2
 
-#: So many prompt tokens whose KV is kept cost as much as one that is computed (as on price lists).
+#: Number of cached prompt tokens that cost as much as one computed token (as on price lists).
 REUSED_COST = 10
 
-#: So many of the last requests say what is expected of the next one.
+#: Number of past requests that the expected output length averages over.
 MEMORY = 8
 
-#: Beside those that matter, so many may be kept before the others are looked for.
+#: Number of accounts kept before unneeded ones are first removed.
 SPARE = 64
 
 
 class TenantView(NamedTuple):
-    """A tenant as others may see it."""
+    """State of a tenant's counter for reports.
+
+    `num_tokens` is the total charged while the tenant was remembered, with outputs at their price.
+    """
 
     tenant: str
     share: int
-    num_waiting: int  # in line
+    num_waiting: int
     num_running: int
-    num_tokens: int  # charged since it came, outputs as often as they cost
+    num_tokens: int
     counter: int
 
 
 @dataclass(slots=True)
 class _Expectation:
-    """The mean of the last numbers, older ones counting less and less; 0 before there is one."""
+    """Moving mean of about the last `MEMORY` values; 0 before the first value."""
 
-    total: int = 0  # of as many as it remembers
+    total: int = 0
     is_known: bool = False
 
     @property
@@ -63,10 +66,16 @@ class _Expectation:
 
 @dataclass(slots=True, eq=False)
 class _Account:
+    """A tenant's counter and the numbers of its requests.
+
+    `turn` is the placement, counted over all tenants, that last placed one of its requests. `share` is the last arrived
+    request's.
+    """
+
     tenant: str
     counter: int = 0
-    turn: int = 0  # when one of its requests was last placed, in placements of all
-    share: int = 1  # of the last request that came
+    turn: int = 0
+    share: int = 1
     num_tokens: int = 0
     num_running: int = 0
     num_waiting: int = 0
@@ -74,30 +83,35 @@ class _Account:
 
     @property
     def place(self) -> tuple[int, int, str]:
-        """Position in line; equal counters go by the longer wait for a turn."""
+        """Sort key in the line: the counter, then the longer wait for a turn."""
         return self.counter, self.turn, self.tenant
 
 
 class TokenCounters:
-    """Tells whose turn it is. A tenant is remembered while it has requests or owes more than a new one."""
+    """Order of the tenants. A tenant is remembered while it has requests or owes more than a new one."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
-        self._line: list[_Account] = []  # of those with requests in line, sorted
-        self._last: _Account | None = None  # that left the line last
-        self._expected: dict[RequestKey, int] = {}  # output tokens that were charged for what runs
-        self._output = _Expectation()  # of all tenants: of one that is new
+        # The tenants with requests in line, sorted by `_Account.place`.
+        self._line: list[_Account] = []
+        # The tenant that last left the line.
+        self._last: _Account | None = None
+        # The output tokens that each running request was charged for in advance.
+        self._expected: dict[RequestKey, int] = {}
+        # The outputs of all tenants: the expectation for a new tenant.
+        self._output = _Expectation()
         self._num_placed = 0
-        self._num_kept = 0  # tenants, when they were last looked through
+        # The number of tenants left by the last `_forget`.
+        self._num_kept = 0
 
     # --- the line ---
 
     def in_turn(self) -> Iterator[str]:
-        """Tenants with requests in line, the next one first."""
+        """Iterate over the tenants with requests in line, the next one first."""
         return (account.tenant for account in self._line)
 
     def joined(self, request: Request) -> None:
-        """A request joined the line. With its first a tenant owes as much as the one that is next, or more."""
+        """Count a request that joined the line. An idle tenant's counter is lifted to the least one in line."""
         account = self._accounts.get(request.tenant)
         if account is None:
             self._forget()
@@ -109,7 +123,7 @@ class TokenCounters:
         account.num_waiting += 1
 
     def left(self, request: Request) -> None:
-        """A request left the line, whatever becomes of it."""
+        """Count a request that left the line, for whatever reason."""
         account = self._accounts[request.tenant]
         account.num_waiting -= 1
         if not account.num_waiting:
@@ -118,13 +132,13 @@ class TokenCounters:
 
     @property
     def _floor(self) -> int:
-        """Return the value that an idle tenant's counter is lifted to."""
+        """Value that an idle tenant's counter is lifted to."""
         if self._line:
             return self._line[0].counter
         return 0 if self._last is None else self._last.counter
 
     def before(self, tenant: str, num_units: int) -> Iterator[tuple[str, int]]:
-        """Yield tenants with turns before this one, in line or new, is charged so much; and for how many units."""
+        """Yield the other tenants served before ``tenant`` is charged ``num_units``, with the units each gets first."""
         account = self._accounts.get(tenant)
         until = max(self._floor, 0 if account is None else account.counter) + num_units
         for other in self._line:
@@ -134,9 +148,9 @@ class TokenCounters:
                 yield other.tenant, until - other.counter
 
     def price(self, tenant: str, num_requests: int, num_priced_tokens: int) -> int:
-        """Return about how many units all these requests of a tenant in line would be charged now.
+        """Estimate the charge, in units, for all of a tenant's requests in line if they were placed now.
 
-        ``num_priced_tokens`` are `priced_tokens` of their prompts.
+        ``num_priced_tokens`` is the sum of `priced_tokens` over their prompts.
         """
         account = self._accounts[tenant]
         output = account.output if account.output.is_known else self._output
@@ -145,7 +159,7 @@ class TokenCounters:
     # --- charges ---
 
     def placed(self, request: Request, num_reused_tokens: int = 0) -> None:
-        """A request that has left the line got its place, where so much of its prompt is kept."""
+        """Charge a tenant for a placed request. ``num_reused_tokens`` of the prompt are cached there."""
         account = self._accounts[request.tenant]
         num_expected = self._expected[request.request_id, request.epoch] = self._num_expected(request)
         account.num_running += 1
@@ -161,9 +175,9 @@ class TokenCounters:
         account.num_tokens += _num_tokens(request, num_expected) - num_saved
 
     def ended(self, request: Request, num_output_tokens: int | None) -> None:
-        """A request is over that drew so many tokens, those of earlier epochs among them; None if nobody knows.
+        """Replace the charge for expected output by the actual output, if the request was placed.
 
-        Nothing changes if it was never placed, and what nobody knows stays as it was expected.
+        ``num_output_tokens`` includes earlier epochs. None means unknown: the expected charge stays.
         """
         num_expected = self._expected.pop((request.request_id, request.epoch), None)
         if num_expected is None:
@@ -189,7 +203,7 @@ class TokenCounters:
             insort(self._line, account, key=_place)
 
     def _num_expected(self, request: Request) -> int:
-        """Output tokens."""
+        """Return the number of output tokens to charge in advance."""
         account = self._accounts[request.tenant]
         output = account.output if account.output.is_known else self._output
         return min(output.value, request.max_tokens)
@@ -197,7 +211,7 @@ class TokenCounters:
     # --- bounded memory ---
 
     def _forget(self) -> None:
-        """Forget tenants whose counter is no larger than a new one's, whenever their number may have doubled."""
+        """Forget tenants that owe no more than a new one, once their number may have doubled."""
         if len(self._accounts) < 2 * self._num_kept + SPARE:
             return
         floor = self._floor
@@ -213,7 +227,7 @@ class TokenCounters:
 
     @property
     def views(self) -> list[TenantView]:
-        """Return a view of every remembered tenant."""
+        """View of every remembered tenant."""
         return [
             TenantView(
                 tenant=account.tenant,
@@ -234,12 +248,12 @@ class TokenCounters:
 
 
 def priced_tokens(num_prompt_tokens: int, num_reused_tokens: int) -> int:
-    """Return how many tokens a prompt is charged as of which so many are kept."""
+    """Return the number of tokens that a prompt is charged as, with cached tokens at their lower price."""
     return num_prompt_tokens - num_reused_tokens + num_reused_tokens // REUSED_COST
 
 
 def _num_tokens(request: Request, num_output_tokens: int) -> int:
-    """What a request costs; never nothing. A prompt that is computed again is not its client's doing."""
+    """Return a request's charge in tokens, at least 1. Only the first epoch pays for the prompt."""
     num_prompt_tokens = 0 if request.epoch else request.num_prompt_tokens
     return max(1, num_prompt_tokens + OUTPUT_COST * num_output_tokens)
 

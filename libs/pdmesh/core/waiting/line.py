@@ -1,4 +1,4 @@
-"""The line of one tenant: its requests that wait for a place, in the order of the policy."""
+"""Line of one tenant: its requests that wait for a place, in the order of the policy."""
 
 from __future__ import annotations
 
@@ -14,47 +14,52 @@ from pdmesh.model import Epoch, RequestId
 from pdmesh.policy.seams import PrefillOrder
 from pdmesh.policy.views import Rank
 
-#: Where a request stands in its bucket; no two share one.
+#: Position of a request within its bucket, unique.
 _Place = tuple[float, float, RequestId]
 
-#: The first of a bucket behind its key, its arrival and a number of its own: so entries compare without the requests.
+#: Key of a bucket's first request, its arrival, a unique number and the request: entries compare without requests.
 _Head = tuple[tuple[float, ...], tuple[float, RequestId, Epoch], int, RequestState]
 
-#: The first of a bucket behind a key that it will not go below for some time, and a number of its own.
+#: Lower bound of the key of a bucket's first request until `_bounded_until_s`, a unique number and the request.
 _Bound = tuple[tuple[float, ...], int, RequestState]
 
-#: For so long are these keys made. Shorter means more of them; longer that more firsts could be the first of all.
+#: Period for which the bounds hold. A shorter one computes bounds more often; a longer one makes them weaker.
 BOUND_S = 0.1
 
-#: So many firsts are asked for their keys together.
+#: Number of first requests whose current keys are computed together.
 NUM_ASKED = 4
 
-#: Entries of a heap that are out of date may be twice as many as buckets, and these.
+#: Number of outdated heap entries tolerated beyond twice the number of buckets.
 SPARE = 64
 
 
 class Line:
-    """Kept in the buckets of the order, each sorted for good: only the first of each are compared with each other.
+    """Waiting requests in the order's buckets. Each bucket stays sorted, so only first requests are compared.
 
-    Most of these keep their keys as time passes. The others are sorted by what their keys will be a little later: since
-    no key grows with time, only those of whom that is small enough are asked for their keys of now.
+    Most first requests have a key that stays the same for some time (*steady*). The others (*moving*) are sorted by the
+    keys that they will have `BOUND_S` later. Keys never grow with time, so these are lower bounds: only a moving
+    request with a small enough bound has its current key computed.
 
-    The order is asked for a line by itself: what is urgent for one tenant is not so for another.
+    Each tenant's line asks the order by itself: urgency is relative within one tenant.
     """
 
     def __init__(self) -> None:
-        self._buckets: dict[float, list[RequestState]] = {}  # each sorted, none empty
-        self._places: dict[float, list[_Place]] = {}  # of the same requests
-        self._changed_buckets: dict[float, None] = {}  # of which the first is to be looked up
-        # A heap of the firsts that keep their keys, and of some that were; until when those keep them, the first of
-        # these times or an earlier one. A heap of those of the other firsts that could be the first at this time.
+        # Each bucket is sorted, and none is empty. `_places` has the same requests' positions.
+        self._buckets: dict[float, list[RequestState]] = {}
+        self._places: dict[float, list[_Place]] = {}
+        # Buckets whose first request must be classified again.
+        self._changed_buckets: dict[float, None] = {}
+        # Heap of steady first requests, with outdated entries; per bucket, the time until which the key holds; the
+        # least of these times, or an earlier one. Then a heap of the moving first requests whose current keys are
+        # computed.
         self._steady: list[_Head] = []
         self._steady_until_s: dict[float, float] = {}
         self._next_s = inf
         self._moving: list[_Head] = []
         self._moving_buckets: dict[float, None] = {}
-        # The other firsts, and some that were, sorted by their keys of a later time; how many of these are in the heap.
-        # Those that became one since the time last moved are there as well, and get such a key when it moves again.
+        # The moving first requests sorted by their lower bounds, with outdated entries, and how many from the start
+        # have current keys. Requests in `_unbounded` buckets became first after the time last moved; they get a bound
+        # when it moves again.
         self._bounds: list[_Bound] = []
         self._bounded_until_s = -inf
         self._num_asked = 0
@@ -62,11 +67,12 @@ class Line:
         self._numbers = count()
         self._order: PrefillOrder | None = None
         self._now_s = -inf
-        self._waiting_buckets: set[float] = set()  # for their turn
-        self._passed_over: list[float] = []  # those of them that were taken out of the heaps
-        self._work_us: dict[float, int] = {}  # of each bucket
+        # Buckets that `defer` passes over; the second names the ones removed from the heaps.
+        self._waiting_buckets: set[float] = set()
+        self._passed_over: list[float] = []
+        self._work_us: dict[float, int] = {}
         self.num_requests = 0
-        self.num_priced_tokens = 0  # of their prompts, as their tenant is charged for them
+        self.num_priced_tokens = 0
 
     def __bool__(self) -> bool:
         return bool(self._buckets)
@@ -76,7 +82,7 @@ class Line:
             yield from bucket
 
     def head(self, order: PrefillOrder, now_s: float) -> RequestState | None:
-        """The first now, but for buckets that were told to wait for their turn."""
+        """Return the first request at ``now_s`` outside deferred buckets; None if there is none."""
         if order is not self._order or now_s < self._now_s or len(self._steady) > 2 * len(self._buckets) + SPARE:
             self._forget_keys()
         if now_s != self._now_s:
@@ -102,27 +108,27 @@ class Line:
             self._ask([state for _, _, state in bounds[num_asked : self._num_asked]])
 
     def _ask(self, states: Sequence[RequestState]) -> None:
-        """Put those that still are the first of a bucket into the heap, with their keys of now."""
+        """Compute the current keys of the states that are still first in a moving bucket, and push them to the heap."""
         buckets, moving = self._buckets, self._moving_buckets
         firsts = [s for s in states if s.rank.bucket in moving and buckets[s.rank.bucket][0] is s]
         for head in self._keyed(firsts):
             heappush(self._moving, head)
 
     def _bound_all(self, order: PrefillOrder, until_s: float) -> None:
-        """Sort the firsts whose keys change by what these will be at ``until_s``."""
+        """Sort all moving first requests by their keys at ``until_s``."""
         self._bounded_until_s = until_s
         self._bounds = self._bounded(self._moving_buckets, order)
         self._bounds.sort()
         self._unbounded.clear()
 
     def _bound_others(self, order: PrefillOrder) -> None:
-        """Sort in those that became the first of a bucket since the time last moved."""
+        """Insert the bounds of requests that became first after the time last moved."""
         for bound in self._bounded(self._unbounded, order):
             insort(self._bounds, bound)
         self._unbounded.clear()
 
     def _bounded(self, buckets: Iterable[float], order: PrefillOrder) -> list[_Bound]:
-        """The firsts of these buckets, of those that will not be looked up, behind their keys of the later time."""
+        """Return the first requests of the moving buckets among ``buckets`` and their bounds; skip changed ones."""
         moving, changed = self._moving_buckets, self._changed_buckets
         firsts = [self._buckets[bucket][0] for bucket in buckets if bucket in moving and bucket not in changed]
         keys = order.keys([state.rank for state in firsts], self._bounded_until_s)
@@ -150,14 +156,14 @@ class Line:
             heappush(self._moving, head)
 
     def _see_who_moves(self) -> None:
-        """The keys of some change with the time from now on."""
+        """Mark the buckets whose steady key expires by now as changed."""
         for bucket in [bucket for bucket, until_s in self._steady_until_s.items() if until_s <= self._now_s]:
             del self._steady_until_s[bucket]
             self._changed_buckets[bucket] = None
         self._next_s = min(self._steady_until_s.values(), default=inf)
 
     def _forget_keys(self) -> None:
-        """All buckets are to be looked up."""
+        """Drop all computed keys, so that every bucket is classified again."""
         self._steady.clear()
         self._steady_until_s.clear()
         self._moving.clear()
@@ -170,7 +176,10 @@ class Line:
         self._next_s, self._now_s = inf, -inf
 
     def _top(self, heap: list[_Head], buckets: Container[float]) -> _Head | None:
-        """The first of a heap that still is the first of its bucket, of ``buckets``, and does not wait for its turn."""
+        """Return the heap's first valid entry: first in its bucket, in one of ``buckets``, not deferred.
+
+        Other entries are removed; deferred buckets are remembered for `call_all`.
+        """
         while heap:
             state = heap[0][3]
             bucket = state.rank.bucket
@@ -190,17 +199,17 @@ class Line:
         return [(key, state.arrival, next(numbers), state) for key, state in zip(keys, states, strict=True)]
 
     def defer(self, bucket: float) -> None:
-        """Pass over a bucket, which waits for its turn, until `call_all`."""
+        """Pass over a bucket until `call_all`."""
         self._waiting_buckets.add(bucket)
 
     def defer_from(self, num_work_tokens: int) -> None:
-        """The buckets whose first request has at least so many tokens to compute."""
+        """Pass over the buckets whose first request has at least ``num_work_tokens`` to compute."""
         for bucket, states in self._buckets.items():
             if states[0].num_work_tokens >= num_work_tokens:
                 self._waiting_buckets.add(bucket)
 
     def call_all(self) -> None:
-        """Let no bucket wait for its turn any more."""
+        """Pass over no bucket any more."""
         self._waiting_buckets.clear()
         for bucket in self._passed_over:
             if bucket in self._buckets:
@@ -209,13 +218,14 @@ class Line:
 
     @property
     def work_us(self) -> int:
-        """Predicted, of all in it."""
+        """Predicted work of all requests in the line."""
         return sum(self._work_us.values())
 
     def work_before_us(self, rank: Rank, order: PrefillOrder, now_s: float) -> int:
-        """Predicted work of those that come before one of this rank, as things are now.
+        """Return the predicted work of the requests before a new one of this rank, as of ``now_s``.
 
-        A bucket whose first comes before it counts as a whole, its own by the share of those that come before it.
+        A bucket whose first request comes before the new one counts as a whole. Of the new one's own bucket the share
+        of requests before it counts.
         """
         buckets = list(self._buckets)
         own, *firsts = order.keys([rank, *(self._buckets[bucket][0].rank for bucket in buckets)], now_s)
@@ -230,7 +240,7 @@ class Line:
         return work_us
 
     def reorder(self, order: PrefillOrder) -> None:
-        """Another order: all get their rank in it."""
+        """Rank all requests by another order."""
         states = list(self)
         self._buckets.clear()
         self._places.clear()

@@ -1,4 +1,4 @@
-"""Requests that wait for a place, with their time limit: a line for each tenant, in turns that are fair."""
+"""Requests that wait for a place, with their time limits: one line per tenant, served in fair turns."""
 
 from __future__ import annotations
 
@@ -17,23 +17,27 @@ from pdmesh.policy.seams import PrefillOrder
 
 
 class WaitingQueue:
-    """The lines, and those *parked* beside them because no instance that is there now could ever take them.
+    """Lines of all tenants, and the *parked* requests: no present instance could ever take them.
 
-    A parked request keeps its time limit but does not hold up those behind it.
+    A parked request keeps its time limit and does not block the requests behind it.
     """
 
     def __init__(self) -> None:
         self.counters = TokenCounters()
-        self._lines: dict[str, Line] = {}  # of each tenant; none empty
-        self._lets_wait = False  # some buckets
-        self._aside: list[RequestState] = []  # of those in line, during one round of placing
+        self._lines: dict[str, Line] = {}
+        # Whether `defer` has passed over a bucket since `call_all`.
+        self._lets_wait = False
+        # Requests removed from their lines by `step_aside`, during one round of placing.
+        self._aside: list[RequestState] = []
         self._parked: dict[RequestKey, RequestState] = {}
         # The limit is the same for all, so the order of arrival is the order of deadlines. (An OrderedDict, unlike a
         # dict, finds its first entry at once after many deletions at the front.)
         self._deadlines: OrderedDict[RequestKey, tuple[float, RequestState]] = OrderedDict()
-        self.next_deadline_s = inf  # of the request that has waited longest; infinite if none waits
-        self.num_tokens = 0  # of prompts, to compute
-        self._work_tokens = Lengths()  # of all that wait
+        # Deadline of the longest waiting request; infinite if none waits.
+        self.next_deadline_s = inf
+        # Prompt tokens to compute of all waiting requests: their sum and their lengths.
+        self.num_tokens = 0
+        self._work_tokens = Lengths()
 
     def __len__(self) -> int:
         return len(self._deadlines)
@@ -47,21 +51,21 @@ class WaitingQueue:
 
     @property
     def has_line(self) -> bool:
-        """Whether anyone waits in line."""
+        """Whether any request waits in line."""
         return bool(self._lines)
 
     def head(self, order: PrefillOrder, now_s: float) -> RequestState | None:
-        """The first of the tenant whose turn it is, but for those told to wait; then the first of the next tenant."""
+        """Return the first request of the first tenant in turn that has one which is not deferred."""
         for tenant in self.counters.in_turn():
             if (head := self._lines[tenant].head(order, now_s)) is not None:
                 return head
         return None
 
     def defer(self, head: RequestState, *, as_long: bool) -> None:
-        """Pass over what comes behind the head in its bucket, until `call_all`.
+        """Pass over the head's bucket until `call_all`.
 
-        ``as_long``: so that nobody goes past it who waits for the same, also all buckets of any tenant whose first
-        prompt is at least as long.
+        ``as_long``: also pass over every tenant's buckets whose first prompt is at least as long, so that no request
+        overtakes the head for the same room.
         """
         self._lets_wait = True
         self._lines[head.request.tenant].defer(head.rank.bucket)
@@ -70,27 +74,28 @@ class WaitingQueue:
                 line.defer_from(head.num_work_tokens)
 
     def step_aside(self, head: RequestState) -> None:
-        """Let the head alone be passed, until `step_back`, which comes before anything else is done with the queue."""
+        """Take the head alone out of its line until `step_back`, during one round of placing."""
         self._lines[head.request.tenant].leave(head)
         self._aside.append(head)
 
     def step_back(self) -> None:
-        """All that stepped aside are in line again."""
+        """Put every request that stepped aside back into its line."""
         for state in self._aside:
             self._lines[state.request.tenant].join(state)
         self._aside.clear()
 
     def call_all(self) -> None:
-        """Let no request be passed over any more."""
+        """Pass over no bucket any more."""
         if self._lets_wait:
             self._lets_wait = False
             for line in self._lines.values():
                 line.call_all()
 
     def work_before_s(self, state: RequestState, order: PrefillOrder, now_s: float) -> float:
-        """Predicted work, in seconds, of those in line that come before a new request, as things are now.
+        """Predict the work, in seconds, that is served before a new request.
 
-        Its own tenant's; and of each other's line no more than there is, nor than its turns until then last.
+        All of the own tenant's work that comes first counts. Another tenant's work counts up to its turns until then,
+        and at most the whole line.
         """
         tenant = state.request.tenant
         own = self._lines.get(tenant)
@@ -104,12 +109,12 @@ class WaitingQueue:
         return work_us / 1e6
 
     def _price(self, tenant: str, line: Line) -> int:
-        """Return the price of all requests in a tenant's line."""
+        """Estimate the charge for all requests in a tenant's line; at least 1."""
         return max(1, self.counters.price(tenant, line.num_requests, line.num_priced_tokens))
 
     @property
     def least_work_tokens(self) -> int:
-        """The fewest tokens to compute of a waiting prompt."""
+        """Least number of tokens to compute among the waiting prompts."""
         return self._work_tokens.least
 
     @property
@@ -118,7 +123,7 @@ class WaitingQueue:
         return next(iter(self._deadlines.values()))[1] if self._deadlines else None
 
     def first_due(self, now_s: float) -> RequestState | None:
-        """The request that has waited longest, if its time is over."""
+        """Return the longest waiting request if its deadline has passed."""
         if not self._deadlines:
             return None
         deadline_s, state = next(iter(self._deadlines.values()))
@@ -151,7 +156,7 @@ class WaitingQueue:
         self.next_deadline_s = next(iter(self._deadlines.values()))[0] if self._deadlines else inf
 
     def is_parked(self, state: RequestState) -> bool:
-        """Whether no instance that is there now could ever take a request that waits."""
+        """Whether a waiting request is parked: no present instance could ever take it."""
         return state.key in self._parked
 
     def park(self, state: RequestState) -> None:
@@ -159,13 +164,13 @@ class WaitingQueue:
         self._parked[state.key] = state
 
     def unpark(self) -> None:
-        """The mesh changed: all wait in line again."""
+        """Put all parked requests back in line, because the mesh changed."""
         for state in self._parked.values():
             self._join_line(state)
         self._parked.clear()
 
     def reorder(self, order: PrefillOrder) -> None:
-        """Another order: all get their rank in it."""
+        """Rank all waiting requests by another order."""
         for state in self._parked.values():
             state.rank_by(order)
         for line in self._lines.values():
@@ -206,14 +211,14 @@ class WaitingQueue:
 
 
 def first_of(order: PrefillOrder, states: Sequence[RequestState], now_s: float) -> RequestState:
-    """The first of what `in_order` gives."""
+    """Return the first request of `in_order`, without sorting the others."""
     keys = order.keys([state.rank for state in states], now_s)
     first = min(keys)
     return min([state for key, state in zip(keys, states, strict=True) if key == first], key=attrgetter("arrival"))
 
 
 def in_order(order: PrefillOrder, states: Sequence[RequestState], now_s: float) -> list[RequestState]:
-    """Sorted by what the order makes of them now, then by arrival, then by id."""
+    """Sort by the order's keys at ``now_s``, then by arrival, then by id."""
     if len(states) < 2:
         return list(states)
     keys = order.keys([state.rank for state in states], now_s)
