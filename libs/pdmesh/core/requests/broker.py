@@ -1,17 +1,17 @@
-"""The transfer broker: it holds the copies of KV, and says which of them may run.
+"""Transfer broker: holds the copies of KV, and decides which of them may run.
 
-A receiver has few transfer backends, and a copy needs one of each of its destinations, all at once. When they are
-scarce, transfers are served in the order of their *first* offer, and keep their backends until all of their KV has
-moved, so that later chunks cannot starve (Tetris §4.2). The order is the same at every receiver, so transfers with
-several destinations never wait for each other in a circle.
+A receiver has few transfer backends, and a copy needs one of each of its destinations at the same time. Scarce backends
+are granted in the order of *first* offers. A transfer keeps its backends until all of its KV has moved, so that later
+chunks cannot starve (Tetris §4.2). The order is the same at every receiver, so transfers with several destinations
+never wait for each other in a circle.
 
-While its request is being computed, a backend moves little. So with ``computed_first`` those of whom all is computed
-go before those that are being computed, each in the order of first offers. Nobody starves: a prompt is computed after a
-while, and then only those that were offered before it still go before it.
+A backend moves little while the request's prompt is still being computed. With ``computed_first``, copies of computed
+prompts are therefore granted before the others, in the order of first offers within each class. No copy starves: its
+prompt is computed after a while, and from then on only earlier offers precede it.
 
-A preempted request moves nothing for as long as it is not computed. So it does not stand in the way of others: it is
-passed over while they wait, and backends that it has are taken back by handshake too (its sources finish the pieces
-under way and say so). With its next chunk it is offered again, at the rank of its first offer.
+A preempted request moves nothing until it is computed again, and must not block other requests. Its copy is passed over
+while others wait. If the copy has backends, a handshake takes them back: the sources finish the pieces under way and
+report that they stopped. With the request's next chunk the copy is offered again, at the rank of its first offer.
 """
 
 from __future__ import annotations
@@ -28,32 +28,37 @@ from pdmesh.plans import KvShard, TransferPlan
 
 _RANK = attrgetter("rank")
 
-#: Of a receiver's backends, that running decodes which move there may have, and fetches: a prompt that is handed over
-#: waits for its own, and these are no hurry.
+#: Largest number of a receiver's backends for moves and fetches. A handed-over prompt waits for its transfer, while
+#: moves and fetches are not urgent.
 MAX_OTHER_BACKENDS = 2
 
 
-#: Turns of those that wait, from the earliest.
+#: Classes of waiting copies, the earliest first.
 _COMPUTED, _COMPUTING, _LAST = 0, 1, 2
 
 
 @dataclass(slots=True)
 class _Receiver:
+    """Backends of one receiver.
+
+    `line` has the copies that lack only a backend, by rank; `granted` the copies that have one of these backends.
+    """
+
     num_backends: int
-    line: list[Copy] = field(default_factory=list[Copy])  # only a backend is missing, by rank
-    granted: dict[TransferId, Copy] = field(default_factory=dict[TransferId, Copy])  # with a backend of it
+    line: list[Copy] = field(default_factory=list[Copy])
+    granted: dict[TransferId, Copy] = field(default_factory=dict[TransferId, Copy])
 
     @property
     def is_full(self) -> bool:
         return len(self.granted) == self.num_backends
 
     def may_begin(self, copy: Copy) -> bool:
-        """Whether its kind may have one more of the backends."""
+        """Whether a copy of this kind may take one more of the backends."""
         return copy.is_hand_over or self.num_others < self.most_others
 
     @property
     def num_others(self) -> int:
-        """Return how many backends moves and fetches have."""
+        """Number of backends that moves and fetches have."""
         return sum(not granted.is_hand_over for granted in self.granted.values())
 
     @property
@@ -66,9 +71,9 @@ class _Receiver:
 
 
 class TransferBroker:
-    """Calls that return transfers have granted them, in order.
+    """Grants of transfer backends. Methods that return copies have granted them, in order.
 
-    ``is_interrupted`` says that a request moves nothing at present, ``is_computed`` that it has all of its KV to move.
+    ``is_interrupted`` tells whether a request moves nothing at present, ``is_computed`` whether all of its KV exists.
     """
 
     def __init__(
@@ -77,7 +82,8 @@ class TransferBroker:
         is_computed: Callable[[RequestKey], bool],
         rng: random.Random,
     ) -> None:
-        self.computed_first = False  # of those that wait, whose whole KV is computed
+        #: Whether copies of computed prompts are granted first.
+        self.computed_first = False
         self._is_interrupted = is_interrupted
         self._is_computed = is_computed
         self._rng = rng
@@ -85,18 +91,20 @@ class TransferBroker:
         self._num_opened = 0
         self._num_ranked = 0
         self._receivers: dict[InstanceId, _Receiver] = {}
-        self._changed: dict[InstanceId, None] = {}  # receivers where someone may have to give a backend back
-        self._shared: dict[InstanceId, None] = {}  # receivers where a copy to several waits, or did a moment ago
+        # Receivers where a preempted request may have to return a backend.
+        self._changed: dict[InstanceId, None] = {}
+        # Receivers where a copy with several destinations waits, or did until recently.
+        self._shared: dict[InstanceId, None] = {}
 
-    # --- receivers come and go ---
+    # --- receivers ---
 
     def join(self, receiver_id: InstanceId, num_backends: int) -> None:
-        """A receiver joined, perhaps again, with nothing on its way to it."""
+        """Add a receiver. If it was known, first withdraw everything on its way to it."""
         self.leave(receiver_id)
         self._receivers[receiver_id] = _Receiver(num_backends)
 
     def leave(self, receiver_id: InstanceId) -> None:
-        """A receiver is gone, and with it what was on its way there."""
+        """Remove a receiver and withdraw the copies on their way to it."""
         self._receivers.pop(receiver_id, None)
         for copy in [t for t in self._copies.values() if receiver_id in t.destination_ids]:
             copy.give_back(receiver_id)
@@ -117,7 +125,7 @@ class TransferBroker:
         num_reused_granules: int = 0,
         chain: PrefixHashes = (),
     ) -> Copy:
-        """A new copy, with a name and a capability of its own; ``rank`` if its request was offered before."""
+        """Open a copy with a new id and capability; ``rank`` if the request's KV was offered before."""
         self._num_opened += 1
         plan = TransferPlan(
             transfer_id=TransferId(self._num_opened),
@@ -133,16 +141,16 @@ class TransferBroker:
         return copy
 
     def new_capability(self) -> int:
-        """64 random bits, for the KV of one request."""
+        """Return 64 random bits that protect one request's KV."""
         return self._rng.getrandbits(64)
 
     def find(self, transfer_id: TransferId, key: RequestKey) -> Copy | None:
-        """The copy of this request by this name, if it is not over."""
+        """Return the request's copy with this id, unless it landed or was withdrawn."""
         copy = self._copies.get(transfer_id)
         return copy if copy is not None and copy.key == key and not copy.is_over else None
 
     def offer(self, copy: Copy) -> list[Copy]:
-        """A source has something to send. A repeated offer changes nothing."""
+        """Note that a source has KV to send; return the copies granted. A repeated offer changes nothing."""
         if copy.state is CopyState.GRANTED:
             return []
         copy.offer(self.new_rank() if copy.rank is None else copy.rank)
@@ -154,21 +162,21 @@ class TransferBroker:
         return self._num_ranked
 
     def offer_again(self, copy: Copy) -> list[Copy]:
-        """Offer the copy of a preempted request that continues. Nothing if it has not been offered yet."""
+        """Offer the copy of a preempted request that continues. Does nothing before its first offer."""
         return [] if copy.rank is None else self.offer(copy)
 
     def reserve(self, copy: Copy, destination_id: InstanceId) -> list[Copy]:
-        """A destination is ready for it. A repeated confirmation changes nothing."""
+        """Note that a destination reserved room; return the copies granted. A repeated report changes nothing."""
         copy.reserve(destination_id)
         return self._line_up(copy)
 
     def land(self, copy: Copy, destination_id: InstanceId) -> list[Copy]:
-        """All that goes to this destination is there."""
+        """Note that a destination has all of its KV; return the copies granted in its place."""
         copy.land(destination_id)
         return self.release(copy, destination_id)
 
     def release(self, copy: Copy, destination_id: InstanceId) -> list[Copy]:
-        """Release a destination's backend after landing or freeing; return transfers granted in its place."""
+        """Release a destination's backend after landing or freeing; return the copies granted in its place."""
         self._leave_line(copy)
         had_backend = copy.give_back(destination_id)
         self._forget_if_done(copy)
@@ -179,7 +187,7 @@ class TransferBroker:
         return self._grant(destination_id)
 
     def release_of(self, key: RequestKey, destination_id: InstanceId) -> list[Copy]:
-        """The same for all of a request's, whose KV this destination has freed."""
+        """Release all backends of a request at a destination that freed its KV; return the copies granted."""
         receiver = self._receivers.get(destination_id)
         if receiver is None:
             return []
@@ -193,17 +201,17 @@ class TransferBroker:
         self._forget_if_done(copy)
 
     def takes_move(self, receiver_id: InstanceId) -> bool:
-        """Whether one more running decode could move there now, without waiting for a backend."""
+        """Whether another decoding request could move to the receiver now, without waiting for a backend."""
         receiver = self._receivers.get(receiver_id)
         return receiver is not None and not receiver.is_full and receiver.num_others < receiver.most_others
 
     def granted(self, receiver_id: InstanceId) -> tuple[RequestKey, ...]:
-        """The requests that have a backend of this receiver."""
+        """Return the requests that have a backend of this receiver."""
         receiver = self._receivers.get(receiver_id)
         return () if receiver is None else tuple(copy.key for copy in receiver.granted.values())
 
     def unblock(self) -> list[Copy]:
-        """Grant what waits behind transfers to several receivers, which may have gone, or come later in turn now."""
+        """Grant copies behind ones with several destinations, which may have left the line or lost their turn."""
         granted: list[Copy] = []
         while self._shared:
             shared, self._shared = self._shared, {}
@@ -217,11 +225,14 @@ class TransferBroker:
     # --- preempted requests ---
 
     def interrupted(self, copy: Copy) -> None:
-        """Its request was preempted."""
+        """Note that the copy's request was preempted, so that `take_back` looks at its receivers."""
         self._changed.update(dict.fromkeys(copy.destination_ids))
 
     def take_back(self) -> list[Copy]:
-        """Return transfers of preempted requests that must give backends up; each is named once, the last first."""
+        """Choose the preempted requests' copies whose backends others wait for, and mark them as returning.
+
+        Each copy is returned once, at each receiver the latest offer first. The caller tells the sources to stop.
+        """
         asked: list[Copy] = []
         for receiver_id in self._changed:
             receiver = self._receivers.get(receiver_id)
@@ -241,27 +252,27 @@ class TransferBroker:
         return asked
 
     def _num_wanted(self, receiver: _Receiver) -> int:
-        """Backends that requests wait for which are being computed, beyond those that are on their way back."""
+        """Return how many running requests' copies wait for a backend, less the backends on their way back."""
         wanted = (t for t in receiver.line if not self._is_interrupted(t.key) and receiver.may_begin(t))
         return sum(1 for _ in wanted) - receiver.num_returning
 
     def _idle(self, receiver: _Receiver) -> list[Copy]:
-        """Return granted transfers of preempted requests that are still wanted."""
+        """Return the granted copies of preempted requests that are still wanted."""
         granted = (t for t in receiver.granted.values() if t.state is CopyState.GRANTED)
         return [copy for copy in granted if self._is_interrupted(copy.key)]
 
     def stopped(self, copy: Copy, source_id: InstanceId) -> list[Copy] | None:
-        """A source has stopped, as it was asked to. None if it was not asked."""
+        """Note that a source stopped as asked; return the copies granted. None if it was not asked."""
         all_stopped = copy.stop(source_id)
         if not all_stopped:
             return None if all_stopped is None else []
         for destination_id in copy.destination_ids:
             del self._receivers[destination_id].granted[copy.plan.transfer_id]
-        if copy.is_waiting:  # offered again meanwhile
+        if copy.is_waiting:
             self._join_line(copy)
         return [granted for receiver_id in copy.destination_ids for granted in self._grant(receiver_id)]
 
-    # --- inside ---
+    # --- internals ---
 
     def _line_up(self, copy: Copy) -> list[Copy]:
         """Put a copy in line if only backends are missing, and grant copies of its first receiver."""
@@ -307,9 +318,9 @@ class TransferBroker:
         return granted
 
     def _next_grantable(self, receiver: _Receiver) -> Copy | None:
-        """The first by its turn, if it is the first at all of its destinations, and these have backends.
+        """Return the receiver's first copy if it is also first at all of its destinations.
 
-        So one to several receivers never starves behind others that need only some of these.
+        A copy with several destinations therefore never starves behind copies that need only some of them.
         """
         first = self._first(receiver)
         if first is None or len(first.destination_ids) == 1:
@@ -318,9 +329,9 @@ class TransferBroker:
         return first if all(self._first(other) is first for other in others) else None
 
     def _first(self, receiver: _Receiver) -> Copy | None:
-        """The first by its turn, if there is a backend.
+        """Return the first copy by `_turn` that may take a backend; None if none is free.
 
-        Moves and fetches are passed over while as many are under way as may be.
+        Moves and fetches are passed over at their limit (`MAX_OTHER_BACKENDS`).
         """
         if receiver.is_full or not receiver.line:
             return None
@@ -330,17 +341,17 @@ class TransferBroker:
             if (turn := self._turn(copy)) < least and receiver.may_begin(copy):
                 first, least = copy, turn
                 if turn == earliest:
-                    break  # of equal ones the first offer counts
+                    break
         return first
 
     def _turn(self, copy: Copy) -> int:
-        """Smaller is earlier, a preempted request the last; of equal ones the first offer counts."""
+        """Return the copy's class, smaller first: a preempted request's is the last unless all of it is computed."""
         if self.computed_first and self._is_computed(copy.key):
             return _COMPUTED
         return _LAST if self._is_interrupted(copy.key) else _COMPUTING
 
     def check_integrity(self) -> None:
-        """AssertionError names what does not balance."""
+        """Raise AssertionError if backends and lines are inconsistent."""
         for receiver_id, receiver in self._receivers.items():
             self._check_receiver(receiver_id, receiver)
         for copy in self._copies.values():

@@ -1,11 +1,11 @@
-"""A copy of KV as the core knows it: one object from its first command to its last acknowledgement.
+"""Copy of KV in the core: one object from its first command to its last acknowledgement.
 
-A copy is granted by handshake: a source has offered it and every destination has confirmed its reservation, so that no
-piece arrives before its receiver knows of it. It needs a backend of each destination (`pdmesh.core.requests.broker`),
-and has them until its KV has landed there, or until all sources of a preempted request have stopped when they were
-asked to.
+A handshake comes before the grant: a source has offered the copy, and every destination has confirmed its reservation.
+Therefore no piece arrives before its receiver knows the copy. A copy needs one backend of each destination
+(`pdmesh.core.requests.broker`). It keeps a backend until its KV has landed there. The copy of a preempted request keeps
+its backends until all sources have stopped on request.
 
-`pdmesh.core.copies` decides why KV is copied. A copy keeps facts, and `Copy.state` follows from them.
+`pdmesh.core.copies` decides why KV is copied. A copy stores facts, and `Copy.state` is derived from them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,33 @@ from pdmesh.plans import TransferPlan
 
 
 class CopyState(Enum):
-    EXPECTED = auto()  # not offered yet, or a destination has not confirmed its room
-    WAITING = auto()  # for a backend of each destination
-    GRANTED = auto()  # it has them: its KV may move
-    RETURNING = auto()  # its sources are asked to stop, and have not all said that they have
-    PAUSED = auto()  # they have; it is offered again with the request's next chunk
-    LANDED = auto()  # its KV is where it was to go
-    WITHDRAWN = auto()  # its request ended; what it has of backends comes back as destinations free their room
+    """State of a copy.
+
+    - ``EXPECTED``: not offered yet, or a destination has not confirmed its room.
+    - ``WAITING``: lacks only a backend of each destination.
+    - ``GRANTED``: has a backend of each destination, so its KV may move.
+    - ``RETURNING``: the sources were asked to stop, and some have not confirmed.
+    - ``PAUSED``: all sources have stopped. It is offered again with the request's next chunk.
+    - ``LANDED``: all KV has reached its destinations.
+    - ``WITHDRAWN``: no longer wanted. Its backends return as the destinations free their room.
+    """
+
+    EXPECTED = auto()
+    WAITING = auto()
+    GRANTED = auto()
+    RETURNING = auto()
+    PAUSED = auto()
+    LANDED = auto()
+    WITHDRAWN = auto()
 
 
 class Copy:
-    """Copy of KV. The methods are transitions; each may come late, or twice, from outside."""
+    """Copy of KV. The methods are transitions; outside reports may make each come late or twice."""
 
     def __init__(self, key: RequestKey, plan: TransferPlan, rank: int | None = None, chain: PrefixHashes = ()) -> None:
-        """``rank`` is that of its request's first offer, if that was offered to an earlier receiver.
+        """``rank`` is the rank of the request's first offer, if its KV was offered to an earlier receiver.
 
-        ``chain`` are the granules that a fetch brings, and those before them.
+        ``chain`` are the granules that a fetch brings, preceded by the granules before them.
         """
         self.key = key
         self.plan = plan
@@ -41,17 +52,25 @@ class Copy:
         self.destination_ids = plan.destination_ids
         self.source_id: InstanceId = plan.sources[0].instance_id
         self.target_id: InstanceId = plan.destinations[0].instance_id
-        self.is_hand_over = plan.is_hand_over  # a request waits for it to decode; others it finds where they were
-        self.rank = rank  # by first offer, among all requests
-        self.in_line = rank is not None  # offered, and not granted since
+        #: Whether a request waits for this copy to decode. Other copies leave their request where it was.
+        self.is_hand_over = plan.is_hand_over
+        #: Rank of the first offer among all requests.
+        self.rank = rank
+        #: Whether it was offered and not granted since.
+        self.in_line = rank is not None
         self.withdrawn = False
-        self.given_up = False  # the target of a move is told to free it, or is gone
-        self.committed: bool | None = None  # whether that target may have begun, as the source said when it stopped
-        self.backends: dict[InstanceId, None] = {}  # of these destinations
+        #: Whether the target of a move was told to free it, or is gone.
+        self.given_up = False
+        #: Whether the target of a stopped move may have begun, as its source reported.
+        self.committed: bool | None = None
+        #: Destinations whose backends the copy has.
+        self.backends: dict[InstanceId, None] = {}
         self._unreserved = set(self.destination_ids)
-        self._unstopped: set[InstanceId] = set()  # sources that were asked to stop
+        # Sources that were asked to stop and have not confirmed.
+        self._unstopped: set[InstanceId] = set()
         self._unlanded = set(self.destination_ids)
-        self._sent: set[InstanceId] = set()  # sources whose KV was acknowledged
+        # Sources whose KV was acknowledged.
+        self._sent: set[InstanceId] = set()
 
     @property
     def state(self) -> CopyState:
@@ -74,7 +93,7 @@ class Copy:
 
     @property
     def is_returning(self) -> bool:
-        """Whether its backends are on their way back, also if nobody wants it any more."""
+        """Whether its sources were asked to stop so that its backends return, also after it was withdrawn."""
         return bool(self._unstopped)
 
     @property
@@ -84,35 +103,35 @@ class Copy:
 
     @property
     def is_over(self) -> bool:
-        """Whether it landed, or is not wanted any more."""
+        """Whether it landed or was withdrawn."""
         return self.withdrawn or not self._unlanded
 
     @property
     def range_number(self) -> int:
-        """The range's place in its context, from the first on, of a copy of one."""
+        """Number of the copied range within its context, from 0."""
         blocks = self.plan.destinations[0].part.blocks
         return blocks.start // blocks.size
 
     @property
     def members(self) -> tuple[PartMember, ...]:
-        """The holders of the ranges that it brings, in their order."""
+        """Holders of the ranges that the copy brings, in their order."""
         ids = self.destination_ids if self.plan.is_of_part else self.destination_ids[1:]
         return tuple([PartMember(instance_id=each, capability=self.plan.capability) for each in ids])
 
     @property
     def num_landed_parts(self) -> int:
-        """Return how many of a context's first ranges are where they go, with all before them."""
+        """Number of the context's first ranges that landed without a gap."""
         part_ids = self.destination_ids[1:]
         return next((index for index, name in enumerate(part_ids) if name in self._unlanded), len(part_ids))
 
     def was_sent_by(self, source_id: InstanceId) -> bool:
-        """Whether all that this source had to send was acknowledged: it frees its KV by itself."""
+        """Whether all KV of this source was acknowledged: the source frees its KV by itself."""
         return source_id in self._sent
 
     # --- transitions ---
 
     def offer(self, rank: int) -> None:
-        """A source has something to send. The first offer's ``rank`` stays."""
+        """Put the copy in line: a source has KV to send. The ``rank`` of the first offer stays."""
         self.rank = rank if self.rank is None else self.rank
         self.in_line = True
 
@@ -125,12 +144,15 @@ class Copy:
         self.backends = dict.fromkeys(self.destination_ids)
 
     def ask_back(self) -> None:
-        """Its sources are told to stop."""
+        """Note that the sources are told to stop."""
         assert self.state is CopyState.GRANTED, f"{self.key} is asked to stop, and is {self.state.name}"
         self._unstopped = set(self.source_ids)
 
     def stop(self, source_id: InstanceId) -> bool | None:
-        """A source has stopped: whether all have, and the backends are back. None if it was not asked to."""
+        """Note that a source has stopped. Return whether all have; None if it was not asked to stop.
+
+        After the last one the backends are free.
+        """
         if source_id not in self._unstopped:
             return None
         self._unstopped.remove(source_id)
@@ -144,12 +166,12 @@ class Copy:
             self._sent.add(source_id)
 
     def land(self, destination_id: InstanceId) -> bool:
-        """All that this destination is to hold is there; whether that is so for all of them."""
+        """Note that this destination holds all of its KV. Return whether every destination does."""
         self._unlanded.discard(destination_id)
         return not self._unlanded
 
     def give_back(self, destination_id: InstanceId) -> bool:
-        """Whether it had this destination's backend, which is free now."""
+        """Free this destination's backend. Return whether the copy had it."""
         self._unstopped.clear()
         if destination_id not in self.backends:
             return False
@@ -157,6 +179,6 @@ class Copy:
         return True
 
     def withdraw(self) -> None:
-        """Its request ended."""
+        """Mark the copy as no longer wanted."""
         self.withdrawn = True
         self.in_line = False

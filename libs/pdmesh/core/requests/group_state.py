@@ -1,4 +1,4 @@
-"""What the core knows of instances that compute one prompt together."""
+"""State of a group of instances that compute one prompt together."""
 
 from __future__ import annotations
 
@@ -21,13 +21,20 @@ class ComputedPart(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class GroupState:
-    """The instances that compute a prompt together, from when the first helper is asked until all of it is computed."""
+    """Group of instances that compute a prompt, from the first request for help until the prompt is computed.
 
-    told: PrefillGroup  # as its members know it: the leader, the helpers that have joined, and those that were lost
-    asked_ids: tuple[InstanceId, ...] = ()  # to help: those helpers, and others that have not answered, or refused
-    computed_parts: list[ComputedPart] = field(default_factory=list[ComputedPart])  # of which the leader may lack some
-    is_recovering: bool = False  # a helper was lost, and what of the prompt is computed is not known yet
-    prefix_tokens: int | None = None  # of the prompt, that the leader said it had since then
+    - `told` is the group as its members know it: the leader, the helpers that joined, and the lost ones.
+    - `asked_ids` are helpers that joined, and others that have not answered or have refused.
+    - `computed_parts` were computed by members; the leader may not have received all of them.
+    - `is_recovering` says that a helper was lost, and the computed part of the prompt is not known yet.
+    - `prefix_tokens` is the length of the prompt's prefix that the leader reported since then.
+    """
+
+    told: PrefillGroup
+    asked_ids: tuple[InstanceId, ...] = ()
+    computed_parts: list[ComputedPart] = field(default_factory=list[ComputedPart])
+    is_recovering: bool = False
+    prefix_tokens: int | None = None
 
     @property
     def member_ids(self) -> tuple[InstanceId, ...]:
@@ -36,7 +43,7 @@ class GroupState:
 
     @property
     def living_ids(self) -> tuple[InstanceId, ...]:
-        """Return the members that were not lost, the leader first."""
+        """Members that were not lost, the leader first."""
         return self.told.living_ids
 
     @property
@@ -44,29 +51,29 @@ class GroupState:
         return self.told.lost_ids
 
     def join(self, instance_id: InstanceId, num_computed_tokens: int) -> None:
-        """A helper has room for the prompt, of which the leader has computed so many tokens."""
+        """Add a helper that has room for the prompt. The leader has computed ``num_computed_tokens`` of it."""
         if not self.computed_parts:
             self.computed_parts = [ComputedPart(0, num_computed_tokens, self.living_ids[0])]
         self.told = structs.replace(self.told, member_ids=(*self.member_ids, instance_id))
 
     def lose(self, instance_id: InstanceId) -> None:
-        """A helper is lost; what it computed is known when `hear_prefix` was called and nothing is in flight."""
+        """Note a lost helper. `recover` may follow after `hear_prefix`, once no chunk is in flight."""
         self.told = structs.replace(self.told, lost_ids=(*self.lost_ids, instance_id))
         self.asked_ids = tuple([helper_id for helper_id in self.asked_ids if helper_id != instance_id])
         self.is_recovering, self.prefix_tokens = True, None
 
     def hear_prefix(self, num_tokens: int) -> None:
-        """The leader has so many tokens of the prompt, from the first on."""
+        """Note that the leader has the first ``num_tokens`` of the prompt."""
         self.prefix_tokens = num_tokens
 
     def compute(self, instance_id: InstanceId, start: int, end: int) -> None:
-        """A member has computed a chunk. The leader then has all that the chunk attended to."""
+        """Note a computed chunk. If the leader computed it, the leader has all tokens before it."""
         if instance_id == self.living_ids[0]:
             self.computed_parts = [ComputedPart(0, start, instance_id)]
         self.computed_parts.append(ComputedPart(start, end, instance_id))
 
     def recover(self, most_tokens: int) -> int:
-        """How many tokens, of ``most_tokens``, its members have computed from the first on: what it goes on from."""
+        """Return how many of the first ``most_tokens`` the living members have without a gap; forget other parts."""
         leader_id = self.living_ids[0]
         end = min(self.prefix_tokens or 0, most_tokens)
         parts = [part for part in self.computed_parts if part.instance_id in self.living_ids]

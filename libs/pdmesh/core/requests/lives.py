@@ -1,7 +1,7 @@
-"""What happens to each request, from its arrival to its end, reduced from the core's events and commands alone.
+"""History of each request from arrival to end, reduced from the core's events and commands alone.
 
-Whoever tells of requests (records, spans, metrics, recorded runs) follows the milestones that `Lives` finds. The core
-itself knows nothing of this.
+Observers of requests (records, spans, metrics, recorded runs) follow the milestones that `Lives` finds. The core itself
+does not use them.
 """
 
 from __future__ import annotations
@@ -50,30 +50,35 @@ from pdmesh.model import (
 )
 from pdmesh.plans import ChunkPlan
 
-#: Fetches whose landing is told of to who waited; beyond that the oldest are forgotten.
+#: Largest number of fetches whose landing is reported to the waiting request; the oldest are forgotten.
 MAX_FETCHES = 4096
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One epoch of a request. Times are the core's clock, in seconds."""
+    """A request in one epoch. Times are in seconds of the core's clock.
+
+    `placed_s` is when it left the queue. `num_done_tokens` counts prompt tokens computed or reused, `num_reused_tokens`
+    the ones cached where it was placed. `num_receivers` counts the successive receivers of its KV. `outcome` is None
+    until the core forgets the request.
+    """
 
     request: Request
     arrived_s: float
-    placed_s: float | None = None  # when it left the queue
-    num_done_tokens: int = 0  # of its prompt, computed or reused
-    num_reused_tokens: int = 0  # of these, kept where it was placed
-    #: Its chunks in flight by instance and plan: where each starts, whether in a parallel step, whether decodes wait
-    #: for it. They end in any order.
+    placed_s: float | None = None
+    num_done_tokens: int = 0
+    num_reused_tokens: int = 0
+    #: Chunks in flight by instance and plan: the start, whether in a parallel step, whether decodes wait for the step.
+    #: They end in any order.
     in_flight: dict[tuple[InstanceId, int], tuple[int, bool, bool]] = field(
         default_factory=dict[tuple[InstanceId, int], tuple[int, bool, bool]]
     )
     num_planned_tokens: int = 0
-    num_receivers: int = 0  # of its KV, one after the other
-    outcome: Outcome | None = None  # None while the core cares for it
+    num_receivers: int = 0
+    outcome: Outcome | None = None
 
     def planned(self, chunk: ChunkPlan) -> None:
-        """Count tokens from the start of a chunk that is planned again as not computed."""
+        """Note a planned chunk. Tokens from the start of a chunk that is planned again count as not computed."""
         if chunk.start < self.num_planned_tokens:
             self.num_done_tokens = min(self.num_done_tokens, chunk.start)
         self.num_planned_tokens = chunk.start + chunk.num_tokens
@@ -81,44 +86,59 @@ class Attempt:
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """A request over all its epochs. Times are the core's clock, in seconds, each of the event that told of it."""
+    """A request over all its epochs. Times are in seconds of the core's clock, at the events that reported them.
 
-    request: Request  # as it first arrived
+    - `request` is the request as it first arrived, `attempt` its newest epoch.
+    - `prefill_id` is the instance where it was last placed; of a group, the leader.
+    - `placed_s` and `granted_s` are the first times of placement and of a granted KV transfer.
+    - `landed_s` is when KV last landed, and `exposed_s` how long it was waited for after the prompt was computed.
+    - `num_output_tokens` counts all epochs, and is known once the request finished.
+    - `moves` are the moves of the decoding request that began, and `num_moved` counts the landed ones.
+    """
+
+    request: Request
     first_arrival_s: float
-    attempt: Attempt  # the newest
-    prefill_id: InstanceId | None = None  # where it was placed last; of a group, its leader
+    attempt: Attempt
+    prefill_id: InstanceId | None = None
     decode_id: InstanceId | None = None
-    placed_s: float | None = None  # first
-    granted_s: float | None = None  # its KV transfer, first
-    landed_s: float | None = None  # last
-    exposed_s: float | None = None  # how long its KV was waited for after its prompt was computed
+    placed_s: float | None = None
+    granted_s: float | None = None
+    landed_s: float | None = None
+    exposed_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
-    num_output_tokens: int | None = None  # of all epochs; known once it finished
-    moves: set[TransferId] = field(default_factory=set[TransferId])  # of its decode, begun
-    num_moved: int = 0  # of these, landed
+    num_output_tokens: int | None = None
+    moves: set[TransferId] = field(default_factory=set[TransferId])
+    num_moved: int = 0
 
 
 class Chunk(NamedTuple):
-    """A part of a request's prompt was computed: ``num_tokens`` (> 0) of them from ``start`` on."""
+    """Part of a prompt that a step computed: ``num_tokens`` (> 0) from ``start`` on.
+
+    - `is_last`: the step sampled the first token.
+    - `step_s` is the device time of the whole step, `waited_s` how long the step waited for others' KV.
+    - `num_decodes` counts the decodes in the same step.
+    - `in_parallel`: other instances computed neighbouring tokens at the same time.
+    - `is_exclusive`: the instance's residents waited for the step (exclusive batching).
+    """
 
     instance_id: InstanceId
     plan_id: int
     start: int
     num_tokens: int
-    is_last: bool  # the step sampled a token
-    step_s: float  # device time of the whole step
-    num_decodes: int = 0  # beside it in the step
-    waited_s: float = 0.0  # that the step waited for KV which others compute
-    in_parallel: bool = False  # others computed the tokens before or after it at the same time
-    is_exclusive: bool = False  # the instance's residents waited for the step (exclusive batching)
+    is_last: bool
+    step_s: float
+    num_decodes: int = 0
+    waited_s: float = 0.0
+    in_parallel: bool = False
+    is_exclusive: bool = False
 
 
 class CrossedClass(NamedTuple):
-    """A request was given to an instance of another arithmetic class: its tokens may come out otherwise from here on.
+    """Change of a request to an instance of another arithmetic class: later tokens may differ.
 
-    ``how``: with its KV as its prompt is handed over ("hand_over") or while it decodes ("move"), or as it starts again
-    from its transcript ("restart").
+    ``how`` is "hand_over" if its KV changed the instance after the prompt, "move" if it did while decoding, or
+    "restart" if the request started again from its transcript.
     """
 
     how: str
@@ -128,14 +148,14 @@ class CrossedClass(NamedTuple):
 
     @property
     def record_line(self) -> RecordLine:
-        """What a record says of it."""
+        """Line for the request's record."""
         classes = f"{self.before or 'an unknown one'} to {self.after or 'an unknown one'}"
         detail = f"{classes}: the same tokens are not promised from here on"
         return RecordLine("another arithmetic class", detail, self.instance_id)
 
 
 class Fetched(NamedTuple):
-    """Tokens of a waiting request's prompt were copied to an instance, where it will find their KV."""
+    """Copy of a waiting request's prompt tokens to an instance, where it will find their KV."""
 
     source_id: InstanceId
     instance_id: InstanceId
@@ -144,27 +164,27 @@ class Fetched(NamedTuple):
 
     @property
     def record_line(self) -> RecordLine:
-        """What a record says of it."""
+        """Line for the request's record."""
         detail = f"{self.num_tokens:,} of {self.num_prompt_tokens:,} tokens from {self.source_id}"
         return RecordLine("fetched", detail, self.instance_id)
 
 
 class Forgotten(NamedTuple):
-    """A life that ended is no longer kept, and no further milestone of it follows."""
+    """Removal of a life that ended; no milestone of it follows."""
 
 
-#: Events that name one request which is known already.
+#: Events that name one known request.
 RequestEvent = RequestCancelled | RequestReport
 
-#: Commands of one request's life.
+#: Commands that belong to one request's life.
 RequestCommand = ToInstanceOfRequest | ToGateway
 
-#: What can happen to a request: the event or the command that names it, or its part of one that names several.
+#: Event or command that names a request, or its part of one that names several.
 Happening = RequestArrived | RequestEvent | Chunk | CrossedClass | Fetched | RequestCommand | Forgotten
 
 
 class Milestone(NamedTuple):
-    """Something happened to a request. ``life`` and ``attempt`` are as the whole event has left them."""
+    """Something that happened to a request. ``life`` and ``attempt`` are as the whole event has left them."""
 
     life: Life
     attempt: Attempt
@@ -172,26 +192,29 @@ class Milestone(NamedTuple):
 
     @property
     def is_of_newest(self) -> bool:
-        """Whether it is of the request's newest epoch."""
+        """Whether it belongs to the request's newest epoch."""
         return self.attempt is self.life.attempt
 
 
 class Lives:
-    """Keeps the life of every request that is under way, and of the last ``max_ended`` that ended (None: of all).
+    """Histories of every active request, and of the last ``max_ended`` that ended (None: of all).
 
-    A request that the core did not take, or knows from an instance alone, has none.
+    Requests that the core refused unopened, or knows from an instance alone, have no history.
     """
 
     def __init__(self, max_ended: int | None = None) -> None:
         self._max_ended = max_ended
         self._active: dict[RequestId, Life] = {}
         self._ended: OrderedDict[RequestId, Life] = OrderedDict()
-        self._superseded: dict[RequestKey, Attempt] = {}  # until the core says that they ended
-        self._fetches: OrderedDict[RequestKey, ExpectCopy] = OrderedDict()  # under way, or failed of late
-        self._arithmetic: dict[InstanceId, str] = {}  # class of each instance that is there
+        # Older epochs that the core has not yet reported as ended.
+        self._superseded: dict[RequestKey, Attempt] = {}
+        # Fetches under way, or recently failed.
+        self._fetches: OrderedDict[RequestKey, ExpectCopy] = OrderedDict()
+        # Arithmetic class of each present instance.
+        self._arithmetic: dict[InstanceId, str] = {}
 
     def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> Sequence[Milestone]:
-        """What an event and the core's answer to it mean for requests, in this order."""
+        """Note an event and the core's commands in answer; return their milestones, in this order."""
         found: list[Milestone] = []
         match event:
             case RequestArrived():
@@ -235,7 +258,7 @@ class Lives:
         request, request_id = event.request, event.request.request_id
         life = self._active.get(request_id)
         if life is not None and life.attempt.request.epoch >= request.epoch:
-            return  # sent again
+            return
         if _not_taken(request, commands):
             return
         attempt = Attempt(request, now_s)
@@ -291,7 +314,7 @@ class Lives:
         match event:
             case RequestCancelled():
                 if attempt.outcome is not None or attempt.request.gateway_id != event.gateway_id:
-                    return  # too late, or of another gateway's request
+                    return
             case TransferLanded() if event.transfer_id in life.moves:
                 life.decode_id, life.num_moved = event.instance_id, life.num_moved + 1
             case TransferLanded():
@@ -305,7 +328,7 @@ class Lives:
         found.append(Milestone(life, attempt, event))
 
     def _fetched(self, event: TransferLanded, found: list[Milestone]) -> None:
-        """Note what a fetch has brought, if that is what landed."""
+        """Add a milestone for the waiting request if a fetch has landed."""
         command = self._fetches.pop((event.request_id, event.epoch), None)
         known = None if command is None or command.wanted_by is None else self._find(*command.wanted_by)
         if command is not None and known is not None:
@@ -327,7 +350,7 @@ class Lives:
         life, attempt = known
         match command:
             case Reject() | Restart() if command.gateway_id != attempt.request.gateway_id:
-                return  # another gateway asked under the same id
+                return
             case _:
                 found.append(Milestone(life, attempt, command))
         match command:
@@ -355,7 +378,7 @@ class Lives:
                 life.decode_id = command.instance_id
             case Hold():
                 life.decode_id = command.instance_id
-            case SendCopy() if life.granted_s is None:  # it may be granted again after a pause
+            case SendCopy() if life.granted_s is None:
                 life.granted_s = now_s
             case ForgetRequest():
                 attempt.outcome = command.outcome
@@ -364,7 +387,7 @@ class Lives:
                 pass
 
     def _note_class(self, life: Life, how: str, before: str, instance_id: InstanceId, found: list[Milestone]) -> None:
-        """Its newest attempt goes on at an instance, perhaps of another arithmetic class than ``before``."""
+        """Add a milestone if an instance's arithmetic class is another than ``before``."""
         after = self._arithmetic.get(instance_id, "")
         if after != before:
             found.append(Milestone(life, life.attempt, CrossedClass(how, instance_id, before, after)))
@@ -392,9 +415,9 @@ class Lives:
 
 
 def _not_taken(request: Request, commands: Sequence[Command]) -> bool:
-    """Whether the core refused a request without opening it: its id is another gateway's.
+    """Whether the core refused a request without opening it, because its id belongs to another gateway.
 
-    What was opened is also forgotten where it is rejected.
+    A request that was opened and then rejected is also forgotten.
     """
     refused = False
     for command in commands:

@@ -1,4 +1,4 @@
-"""The phases that a request goes through in the core: where each transition leads, and what is true in each."""
+"""Phases of a request in the core: which transition leads where, and which facts hold in each."""
 
 from __future__ import annotations
 
@@ -7,34 +7,44 @@ from typing import NamedTuple
 
 
 class Phase(StrEnum):
-    WAITING = auto()  # in the queue
-    PREFILLING = auto()  # placed: its prompt is computed, and what is computed of its KV may move on meanwhile
-    AWAITING_DECODE = auto()  # its prompt is computed where it does not stay, and nobody receives its KV
-    TRANSFERRING = auto()  # its prompt is computed, and its KV on its way to where it decodes
-    DECODING = auto()  # its whole KV is where it decodes
-    MOVING = auto()  # decodes, and is on its way to another instance
+    """Phase of a request in the core.
+
+    - ``WAITING``: in the queue.
+    - ``PREFILLING``: placed. The prompt is computed, and computed KV may already move on.
+    - ``AWAITING_DECODE``: the prompt is computed where the request cannot decode, and no instance receives its KV.
+    - ``TRANSFERRING``: the prompt is computed, and its KV is moving to the decoding instance.
+    - ``DECODING``: the whole KV is on the decoding instance.
+    - ``MOVING``: decodes while moving to another instance.
+    """
+
+    WAITING = auto()
+    PREFILLING = auto()
+    AWAITING_DECODE = auto()
+    TRANSFERRING = auto()
+    DECODING = auto()
+    MOVING = auto()
 
 
 IN_PREFILL = (Phase.PREFILLING, Phase.AWAITING_DECODE, Phase.TRANSFERRING)
 DECODES = (Phase.DECODING, Phase.MOVING)
 
-#: Of each transition: the phases in which it may begin, and those that it may lead to.
+#: For each transition: the phases in which it may begin, and the phases that it may lead to.
 TRANSITIONS: dict[str, tuple[tuple[Phase, ...], tuple[Phase, ...]]] = {
     "place": ((Phase.WAITING,), (Phase.PREFILLING,)),
     "adopt": ((Phase.WAITING,), (Phase.DECODING,)),
-    # while its prompt is computed
+    # computing the prompt
     "ask_helper": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
     "plan_chunk": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
     "draw_first_token": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
     "give_back": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
     "plan_again_from": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
     "end_prompt": ((Phase.PREFILLING,), (Phase.AWAITING_DECODE, Phase.TRANSFERRING)),
-    # what receives its KV
+    # receiving the KV
     "receive": ((Phase.PREFILLING, Phase.AWAITING_DECODE), (Phase.PREFILLING, Phase.TRANSFERRING)),
     "lose_receiver": ((Phase.PREFILLING, Phase.TRANSFERRING), (Phase.PREFILLING, Phase.AWAITING_DECODE)),
     "keep": ((Phase.PREFILLING, Phase.AWAITING_DECODE), (Phase.PREFILLING, Phase.AWAITING_DECODE)),
     "land": (IN_PREFILL, (Phase.DECODING,)),
-    # while it decodes
+    # decoding
     "begin_copy": ((Phase.DECODING,), DECODES),
     "end_copy": (DECODES, (Phase.DECODING,)),
     "land_move": ((Phase.MOVING,), (Phase.DECODING,)),
@@ -44,14 +54,18 @@ TRANSITIONS: dict[str, tuple[tuple[Phase, ...], tuple[Phase, ...]]] = {
 
 
 class Facts(NamedTuple):
-    """Facts about a request in a phase; None: either is possible."""
+    """Facts about a request in a phase; None: either value is possible.
+
+    `has_receiver`: an instance is chosen to decode. `copies`: the request or a range of its context is being copied to
+    another instance. `is_planned`: the whole prompt is in plans.
+    """
 
     is_placed: bool
-    has_receiver: bool | None  # an instance where it decodes, or will
+    has_receiver: bool | None
     has_transfer: bool | None
     has_group: bool | None
-    copies: bool | None  # the request, or a range of its context, is on its way to another instance
-    is_planned: bool | None  # its whole prompt
+    copies: bool | None
+    is_planned: bool | None
 
 
 FACTS: dict[Phase, Facts] = {

@@ -1,6 +1,6 @@
-"""What the core knows of each request, and the one place where that changes.
+"""State of each request in the core, and the only place that changes it.
 
-A request goes through the phases of `pdmesh.core.requests.phases`. Its methods are its transitions. No other module
+A request passes through the phases of `pdmesh.core.requests.phases`. Its methods are its transitions. No other module
 assigns its fields.
 """
 
@@ -18,24 +18,28 @@ from pdmesh.plans import KvShard, PrefillGroup
 from pdmesh.policy.seams import PrefillOrder
 from pdmesh.policy.views import Rank
 
-#: A request that has lost ranges so often starts again when it loses the next one: it may be what ends instances.
+#: A request that has lost this many ranges starts again when it loses the next one: it may be what ends instances.
 MAX_LOST_PARTS = 3
 
 
 class RequestView(NamedTuple):
-    """A request as the core shows it to others."""
+    """A request as the core shows it to others.
+
+    `instance_ids` are the instance that computes the prompt (of a group, its leader), then the decoding instance with
+    its shard holders. `helper_ids` are the leader's helpers.
+    """
 
     request_id: RequestId
     phase: Phase
-    instance_ids: tuple[InstanceId, ...]  # where its prompt is computed, then where it decodes
+    instance_ids: tuple[InstanceId, ...]
     num_prompt_tokens: int
     num_planned_tokens: int
     arrival_s: float
-    helper_ids: tuple[InstanceId, ...] = ()  # that compute its prompt in turn with the first of those
+    helper_ids: tuple[InstanceId, ...] = ()
 
     @property
     def decodes(self) -> bool:
-        """Whether it decodes, even while it moves."""
+        """Whether the request decodes, including while it moves."""
         return self.phase in DECODES
 
 
@@ -45,32 +49,49 @@ class RequestState:
 
     request: Request
     rank: Rank
-    work_us: int = 0  # of its prompt alone, as predicted when it came; a whole number, so that sums come back to 0
+    #: Predicted work of the prompt alone at arrival, an integer so that sums return to 0.
+    work_us: int = 0
     phase: Phase = Phase.WAITING
-    prefill_shards: tuple[KvShard, ...] = ()  # where its prompt is computed; of a group, its leader
-    decode_shards: tuple[KvShard, ...] = ()  # where it decodes; the same where it stays
-    given_ids: tuple[InstanceId, ...] = ()  # the instances that ever had its prompt or its KV, and may speak of it
-    incoming: Copy | None = None  # brings or brought its KV to where it decodes
-    rank_of_offer: int | None = None  # of its KV that has no receiver
+    #: Where the prompt is computed; of a group, the leader's shard. After a move, the move's source.
+    prefill_shards: tuple[KvShard, ...] = ()
+    #: Where the request decodes, then its context's shard holders; the same as `prefill_shards` if it stays.
+    decode_shards: tuple[KvShard, ...] = ()
+    #: Instances that ever had its prompt or KV, and may report about it.
+    given_ids: tuple[InstanceId, ...] = ()
+    #: Copy that brings or brought the KV to the decoding instance.
+    incoming: Copy | None = None
+    #: Rank of the first offer of KV that has no receiver.
+    rank_of_offer: int | None = None
     num_lost_receivers: int = 0
-    outgoing: Copy | None = None  # takes it, or a range of its context, to another instance while it decodes
-    num_failed_moves: int = 0  # of it, or of parts of it
-    members: tuple[PartMember, ...] = ()  # that hold the first ranges of its context while it decodes, in their order
-    lost_part: int | None = None  # the range whose member was lost, until another one has it
+    #: Copy of the decoding request, or of a range of its context, to another instance.
+    outgoing: Copy | None = None
+    num_failed_moves: int = 0
+    #: Holders of the first ranges of the decoding request's context, in their order.
+    members: tuple[PartMember, ...] = ()
+    #: Number of the range whose holder was lost, until another instance has the range.
+    lost_part: int | None = None
     num_lost_parts: int = 0
-    rebalanced_s: float = -inf  # when it last began to move because of where it was
-    resumed_s: float | None = None  # when it came, if that was not for the first time
+    #: Time when rebalancing last chose the request to move.
+    rebalanced_s: float = -inf
+    #: Arrival time in the core of a request that was resumed; None for a new one.
+    resumed_s: float | None = None
     placed_s: float | None = None
-    num_planned_tokens: int = 0  # those that are reused among them
-    num_reused_tokens: int = 0  # of its prompt, that were kept where it is computed; while it waits, that are anywhere
-    held_tokens: int | None = None  # of its prompt at most, where it is computed, at once; None: all
-    num_ranges_away: int = 0  # of its prompt, that others hold and that were given back where it is computed
-    awaits_until_s: float | None = None  # waits no longer for the instance that keeps its prefix
-    #: The instance and the plan of each; not of helpers that were lost, though these may yet report them.
+    #: Prompt tokens in plans, including reused ones.
+    num_planned_tokens: int = 0
+    #: Prompt tokens cached on the instance that computes it; while the request waits, cached anywhere.
+    num_reused_tokens: int = 0
+    #: Most prompt tokens to hold at once where the prompt is computed; None: all.
+    held_tokens: int | None = None
+    #: Number of the prompt's ranges that other instances hold and whose blocks the computing instance has freed.
+    num_ranges_away: int = 0
+    #: Time until which a waiting request prefers the instance that caches its prefix.
+    awaits_until_s: float | None = None
+    #: The chunks in flight by instance and plan. Lost helpers' chunks are left out, though they may still be reported.
     chunks_in_flight: set[tuple[InstanceId, int]] = field(default_factory=set[tuple[InstanceId, int]])
-    group: GroupState | None = None  # that computes its prompt; None: its leader alone does
+    #: The group that computes the prompt; None: one instance alone.
+    group: GroupState | None = None
     key: RequestKey = field(init=False)
-    #: Decides between requests that an order finds equal. A resumed one may have come at the same time.
+    #: Tie-breaker between requests that an order ranks equally. Epochs of one request share the arrival time.
     arrival: tuple[float, RequestId, Epoch] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,16 +99,16 @@ class RequestState:
         self.key = request.request_id, request.epoch
         self.arrival = request.arrival_s, request.request_id, request.epoch
 
-    # --- what is asked of it ---
+    # --- questions ---
 
     @property
     def is_in_prefill(self) -> bool:
-        """Whether it is placed, and its whole KV is not where it decodes."""
+        """Whether the request is placed, and some of its KV has not reached the decoding instance."""
         return self.phase in IN_PREFILL
 
     @property
     def decodes(self) -> bool:
-        """Whether it draws tokens: its whole KV is where it decodes."""
+        """Whether the request draws tokens: its whole KV is on the decoding instance."""
         return self.phase in DECODES
 
     @property
@@ -96,41 +117,41 @@ class RequestState:
 
     @property
     def num_work_tokens(self) -> int:
-        """Tokens of its prompt that are computed for it, since they were not kept where it was placed.
+        """Number of prompt tokens to compute: tokens that are not cached where the request was placed.
 
-        While it waits: that are kept nowhere.
+        While the request waits, the number of tokens cached on no instance.
         """
         return self.request.num_prompt_tokens - self.num_reused_tokens
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether it is placed, with a part of its prompt still to compute, and no plan in flight has a chunk of it.
+        """Whether the placed request still has prompt to compute, but no chunk of it in a plan in flight.
 
-        Not one that gives ranges back: it may stand still because these have not moved.
+        Always false if the request `gives_back` ranges: it may pause because these have not moved yet.
         """
         is_in_line = self.phase is Phase.PREFILLING and not self.is_planned and not self.chunks_in_flight
         return is_in_line and not self.gives_back
 
     @property
     def gives_back(self) -> bool:
-        """Whether its prompt is longer than the room where it is computed."""
+        """Whether the prompt is longer than the room where it is computed."""
         return self.held_tokens is not None
 
     @property
     def is_computed(self) -> bool:
-        """Whether its whole prompt is known to be computed: by its leader, which has all of it."""
+        """Whether the whole prompt is known to be computed, and the leader has all of its KV."""
         return self.phase is not Phase.PREFILLING and self.phase is not Phase.WAITING
 
     @property
     def is_recovering(self) -> bool:
-        """Whether a helper was lost, and what of its prompt is computed is not known yet."""
+        """Whether a helper was lost, and the core does not know yet how much of the prompt is computed."""
         return self.group is not None and self.group.is_recovering
 
     @property
     def first_granule(self) -> PrefixHash | None:
-        """The first of its prompt that is computed, since it was not kept where it was placed; None: all were."""
+        """First whole granule of the prompt that is computed rather than reused; None if there is none."""
         prefix, index = self.request.prefix, self.num_reused_tokens // GRANULE_TOKENS
-        # Asked for at each placement: `Request.chain` would copy the prefix.
+        # Read at each placement: `Request.chain` would copy the prefix.
         is_computed = index < len(prefix) and (index + 1) * GRANULE_TOKENS < self.request.num_prompt_tokens
         return prefix[index] if is_computed else None
 
@@ -150,14 +171,14 @@ class RequestState:
 
     @property
     def prefill_ids(self) -> tuple[InstanceId, ...]:
-        """The instances that compute the prompt, the leader first."""
+        """Instances that compute the prompt, the leader first, without lost helpers."""
         if self.group is not None:
             return self.group.living_ids
         return tuple([shard.instance_id for shard in self.prefill_shards])
 
     @property
     def asked_ids(self) -> tuple[InstanceId, ...]:
-        """The instances that were asked to help with the prompt and were not lost since."""
+        """Instances that were asked to help with the prompt and were not lost since."""
         return () if self.group is None else self.group.asked_ids
 
     @property
@@ -166,41 +187,41 @@ class RequestState:
 
     @property
     def decode_id(self) -> InstanceId | None:
-        """The instance that samples its tokens, once it is placed."""
+        """Instance that samples the tokens; None before one is chosen."""
         return self.decode_shards[0].instance_id if self.decode_shards else None
 
     def is_helped_by(self, instance_id: InstanceId) -> bool:
-        """Whether this instance helps another one, the leader, with its prompt."""
+        """Whether this instance is a helper for the request's prompt."""
         return self.group is not None and instance_id in self.group.living_ids[1:]
 
     def needs(self, instance_id: InstanceId) -> bool:
-        """Whether it cannot go on without this instance."""
+        """Whether the request cannot continue without this instance."""
         if instance_id == self.lost_member_id:
             return False
         return instance_id in self.decode_ids or (self.is_in_prefill and instance_id in self.prefill_ids)
 
-    # --- it waits, is placed, or found ---
+    # --- waiting and placement ---
 
     def resume(self, now_s: float) -> None:
-        """Note that the request waits again: it was let in before, and half of its answer may be out."""
+        """Note that the request waits again: it was accepted before, and a part of its answer may be delivered."""
         self.resumed_s = now_s
 
     def await_until(self, until_s: float) -> None:
-        """Wait no longer than that for the instance that keeps its prefix, while others have room."""
+        """Prefer the instance that caches the prefix until ``until_s``, although others have room."""
         self.awaits_until_s = until_s
 
     def rank_by(self, order: PrefillOrder) -> None:
-        """Its rank in ``order``, with what is planned of it counted as done."""
+        """Rank the request in ``order``, counting planned tokens as done."""
         num_done = max(self.num_planned_tokens, self.num_reused_tokens)
         self.rank = order.rank(self.request, num_done, self.placed_s, self.num_reused_tokens)
 
     def place_as(self, request: Request) -> Request:
-        """Take what is to be placed, which differs from what came in `Request.always_moves` alone."""
+        """Replace the request by the one to place, which differs in `Request.always_moves` alone."""
         self.request = request
         return request
 
     def use_weights(self, weights: str) -> Request:
-        """Note the weights that compute it: the hashes of its granules are of no use if they are made for others."""
+        """Return the request for placement on ``weights``, without granule hashes made for other weights."""
         if self.request.prefix and self.request.prefix_weights != weights:
             self.request = replace(self.request, prefix=())
         return self.request
@@ -214,9 +235,10 @@ class RequestState:
         num_reused_tokens: int = 0,
         held_tokens: int | None = None,
     ) -> None:
-        """Its prompt is computed with this room, but for its first tokens if these are kept there.
+        """Place the prompt on ``prefill``; the first ``num_reused_tokens`` are cached there and not computed.
 
-        If it ``stays``, it decodes there. ``held_tokens`` is how much of it may be there at once, if not all.
+        If it ``stays``, the request decodes there too. ``held_tokens`` limits the prompt tokens held at once; None:
+        all.
         """
         self._go("place", Phase.PREFILLING)
         self.placed_s = now_s
@@ -228,16 +250,16 @@ class RequestState:
             self.decode_shards = self.prefill_shards
 
     def adopt(self, decode: KvShard, parts: tuple[KvShard, ...] = (), members: tuple[PartMember, ...] = ()) -> None:
-        """Take over a request that turns out to be decoding already, with ``members`` that hold ``parts``."""
+        """Take over a request that already decodes on an instance. ``members`` hold ``parts`` of its context."""
         self._go("adopt", Phase.DECODING)
         self.prefill_shards, self.decode_shards, self.members = (decode,), (decode, *parts), members
         self._give(self.decode_shards)
         self.num_planned_tokens = self.request.num_prompt_tokens
 
-    # --- its prompt is computed ---
+    # --- computing the prompt ---
 
     def plan_chunk(self, instance_id: InstanceId, plan_id: int, num_tokens: int) -> None:
-        """The next tokens of its prompt are in a plan of this instance."""
+        """Count the prompt's next ``num_tokens`` as planned, in a plan of this instance."""
         self._go("plan_chunk", Phase.PREFILLING)
         self.num_planned_tokens += num_tokens
         self.chunks_in_flight.add((instance_id, plan_id))
@@ -247,21 +269,21 @@ class RequestState:
         self.chunks_in_flight.discard((instance_id, plan_id))
 
     def give_back(self, num_ranges: int) -> None:
-        """Note that so many of its first ranges are given back where it is computed, since others hold them."""
+        """Note that the first ``num_ranges`` ranges are freed where the prompt is computed, since others hold them."""
         self._go("give_back", Phase.PREFILLING)
         self.num_ranges_away = max(self.num_ranges_away, num_ranges)
 
     def draw_first_token(self) -> None:
-        """Its leader has computed the last chunk of its prompt."""
+        """Check that the request may draw its first token: the leader has computed the prompt's last chunk."""
         self._go("draw_first_token", Phase.PREFILLING)
 
     def end_prompt(self) -> None:
-        """Its prompt is computed, and its KV is to move on."""
+        """End the prompt, whose KV will move: the request waits for a receiver or for its transfer."""
         self._go("end_prompt", Phase.AWAITING_DECODE if self.incoming is None else Phase.TRANSFERRING)
         self.group = None
 
     def ask_helper(self, instance_id: InstanceId, leader_id: InstanceId, capability: int) -> GroupState:
-        """An instance is asked to help: its group, which begins with the first. ``capability`` is for a new one."""
+        """Add an instance to the helpers asked; return the group. A new group gets ``capability``."""
         self._go("ask_helper", Phase.PREFILLING)
         if self.group is None:
             self.group = GroupState(PrefillGroup(member_ids=(leader_id,), capability=capability))
@@ -269,7 +291,7 @@ class RequestState:
         return self.group
 
     def lose_helper(self, instance_id: InstanceId) -> None:
-        """The rest of its group has most of what this one computed."""
+        """Remove a lost helper from the group, with its chunks in flight."""
         assert self.group is not None, f"{self.key} has no helper to lose"
         self.group.lose(instance_id)
         self.chunks_in_flight = {each for each in self.chunks_in_flight if each[0] != instance_id}
@@ -279,20 +301,20 @@ class RequestState:
         self._go("plan_again_from", Phase.PREFILLING)
         self.num_planned_tokens = num_tokens
 
-    # --- its KV goes to where it decodes ---
+    # --- the KV moves to where the request decodes ---
 
     def offer(self, rank: int) -> None:
-        """Note its KV's rank among all offers while it has no receiver."""
+        """Note the KV's rank among all offers while it has no receiver."""
         self.rank_of_offer = rank
 
     def receive(self, copy: Copy) -> None:
-        """Give the request room where it decodes, and a copy of its KV."""
+        """Give the request a receiver: the copy's destinations hold its KV while it decodes."""
         self._go("receive", Phase.TRANSFERRING if self.is_computed else Phase.PREFILLING)
         self.incoming, self.decode_shards, self.members = copy, copy.plan.destinations, copy.members
         self._give(self.decode_shards)
 
     def lose_receiver(self) -> None:
-        """Its receiver is lost: its KV waits where it was computed for another receiver."""
+        """Drop the lost receiver: the KV stays where it was computed and waits for another one."""
         assert self.incoming is not None, f"{self.key} has no receiver to lose"
         self._go("lose_receiver", Phase.AWAITING_DECODE if self.is_computed else Phase.PREFILLING)
         self.rank_of_offer = self.incoming.rank
@@ -300,39 +322,39 @@ class RequestState:
         self.incoming, self.decode_shards, self.members = None, (), ()
 
     def keep(self, shard: KvShard) -> None:
-        """Let the request decode where its prompt is computed, with this room."""
+        """Let the request decode where its prompt is computed, with the room of ``shard``."""
         self._go("keep", self.phase)
         self.prefill_shards = self.decode_shards = (shard,)
 
     def land(self) -> None:
-        """Its whole KV is where it decodes."""
+        """Begin to decode: the whole KV is on the decoding instance."""
         self._go("land", Phase.DECODING)
         self.group = None
 
-    # --- its KV goes elsewhere while it decodes ---
+    # --- the KV moves while the request decodes ---
 
     def rebalance(self, now_s: float) -> None:
-        """Note when the request was last chosen to move away."""
+        """Note the time when rebalancing chose the request to move."""
         self.rebalanced_s = now_s
 
     @property
     def move(self) -> Copy | None:
-        """The copy by which it moves to another instance."""
+        """The copy that moves the request to another instance."""
         return self.outgoing if self.phase is Phase.MOVING else None
 
     @property
     def range_copy(self) -> Copy | None:
-        """The copy that takes a range of its context to another instance."""
+        """The copy that takes a range of the context to another instance."""
         return None if self.phase is Phase.MOVING else self.outgoing
 
     def begin_copy(self, copy: Copy) -> None:
-        """Begin to take the request, or a range of its context, to another instance; it decodes where it is."""
+        """Begin to copy the request, or a range of its context; it decodes on where it is."""
         self._go("begin_copy", Phase.MOVING if copy.plan.is_move else Phase.DECODING)
         self.outgoing = copy
         self._give(copy.plan.destinations)
 
     def end_copy(self, *, failed: bool) -> None:
-        """End a copy that changes nothing, because it ``failed`` or because the request ends."""
+        """End an outgoing copy without effect, because it ``failed`` or because the request ends."""
         self._go("end_copy", Phase.DECODING)
         self.outgoing = None
         self.num_failed_moves += failed
@@ -345,11 +367,11 @@ class RequestState:
         self.prefill_shards = self.incoming.plan.sources
         self.decode_shards = (*self.incoming.plan.destinations, *self.decode_shards[1:])
 
-    # --- its context is spread ---
+    # --- context parallelism ---
 
     @property
     def next_members(self) -> tuple[PartMember, ...]:
-        """All members as they are once the range that is on its way has its next holder."""
+        """Members after the range copy under way lands; the current ones if there is none."""
         copy, members = self.range_copy, self.members
         if copy is None:
             return members
@@ -357,7 +379,7 @@ class RequestState:
         return (*members[:number], *copy.members, *members[number + 1 :])
 
     def hand_on_range(self, home: KvShard) -> None:
-        """Give the range that was on its way its next holder. ``home`` is the shard left where the request decodes."""
+        """Give the copied range its new holder. ``home`` is the shard left on the decoding instance."""
         self._go("hand_on_range", Phase.DECODING)
         copy, self.members = self.outgoing, self.next_members
         assert copy is not None, f"{self.key} has no part on its way"
@@ -368,11 +390,11 @@ class RequestState:
 
     @property
     def lost_member_id(self) -> InstanceId | None:
-        """The instance that held the range that is lost."""
+        """Instance that held the lost range; None if no range is lost."""
         return None if self.lost_part is None else self.members[self.lost_part].instance_id
 
     def may_lose(self, instance_id: InstanceId) -> bool:
-        """Whether it can go on without what this instance holds, once another one has computed that again."""
+        """Whether the request survives the loss of this instance: another one can compute its range again."""
         return (
             self.phase is Phase.DECODING
             and instance_id in self.decode_ids[1:]
@@ -381,7 +403,7 @@ class RequestState:
         )
 
     def lose_part(self, instance_id: InstanceId) -> None:
-        """This member's range is lost: the request stands still until another one has it."""
+        """Mark this member's range as lost: the request pauses until another instance has the range."""
         self._go("lose_part", Phase.DECODING)
         self.lost_part = self.decode_ids.index(instance_id) - 1
         self.num_lost_parts += 1
@@ -394,14 +416,14 @@ class RequestState:
     # --- the tables ---
 
     def _go(self, transition: str, phase: Phase) -> None:
-        """Raises IllegalTransition."""
+        """Enter ``phase``. Raises IllegalTransition if the transition may not lead there from the current phase."""
         begins, leads = TRANSITIONS[transition]
         if self.phase not in begins or phase not in leads:
             raise IllegalTransition(f"{self.key}: {transition} from {self.phase} to {phase}")
         self.phase = phase
 
     def check_integrity(self) -> None:
-        """AssertionError names what is not as its phase has it."""
+        """Raise AssertionError if the fields do not fit the phase."""
         found = Facts(
             is_placed=bool(self.prefill_shards),
             has_receiver=bool(self.decode_shards),
