@@ -1,6 +1,6 @@
-"""What the scheduling core wants done. The driver (service or simulator) carries each out, in order.
+"""Commands of the scheduling core. The driver (service or simulator) carries each out, in order.
 
-A command knows to whom it goes by its base class, and what the record of its request says of it.
+The base class of a command gives its addressee. `record_line` is its line in the request's record.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pdmesh.plans import NO_EVICTIONS, Evictions, KvShard, PrefillGroup, StepPla
 
 
 def _reused(num_granules: int, num_loaded_granules: int = 0) -> str:
-    """What a record says of blocks whose KV is there before, or in the tier."""
+    """Return the text of a record about cached blocks, ``num_loaded_granules`` of them from the tier."""
     if not num_granules:
         return ""
     loaded = f" ({num_loaded_granules * GRANULE_TOKENS} from its tier)" if num_loaded_granules else ""
@@ -51,7 +51,7 @@ class ToInstanceOfRequest(ToInstance, frozen=True, kw_only=True):
 
     @property
     def record_line(self) -> RecordLine | None:
-        """What the request's record says of it; None: nothing."""
+        """Line for the request's record; None: no line."""
         return None
 
 
@@ -64,7 +64,7 @@ class ToGateway(Struct, frozen=True, kw_only=True):
 
     @property
     def record_line(self) -> RecordLine | None:
-        """What the request's record says of it; None: nothing."""
+        """Line for the request's record; None: no line."""
         return None
 
 
@@ -81,8 +81,9 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
     count in its shard, and its chunks begin behind them. The last ``num_loaded_granules`` of these come from the
     offload tier, into blocks of their own.
 
-    A prompt that is longer than the instance's room gets ``num_blocks_at_once`` blocks. Its first ranges are freed
-    (`SetPlaces`) once they are at the transfer's destinations, which later chunks ask for their part of attention.
+    A prompt that is longer than the instance's room gets ``num_blocks_at_once`` blocks (0: the whole shard). Its first
+    ranges are freed (`SetPlaces`) once the transfer's destinations have them. Later chunks then ask the destinations
+    for their part of attention.
     """
 
     shards: tuple[KvShard, ...]
@@ -93,16 +94,16 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
     num_loaded_granules: int = 0
     room: Evictions = NO_EVICTIONS
     keeps_prefix: bool = False
-    num_blocks_at_once: int = 0  # 0: all of its shard's
+    num_blocks_at_once: int = 0
 
     @property
     def moves_on(self) -> bool:
-        """Whether its KV is to be sent from the instance."""
+        """Whether the instance sends the KV on after the prompt."""
         return self.transfer is not None or self.awaits_receiver
 
     @property
     def leads(self) -> bool:
-        """Whether the instance samples the first token, and the KV goes on from it."""
+        """Whether the instance samples the first token and sends the KV on."""
         leader_id = self.shards[0].instance_id if self.group is None else self.group.member_ids[0]
         return self.instance_id == leader_id
 
@@ -114,7 +115,7 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
 
     @property
     def decode_instance_id(self) -> InstanceId | None:
-        """The instance that the KV goes to; None if it stays, or that is not known yet."""
+        """The instance that receives the KV; None if it stays, or the receiver is not known yet."""
         return None if self.transfer is None else self.transfer.destinations[0].instance_id
 
     @property
@@ -140,10 +141,10 @@ class ExpectCopy(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=T
 
     * A hand-over brings the KV of a prompt.
     * A move brings the request with its KV. ``chain`` is the request's own (`pdmesh.model.Request.chain`), and
-      ``members`` hold the first ranges of a context that is spread.
-    * A range belongs to a context that decodes on ``home_id``, by default on the first destination. Of a lost range
+      ``members`` hold the first ranges of its context.
+    * A range belongs to a context that decodes on ``home_id``, by default on the first destination. For a lost range
       only tokens come: the instance computes the KV from them and from the ``members``, which hold earlier ranges.
-    * Cached granules (`Then.KEEP`) are of no request. ``chain`` ends with them, and the request ``wanted_by`` will
+    * Cached granules (`Then.KEEP`) belong to no request. ``chain`` ends with them, and the request ``wanted_by`` will
       reuse them. The instance holds blocks for the whole chain until they have landed.
     """
 
@@ -156,9 +157,9 @@ class ExpectCopy(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=T
 
     @property
     def receives_prompt(self) -> bool:
-        """Whether the request is to decode on this instance once its prompt's KV is there.
+        """Whether the request will decode on this instance once its prompt's KV has landed.
 
-        Other destinations of a hand-over hold ranges of a context that is spread.
+        Other destinations of a hand-over hold ranges of a context.
         """
         return self.transfer.is_hand_over and self.transfer.destinations[0].instance_id == self.instance_id
 
@@ -181,11 +182,11 @@ class ExpectCopy(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=T
 
 
 class SendCopy(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
-    """Let a source of ``transfer`` send: a transfer backend of every destination is taken.
+    """Let a source of ``transfer`` send: the transfer has a backend of every destination.
 
-    It may be another transfer than the source knew of: then all that is computed goes to its destinations.
-    The source of a move decodes on while it sends, until little is left. Cached granules are sent from ``chain``, whose
-    granules are all cached here, except for those that the destination has.
+    The transfer may be another one than the source knew of: then all computed KV goes to its destinations. The source
+    of a move decodes on while it sends, until little is left. Cached granules are sent from ``chain``, whose granules
+    are all cached here, except for those cached at the destination.
     """
 
     transfer: TransferPlan
@@ -227,8 +228,8 @@ class Hold(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
 
     Other instances hold ``num_elsewhere_blocks`` of its context. Each block that they hold beyond these makes
     ``num_blocks`` one smaller. With ``decodes``, the request decodes here from now on, although its KV was to leave
-    after the prompt, or by the move ``move_id``, whose receiver never began. Without, only its room grows: such a
-    command comes every few tokens, and is no part of the request's life.
+    after the prompt, or by the move ``move_id``, whose receiver never began. Without it only the room grows. Such a
+    command comes every few tokens, and is not in the request's record.
     """
 
     num_blocks: int
@@ -258,12 +259,12 @@ class SetPlaces(ToInstanceOfRequest, frozen=True, kw_only=True):
 
     ``places`` are one of three:
 
-    * The group that computes the prompt, for its members: some were added, or lost. If some were lost, earlier chunks
-      that wait for KV end without a token. The leader passes on the KV of the lost members that it has, and answers
+    * The group that computes the prompt, for its members, after some were added or lost. If some were lost, earlier
+      chunks that wait for KV end without a token. The leader passes on the lost members' KV that it has, and answers
       with GroupPrefix.
     * The holders of the context's first ranges, one each, in their order, for the instance where it decodes. Between
-      two steps it frees its own blocks of these ranges, and answers with MembersSet. Where a prompt is computed that is
-      longer than the instance's room, the freed blocks are for the tokens that follow.
+      two steps it frees its own blocks of these ranges, and answers with MembersSet. For a prompt longer than the
+      computing instance's room, the freed blocks are for the tokens that follow.
     * The instance where the context may soon decode, for the holder of a range: it answers questions from there, too.
     """
 
@@ -284,10 +285,10 @@ class SetPlaces(ToInstanceOfRequest, frozen=True, kw_only=True):
 
 
 class FreeKv(ToInstanceOfRequest, frozen=True, kw_only=True):
-    """Stop whatever runs for the request on the instance and free its KV and reservations; answered by KvReleased.
+    """Stop all work for the request on the instance and free its KV and reservations; answered by KvReleased.
 
-    ``epoch`` and older. Idempotent: an instance that holds nothing answers all the same, for the ``transfer_id`` that
-    was to bring it KV.
+    Applies to ``epoch`` and older. Idempotent: an instance that holds nothing also answers, with the ``transfer_id``
+    that was to bring it KV.
     """
 
     transfer_id: TransferId = NO_TRANSFER
@@ -298,31 +299,35 @@ class FreeKv(ToInstanceOfRequest, frozen=True, kw_only=True):
 
 
 class Reject(ToGateway, frozen=True, kw_only=True):
-    """Tell the gateway that the request will not be served."""
+    """Tell the gateway that the request will not be served.
+
+    Similar requests would be refused too for ``reject_ttl_s``, and need not ask the core.
+    """
 
     reason: RejectReason
     message: str
     retry_after_s: float | None
-    reject_ttl_s: float = 0.0  # others like it need not ask for so long: they would be refused too
+    reject_ttl_s: float = 0.0
 
     @property
     def record_line(self) -> RecordLine | None:
         return RecordLine(f"rejected: {self.reason}", self.message)
 
 
-#: Of a request for its own restart, where something else may have caused it as well (`Restart.blame`).
+#: Share of the blame on a request for its own restart where something else may have caused it (`Restart.blame`).
 SHARED_BLAME = 0.5
 
 
 class Restart(ToGateway, frozen=True, kw_only=True):
-    """Tell the gateway that the request's KV is lost: it resumes it from the transcript under the next epoch.
+    """Tell the gateway that the request's KV is lost: resume it from the transcript under the next epoch.
 
-    ``retracted``: it was given up for others, and nothing has failed.
+    ``retracted``: its KV was evicted for other requests, and nothing has failed. ``blame`` ranges from 0 (the request
+    cannot have caused the loss) to 1 (no other cause is known).
     """
 
     reason: str
     retracted: bool = False
-    blame: float = 0.0  # from 0, if it cannot have caused this, to 1, if nothing else is known that may have
+    blame: float = 0.0
 
     @property
     def record_line(self) -> RecordLine | None:
@@ -330,14 +335,20 @@ class Restart(ToGateway, frozen=True, kw_only=True):
 
 
 class Outcome(StrEnum):
-    """How the core's care for a request ended."""
+    """How the core's care for a request ended.
+
+    - ``CANCELLED``: by its client.
+    - ``RESTARTED``: its KV is lost; the next epoch is another request to the core.
+    - ``RETRACTED``: restarted because its KV was evicted for other requests.
+    - ``SUPERSEDED``: the gateway itself began the next epoch.
+    """
 
     FINISHED = "finished"
-    CANCELLED = "cancelled"  # by its client
+    CANCELLED = "cancelled"
     REJECTED = "rejected"
-    RESTARTED = "restarted"  # its KV is lost; the next epoch is another request to the core
-    RETRACTED = "retracted"  # the same, but its KV was given up for others
-    SUPERSEDED = "superseded"  # the gateway itself began the next epoch
+    RESTARTED = "restarted"
+    RETRACTED = "retracted"
+    SUPERSEDED = "superseded"
     GATEWAY_LOST = "gateway_lost"
 
     @property
@@ -347,7 +358,7 @@ class Outcome(StrEnum):
 
 
 class ForgetRequest(ToGateway, frozen=True, kw_only=True):
-    """Drop what is kept for the request: it ended. Comes exactly once for each accepted (request, epoch).
+    """Forget the request, which ended. Comes exactly once for each accepted (request, epoch).
 
     ``drawn_by``: the instance where it decoded last, if it has.
     """
@@ -361,13 +372,13 @@ class ForgetRequest(ToGateway, frozen=True, kw_only=True):
 
 
 class SetRole(ToInstance, frozen=True, kw_only=True):
-    """Give an instance another role."""
+    """Change an instance's role."""
 
     role: Role
 
 
 class StopInstance(ToInstance, frozen=True, kw_only=True):
-    """End an instance's process as SIGTERM does; whoever looks after it starts it again."""
+    """End an instance's process as SIGTERM does; its supervisor starts it again."""
 
 
 class WakeAt(Struct, frozen=True, kw_only=True):
@@ -376,10 +387,10 @@ class WakeAt(Struct, frozen=True, kw_only=True):
     at_s: float
 
 
-#: For a gateway. It is sent a ForgetRequest of a finished request alone.
+#: Commands for a gateway. Of these, a finished request causes a ForgetRequest alone.
 GatewayCommand = Reject | Restart | ForgetRequest
 
-#: For an instance, about one of its requests.
+#: Commands for an instance about one of its requests.
 InstanceRequestCommand = AdmitPrefill | ExpectCopy | SendCopy | StopCopy | Hold | SetPlaces | FreeKv
 InstanceCommand = InstanceRequestCommand | RunStep | SetRole | StopInstance
 
@@ -388,9 +399,13 @@ Command = InstanceCommand | GatewayCommand | WakeAt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesiredProcesses:
-    """The processes that an actuator starts and stops, unless that is done already."""
+    """Processes that an actuator should start and stop, unless that is done already.
+
+    The processes in `replace` are replaced by new ones, without a gap where possible. Instances in `stop` and `replace`
+    hold nothing, or are gone. The `temporary` instances leave when the rolling restart that started them ends.
+    """
 
     start: tuple[PoolMember, ...] = ()
-    stop: tuple[InstanceId, ...] = ()  # instances that hold nothing, or are gone
-    replace: tuple[ManagedProcess, ...] = ()  # by new processes, without a gap where possible; instances hold nothing
-    temporary: tuple[InstanceId, ...] = ()  # instances that leave when the rolling restart that started them ends
+    stop: tuple[InstanceId, ...] = ()
+    replace: tuple[ManagedProcess, ...] = ()
+    temporary: tuple[InstanceId, ...] = ()
