@@ -1,7 +1,7 @@
-"""What starts and stops processes, as it says itself: one actuator on each host, or one for a cluster.
+"""Actuators, which start and stop processes, by their own reports: one per host, or one for a cluster.
 
-The scheduler tells an actuator a state, never an order (`DesiredProcesses`), so that a question that is lost, or asked
-twice, does nothing twice.
+The scheduler gives an actuator a state, never an order (`DesiredProcesses`), so that a lost or repeated message does
+nothing twice.
 """
 
 from __future__ import annotations
@@ -16,30 +16,32 @@ _BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Actuators:
-    """The actuators that are there, at most one for each prefix of names."""
+    """The present actuators, at most one for each prefix of names."""
 
     def __init__(self, mesh: MeshState) -> None:
         self._mesh = mesh
-        self._reports: dict[str, ActuatorReported] = {}  # the last, by the prefix of names
-        self._lost: set[str] = set()  # of these
-        self.heard_s = 0.0  # when anyone was heard of last
+        # The last report of each actuator by its prefix of names; the lost ones' prefixes.
+        self._reports: dict[str, ActuatorReported] = {}
+        self._lost: set[str] = set()
+        # Time of the last report of any actuator.
+        self.heard_s = 0.0
 
     # --- events ---
 
     def reported(self, event: ActuatorReported, now_s: float) -> None:
-        """Take note of what runs. One that `why_not` says something against takes the place of the other."""
+        """Note the processes that an actuator reports. It takes the place of an earlier one with the same prefix."""
         self._reports[event.name_prefix] = event
         self._lost.discard(event.name_prefix)
         self.heard_s = now_s
 
     def lost(self, event: ActuatorLost) -> None:
-        """Count on an actuator no longer, though its processes may run on."""
+        """Stop relying on an actuator, though its processes may run on."""
         self._lost |= {prefix for prefix, each in self._reports.items() if each.actuator_id == event.actuator_id}
 
-    # --- what is known ---
+    # --- state ---
 
     def why_not(self, actuator_id: str, name_prefix: str) -> str | None:
-        """Return why an actuator is not to start and stop processes here; None if it may."""
+        """Return why an actuator may not start and stop processes here; None if it may."""
         other = self._reports.get(name_prefix)
         if other is None or name_prefix in self._lost or other.actuator_id == actuator_id:
             return None
@@ -47,12 +49,12 @@ class Actuators:
 
     @property
     def there(self) -> Sequence[ActuatorReported]:
-        """What those have said last that are there."""
+        """Last reports of the actuators that are not lost."""
         return [report for prefix, report in self._reports.items() if prefix not in self._lost]
 
     @property
     def instance_ids(self) -> Sequence[InstanceId]:
-        """The instances that are kept running."""
+        """Instances that actuators keep running."""
         return [
             InstanceId(each.name)
             for report in self.there
@@ -62,18 +64,18 @@ class Actuators:
 
     @property
     def services(self) -> Sequence[ManagedProcess]:
-        """The processes that are kept running and are no instances."""
+        """Other processes that actuators keep running."""
         processes = (each for report in self.there for each in report.processes)
         return [each for each in processes if each.kind is not ProcessKind.INSTANCE]
 
     @property
     def processes(self) -> Sequence[ManagedProcess]:
-        """All processes that are kept running."""
+        """All processes that actuators keep running."""
         return [each for report in self.there for each in report.processes]
 
     @property
     def away(self) -> Sequence[InstanceId]:
-        """Instances that are kept running, and are not registered."""
+        """Instances that actuators keep running, and that are not registered."""
         return [each for each in self.instance_ids if each not in self._mesh.instances]
 
     @property
@@ -83,7 +85,7 @@ class Actuators:
         return {name for name in named if name not in self._mesh.instances or not self._mesh.instances[name].reachable}
 
     def may_run(self, instance_id: InstanceId) -> bool:
-        """Whether there may be a process of an instance: its memory is not free then, though it has left."""
+        """Whether a process of the instance may exist: then its memory is not free, though it has left."""
         reports = self._reports.values()
         named = (instance_id in report.unsettled or _runs(report, instance_id) for report in reports)
         return not reports or any(named)
@@ -93,7 +95,7 @@ class Actuators:
         return -number_of(instance_id)[1] if self._is_ordered(instance_id) else 0
 
     def why_stays(self, leaves: Sequence[InstanceId]) -> str | None:
-        """Return why these cannot leave while others stay; None if they can."""
+        """Return why these instances cannot leave while others stay; None if they can."""
         for instance_id in leaves:
             if not self._is_ordered(instance_id):
                 continue
@@ -112,22 +114,22 @@ class Actuators:
         return max((home.grace_s for home in homes), default=0.0)
 
     def replaces(self, instance_id: InstanceId) -> bool:
-        """Whether the process of an instance that is restarted is its actuator's to end."""
+        """Whether the actuator itself must end the process of an instance under restart."""
         return any(instance_id in report.outdated for report in self.there)
 
     def _is_ordered(self, instance_id: InstanceId) -> bool:
         home = self.home_of(instance_id)
         return home is not None and home.last_leaves_first
 
-    # --- what is to be started ---
+    # --- starts ---
 
     def home_of(self, instance_id: InstanceId) -> ActuatorReported | None:
-        """The actuator that is to start an instance: of those whose prefix fits, the one with the longest."""
+        """Return the actuator that should start an instance: the one with the longest matching prefix."""
         fitting = [report for report in self.there if instance_id.startswith(report.name_prefix)]
         return max(fitting, key=lambda report: len(report.name_prefix), default=None)
 
     def prefixes(self) -> Iterator[str]:
-        """Return the prefix of each further instance's name: always where most memory is left."""
+        """Yield the name prefix of each further instance: always where most memory is left."""
         left = {report.name_prefix: report.available_bytes for report in self.there} or {"": 0}
         while True:
             prefix = max(left, key=lambda each: left[each])
@@ -135,7 +137,7 @@ class Actuators:
             yield prefix
 
     def why_no_memory(self, starts: Sequence[PoolMember]) -> str | None:
-        """Return why these cannot be started; None if there is memory for them."""
+        """Return why these instances cannot be started; None if there is memory for them."""
         for report in self.there:
             number = sum(self.home_of(member.instance_id) is report for member in starts)
             num_bytes = number * self.instance_bytes
@@ -148,7 +150,7 @@ class Actuators:
 
     @property
     def instance_bytes(self) -> int:
-        """Bytes of host memory that another instance takes, at most."""
+        """Largest amount of host memory, in bytes, that another instance takes."""
         return max((host_bytes(each.profile) for each in self._mesh.instances.values()), default=0)
 
 
@@ -163,7 +165,7 @@ def _runs(report: ActuatorReported, instance_id: InstanceId) -> bool:
 
 
 def host_bytes(profile: InstanceProfile) -> int:
-    """Return bytes of host memory that another such instance takes: weights and KV; 0 if on a device."""
+    """Return the bytes of host memory for another such instance's weights and KV; 0 if it uses a device."""
     if profile.device != "cpu":
         return 0
     layout = profile.kv_layout

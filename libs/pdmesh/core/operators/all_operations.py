@@ -1,4 +1,4 @@
-"""What operators ask for, and which part of the core carries each of it out."""
+"""Operators' requests, and the part of the core that carries out each kind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pdmesh.model import OperationKind, Role
 
 
 class AllOperations:
-    """Operations on instances, pools and processes, and what all of them need."""
+    """Operations on instances, requests, pools and processes, and their shared records and actuators."""
 
     def __init__(self, mesh: MeshState, moves: Moves) -> None:
         self._mesh = mesh
@@ -42,7 +42,7 @@ class AllOperations:
         self._rolling = RollingRestarts(mesh, records, actuators, self.on_instances, self._pools, self._replacements)
 
     def register(self, handlers: Handlers) -> None:
-        """Handle what operators and actuators say."""
+        """Register the handlers of operators' and actuators' events."""
         handlers.on_timed(OperationRequested, self._requested)
         handlers.on_timed(OperationCancelled, self._cancelled)
         handlers.on_timed(ResizeRequested, self._requested)
@@ -50,11 +50,11 @@ class AllOperations:
         handlers.on_timed(ActuatorReported, self._reported)
         handlers.on(ActuatorLost, self.actuators.lost)
 
-    # --- what others look at ---
+    # --- views ---
 
     @property
     def desired(self) -> DesiredState:
-        """All that still holds, but for the policies."""
+        """Operators' wishes that still hold, except for the policies."""
         return DesiredState(
             operations=tuple(self.on_instances.desired),
             pools=self._pools.desired,
@@ -63,7 +63,7 @@ class AllOperations:
         )
 
     def desired_processes(self, actuator_id: str) -> DesiredProcesses:
-        """Return what an actuator has to do; nothing if it is not known."""
+        """Return the processes that an actuator should start and stop; none if it is not known."""
         report = next((each for each in self.actuators.there if each.actuator_id == actuator_id), None)
         if report is None:
             return DesiredProcesses()
@@ -77,7 +77,7 @@ class AllOperations:
 
     @property
     def next_deadline_s(self) -> float:
-        """When something that runs takes too long."""
+        """Earliest time limit of the operations that run; infinite if none runs."""
         if not self.records.num_running:
             return inf
         return min(
@@ -89,7 +89,7 @@ class AllOperations:
         )
 
     def may_instances_come(self) -> bool:
-        """Whether pools may have fewer instances than they are to have; unknown if nobody ever resized one."""
+        """Whether pools have fewer instances than wanted; also True if no resize holds, so that it is unknown."""
         desired = self._pools.desired
         there = Counter([instance.role for instance in self._mesh.instances.values()])
         return desired is None or any(there[role] < desired.pools.of(role) for role in Role)
@@ -98,7 +98,7 @@ class AllOperations:
 
     def _requested(self, event: OperationRequested | ResizeRequested | RollingRequested, now_s: float) -> None:
         if event.operation_id in self.records:
-            return  # asked again
+            return
         if isinstance(event, ResizeRequested):
             self._pools.request(event, now_s)
         elif isinstance(event, RollingRequested):
@@ -123,7 +123,7 @@ class AllOperations:
                 self._pools.start_failed(failed, now_s)
 
     def advance(self, now_s: float) -> None:
-        """Look how far everything is, after any event."""
+        """Advance all operations that run, after any event."""
         if not self.records.num_running:
             return
         self._replacements.advance(now_s)
@@ -134,6 +134,6 @@ class AllOperations:
             self.on_instances.advance(now_s)
 
     def check_integrity(self) -> None:
-        """Assert that what runs is what is remembered as running."""
+        """Raise AssertionError if an operation that is over still counts as running."""
         self.on_instances.check_integrity()
         self._request_moves.check_integrity()

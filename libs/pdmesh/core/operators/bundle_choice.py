@@ -1,4 +1,4 @@
-"""The bundle that decides now: chosen by operators, and built anew when predictions of latency have moved."""
+"""The active policy bundle: chosen by operators, and rebuilt when predictions of latency change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdmesh.policy.config import PolicyConfig
 
 
 class BundleChoice:
-    """Keeps ``bundle``, and what ``learner`` knows of latency."""
+    """The active ``bundle``, and the ``learner`` of latency that it is built with."""
 
     def __init__(self, mesh: MeshState, config: CoreConfig, bundle: Bundle) -> None:
         self._mesh = mesh
@@ -28,18 +28,18 @@ class BundleChoice:
         mesh.broker.computed_first = bundle.sends_computed_first
 
     def joined(self, profile: InstanceProfile) -> None:
-        """An instance joined, which may have timed itself."""
+        """Rebuild the bundle if the joined instance's own measurements changed the predictions."""
         if self.learner.joined(profile):
             self.rebuild()
 
     def rebuild(self) -> None:
-        """Decide by what is known of latency now."""
+        """Rebuild the bundle with the current predictions of latency."""
         self._build(self.bundle.name, self.policy)
 
     def change(self, event: BundleChangeRequested) -> None:
-        """Decide by another bundle from here on, if there is one of this name, and batch as that does by itself.
+        """Switch to another bundle with its own batching mode; an unknown name is ignored.
 
-        A mode that was chosen beside the bundle before goes with it; a configured one stays.
+        A batching mode chosen by an operator is dropped, and a configured one stays.
         """
         try:
             self._build(event.bundle, self._configured)
@@ -49,7 +49,7 @@ class BundleChoice:
             self.policy = self._configured
 
     def change_batching(self, event: BatchingChangeRequested) -> None:
-        """Batch in another mode from here on, if there is one of this name, and whatever the bundle."""
+        """Switch to another batching mode, whatever the bundle; an unknown name is ignored."""
         policy = replace(self.policy, batching=event.batching, eb_threshold=event.threshold)
         try:
             self._build(self.bundle.name, policy)
@@ -65,13 +65,16 @@ class BundleChoice:
 
     @property
     def desired(self) -> BatchingChangeRequested | None:
-        """The mode that was chosen beside the bundle; None: nobody has."""
+        """The batching mode that operators chose; None: the configured one."""
         if self.policy is self._configured:
             return None
         return BatchingChangeRequested(self.policy.batching, self.policy.eb_threshold)
 
     def _build(self, name: str, policy: PolicyConfig) -> None:
-        """Raises ConfigError, and changes nothing, if there is no such bundle."""
+        """Build the bundle and rank all requests by its order.
+
+        Raises ConfigError for an unknown name, and then changes nothing.
+        """
         learner = self.learner
         links = LinksAsMeasured(self._mesh.links, policy.link_bytes_per_s)
         self.bundle = make_bundle(

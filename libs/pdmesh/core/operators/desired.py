@@ -1,4 +1,4 @@
-"""What operators asked for that still holds: for the scheduler that comes after this one."""
+"""Operators' wishes that still hold, for the next scheduler."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ from pdmesh.core.operator_events import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesiredState:
-    """See the module's docstring. It is kept as JSON: a field that is renamed has to be read under both names."""
+    """Operators' wishes that still hold. Stored as JSON: a renamed field must be read under both names.
 
-    bundle: str | None = None  # None: the configured one
-    batching: BatchingChangeRequested | None = None  # None: as configured, or the bundle's own
+    None means: the configured bundle, the configured batching mode or the bundle's own, the pools as started.
+    `replacements` are of processes that are no instances.
+    """
+
+    bundle: str | None = None
+    batching: BatchingChangeRequested | None = None
     operations: tuple[OperationRequested, ...] = ()
-    pools: ResizeRequested | None = None  # None: as they were started
-    replacements: tuple[OperationRequested, ...] = ()  # of processes that are no instances
+    pools: ResizeRequested | None = None
+    replacements: tuple[OperationRequested, ...] = ()
     rolling: RollingRequested | None = None
 
     def events(self) -> Iterator[OperatorEvent]:
-        """Ask for all of it again, in the order in which a core has to hear of it."""
+        """Yield the events that ask for all of it again, in the order in which a core needs them."""
         if self.bundle is not None:
             yield BundleChangeRequested(self.bundle)
         if self.batching is not None:

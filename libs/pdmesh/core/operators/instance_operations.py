@@ -1,6 +1,6 @@
-"""Operators' operations: an instance is drained, used again, or given another role, and no stream breaks.
+"""Operations on instances: drain, use again, restart, change of role. No stream breaks.
 
-An operation is refused before it changes anything, or runs until every request that has to leave the instance has left.
+An operation is refused before it changes anything, or runs until every request that must leave the instance has left.
 Decodes move to other instances with their KV, if there is room (`pdmesh.core.copies.decode_moves`). A request that is
 still there at the time limit starts again elsewhere, under the next epoch and with the same tokens.
 """
@@ -30,10 +30,10 @@ from pdmesh.model import (
     Role,
 )
 
-#: A process that was stopped is started again by then: a large model is loaded meanwhile.
+#: Time limit for a stopped process to start again, including the load of a large model.
 COME_BACK_S = 600.0
 
-#: What an instance may hold in its new role.
+#: Kinds of allocations that may stay on an instance in its new role.
 _STAYS: dict[Role, Collection[AllocationKind]] = {
     Role.PREFILL: (AllocationKind.LEAVING, AllocationKind.FETCH),
     Role.DECODE: (*HAVE_SEATS, AllocationKind.PART, AllocationKind.FETCH),
@@ -43,12 +43,20 @@ _STAYS: dict[Role, Collection[AllocationKind]] = {
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Operation(OperationRecord):
+    """An operation on an instance.
+
+    - `has_moved_all`: the time limit passed, and the remaining requests were restarted.
+    - `stopped_pid`: the process that must end. With `by_actuator` its actuator ends it, else a command does.
+    - `back_by_s`: time limit for the next process to join.
+    - `role_before`: role of the instance before the operation changed it.
+    """
+
     requested: OperationRequested
-    has_moved_all: bool = False  # what was left at its time limit
-    stopped_pid: int | None = None  # of the process that is to end
-    by_actuator: bool = False  # which ends it; else it was told to
-    back_by_s: float = inf  # then the next one has joined
-    role_before: Role | None = None  # of an instance that gets another one
+    has_moved_all: bool = False
+    stopped_pid: int | None = None
+    by_actuator: bool = False
+    back_by_s: float = inf
+    role_before: Role | None = None
 
     @property
     def deadline_s(self) -> float:
@@ -56,7 +64,7 @@ class _Operation(OperationRecord):
 
     @property
     def desired(self) -> OperationRequested:
-        """What the next scheduler has to be asked for."""
+        """The operation in the form in which it is asked of the next scheduler."""
         return replace(
             self.requested,
             stopped_pid=self.stopped_pid,
@@ -66,7 +74,7 @@ class _Operation(OperationRecord):
 
     @classmethod
     def of(cls, requested: OperationRequested, now_s: float) -> _Operation:
-        """One that begins now."""
+        """Return a new operation that begins now."""
         return cls(
             operation_id=requested.operation_id,
             kind=requested.kind,
@@ -81,26 +89,26 @@ class _Operation(OperationRecord):
 
 
 class Operations:
-    """Operations on instances, at most one each. What operators want outlives instances and schedulers."""
+    """Operations on instances, at most one each. Their outcomes outlive instances and schedulers."""
 
     def __init__(self, mesh: MeshState, records: OperationRecords, actuators: Actuators) -> None:
         self._mesh = mesh
         self._records = records
         self._actuators = actuators
         self._running: dict[InstanceId, _Operation] = {}
-        #: The operations whose outcome still holds, by instance: what a new scheduler has to be told.
+        #: Operations whose outcome still holds, by instance, for the next scheduler.
         self._drains: dict[InstanceId, OperationRequested] = {}
         self._roles: dict[InstanceId, OperationRequested] = {}
 
     @property
     def desired(self) -> list[OperationRequested]:
-        """What operators want of the instances, in the order to ask for it again."""
+        """Operations to ask of the next scheduler, in this order: the ones that hold, then the running ones."""
         running = [operation.desired for operation in self._running.values()]
         return list(dict.fromkeys([*self._roles.values(), *self._drains.values(), *running]))
 
     @property
     def leaving(self) -> list[InstanceId]:
-        """Instances that everything leaves that decodes there."""
+        """Instances that all decodes must leave."""
         if not self._running and not self._drains:
             return []
         running = [name for name, operation in self._running.items() if self._empties(operation)]
@@ -123,7 +131,7 @@ class Operations:
         return min([operation.deadline_s for operation in self._running.values()], default=inf)
 
     def running_on(self, instance_id: InstanceId) -> OperationRecord | None:
-        """The operation that runs on an instance."""
+        """Return the operation that runs on an instance."""
         return self._running.get(instance_id)
 
     def fixes_role(self, instance_id: InstanceId) -> bool:
@@ -132,11 +140,11 @@ class Operations:
         return instance_id in self._roles or (running is not None and running.requested.role is not None)
 
     def replaced_by(self, report: ActuatorReported) -> tuple[ManagedProcess, ...]:
-        """Return the processes that an actuator is to replace: of empty instances that are restarted."""
+        """Return the processes of the report that its actuator should replace: empty instances under restart."""
         return tuple(each for each in report.processes if self._is_replaced(InstanceId(each.name)))
 
     def _is_replaced(self, instance_id: InstanceId) -> bool:
-        """Whether an actuator has still to end the process of an instance that is restarted."""
+        """Whether an actuator still has to end the process of an instance under restart."""
         operation, instance = self._running.get(instance_id), self._mesh.instances.get(instance_id)
         if operation is None or instance is None:
             return False
@@ -145,7 +153,11 @@ class Operations:
     # --- events ---
 
     def request(self, requested: OperationRequested, now_s: float) -> None:
-        """Begin an operation on an instance, or refuse it before anything has changed."""
+        """Begin an operation on an instance, or refuse it before anything has changed.
+
+        A running operation on the instance is cancelled by an undrain, and done if it was asked for again. A restart is
+        done at once if another process than its ``pid`` is registered.
+        """
         operation = _Operation.of(requested, now_s)
         self._records.add(operation)
         refusal = None if requested.again else self._refusal(requested)
@@ -159,7 +171,7 @@ class Operations:
             self._end(operation, OperationState.DONE, "another process registered as this instance before", now_s)
             return
         before = self._running.get(requested.instance_id)
-        if before is not None and before.requested.again:  # its outcome is kept, and holds when the instance comes
+        if before is not None and before.requested.again:
             self._end(before, OperationState.DONE, "", now_s)
         elif before is not None:
             instance = self._mesh.instances.get(requested.instance_id)
@@ -178,7 +190,7 @@ class Operations:
         self._begin(operation, now_s)
 
     def cancel(self, operation_id: OperationId, now_s: float) -> bool:
-        """Whether it runs here; its instance is used as before."""
+        """Cancel an operation and use its instance as before; return whether it ran here."""
         operation = next((each for each in self._running.values() if each.operation_id == operation_id), None)
         if operation is None:
             return False
@@ -188,13 +200,13 @@ class Operations:
         return True
 
     def forget(self, instance_id: InstanceId) -> None:
-        """What was wanted of it: the next one under its name is another one."""
+        """Forget the drain and role of an instance that left: another one may come under its name."""
         self._drains.pop(instance_id, None)
         self._roles.pop(instance_id, None)
         self._records.note_change()
 
     def use_again(self, instance: InstanceState) -> None:
-        """Use an instance again that was drained; an operation that drains or restarts it now goes on."""
+        """Use a drained instance again; an operation that drains or restarts it now continues."""
         self._drains.pop(instance.instance_id, None)
         running = self._running.get(instance.instance_id)
         instance.set_closed(
@@ -204,7 +216,10 @@ class Operations:
         self._records.note_change()
 
     def joined(self, instance_id: InstanceId, now_s: float) -> None:
-        """An instance came (back): what was wanted of it still is."""
+        """Apply the wanted role and drain to an instance that joined, and continue its operation.
+
+        A restart is done if another process joined.
+        """
         instance = self._mesh.instances[instance_id]
         if (requested := self._roles.get(instance_id)) and requested.role is not None:
             self._set_role(instance, requested.role)
@@ -221,13 +236,16 @@ class Operations:
             self._stop(operation, instance, now_s)
 
     def lost(self, instance_id: InstanceId, now_s: float) -> None:
-        """Handle an instance that is gone and holds nothing: its drain is done."""
+        """End the drain of a lost instance as done."""
         operation = self._running.get(instance_id)
         if operation is not None and operation.requested.kind is OperationKind.DRAIN:
             self._drained(operation, "the instance is gone", now_s)
 
     def start_failed(self, failed: FailedStart, now_s: float) -> bool:
-        """Whether the process could not be replaced of an instance that is restarted here: it is used as before."""
+        """Fail a restart whose process could not be replaced, and use the instance as before.
+
+        Returns whether such a restart runs here.
+        """
         if not self._is_replaced(failed.instance_id):
             return False
         operation = self._running[failed.instance_id]
@@ -236,7 +254,7 @@ class Operations:
         return True
 
     def advance(self, now_s: float) -> None:
-        """Look what has left the instances since; after any event."""
+        """Advance every running operation, after any event: end it, fail it, or restart requests at its time limit."""
         for operation in list(self._running.values()):
             instance = self._mesh.instances.get(operation.requested.instance_id)
             if instance is None:
@@ -259,7 +277,7 @@ class Operations:
             if not num_left:
                 self._complete(operation, instance, now_s)
 
-    # --- what is asked for ---
+    # --- requests ---
 
     def _refusal(self, requested: OperationRequested) -> str | None:
         instances = self._mesh.instances
@@ -277,7 +295,7 @@ class Operations:
             return None
         others = [other for other in instances.values() if other is not instance and other.is_usable]
         if requested.role in (Role.MIXED, instance.role):
-            return None  # it goes on with all that it does
+            return None
         if not have_pair(others) and (have_pair([instance, *others]) or requested.kind is OperationKind.ROLE):
             kind = "prefill and decode" if instance.role is Role.MIXED else str(instance.role)
             if can_serve(others):
@@ -291,9 +309,9 @@ class Operations:
         return None
 
     def _begin(self, operation: _Operation, now_s: float) -> None:
-        """Begin an operation: nothing new goes to the instance, and what would be long in leaving leaves at once.
+        """Begin an operation: no new work goes to the instance, and requests that would leave too late restart at once.
 
-        One that gets another role takes on what that does from here on, while what it did leaves: it is never idle.
+        For a change of role, the instance takes work of its new role while the old work leaves, so it is never idle.
         """
         instance = self._mesh.instances.get(operation.requested.instance_id)
         if instance is None:
@@ -312,14 +330,14 @@ class Operations:
 
     @staticmethod
     def _left(requested: OperationRequested, instance: InstanceState) -> Sequence[RequestKey]:
-        """What has to leave the instance."""
+        """Return the keys of the allocations that must leave the instance."""
         if requested.kind is OperationKind.UNDRAIN:
             return ()
         stays = () if requested.role is None else _STAYS[requested.role]
         return [key for key, allocation in instance.allocations.items() if allocation.kind not in stays]
 
     def _takes_longer(self, key: RequestKey, limit_s: float) -> bool:
-        """Whether what is left of its prompt is predicted to."""
+        """Whether the rest of the request's prompt is predicted to take longer than ``limit_s``."""
         state = self._mesh.find(key)
         if state is None or not state.is_in_prefill:
             return False
@@ -331,7 +349,7 @@ class Operations:
         if state is not None and state.needs(instance.instance_id):
             do_without(self._mesh, state, instance.instance_id, f"instance {instance.instance_id} is drained")
 
-    # --- the end of one ---
+    # --- ends ---
 
     def _complete(self, operation: _Operation, instance: InstanceState, now_s: float) -> None:
         requested = operation.requested
@@ -368,14 +386,15 @@ class Operations:
         self._end(operation, OperationState.DONE, detail, now_s)
 
     def _restore(self, operation: _Operation, instance: InstanceState) -> None:
-        """The instance is used as before."""
+        """Use the instance as before the operation: its role, and closed only if it is drained."""
         instance.set_closed(instance.instance_id in self._drains)
         if operation.role_before is not None:
             self._set_role(instance, operation.role_before)
 
     def _set_role(self, instance: InstanceState, role: Role) -> None:
         if instance.role is role:
-            self._mesh.changed[instance.instance_id] = None  # the operator may have fixed the role that it has
+            # Look at the instance again: the operator may have fixed the role that it already has.
+            self._mesh.changed[instance.instance_id] = None
             return
         instance.set_role(role)
         self._mesh.regroup()

@@ -12,19 +12,24 @@ from dataclasses import dataclass
 
 from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, RequestId, Role
 
-#: Operations that are over and still remembered.
+#: Number of ended operations that are remembered.
 MAX_ENDED = 256
 
-#: Where an operation is that is on no single instance.
+#: Instance id in the record of an operation that is on no single instance.
 NO_INSTANCE = InstanceId("")
 
-#: Why an operation was cancelled.
+#: Detail of an operation that an operator cancelled.
 TAKEN_BACK = "an operator took it back"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class OperationRecord:
-    """Record of an operation. Each kind of operation adds fields. Only the core may change a record."""
+    """Record of an operation. Each kind of operation adds fields. Only the core may change a record.
+
+    `pools` are a resize's wanted sizes, and `request_id` is a move's request. `num_left` counts the requests that must
+    leave the instance, or the instances or processes left for an operation on the whole mesh. `needs_actuator`: the
+    operation was refused because no actuator starts and stops processes.
+    """
 
     operation_id: OperationId
     kind: OperationKind
@@ -32,24 +37,24 @@ class OperationRecord:
     began_s: float
     instance_id: InstanceId = NO_INSTANCE
     role: Role | None = None
-    pools: PoolCounts | None = None  # wanted sizes, if it is a resize
-    request_id: RequestId | None = None  # request to move, if it is a move
+    pools: PoolCounts | None = None
+    request_id: RequestId | None = None
     state: OperationState = OperationState.RUNNING
     detail: str = ""
-    num_left: int = 0  # requests that have to leave the instance; instances, or processes, of the whole mesh
+    num_left: int = 0
     ended_s: float | None = None
-    needs_actuator: bool = False  # refused, because no actuator starts and stops processes
+    needs_actuator: bool = False
 
     @property
     def is_running(self) -> bool:
-        """Whether it is not over."""
+        """Whether the operation is not over."""
         return self.state is OperationState.RUNNING
 
 
 class OperationRecords:
     """Operations in the order in which they came: all that run, and the last `MAX_ENDED` that are over.
 
-    ``num_changes`` counts what changes of them, and of what operators want, so that observers need not compare.
+    ``num_changes`` counts their changes, and changes of operators' wishes, so that observers need not compare.
     """
 
     def __init__(self) -> None:
@@ -61,27 +66,27 @@ class OperationRecords:
         return operation_id in self._records
 
     def get(self, operation_id: OperationId) -> OperationRecord | None:
-        """The operation, if it is remembered."""
+        """Return the operation, if it is remembered."""
         return self._records.get(operation_id)
 
     def add(self, record: OperationRecord) -> None:
-        """Remember one more, which runs."""
+        """Add the record of an operation that begins."""
         self._records[record.operation_id] = record
         self.num_changes += 1
 
     def note_change(self) -> None:
-        """Take note that something else is wanted, of an operation or of what it left."""
+        """Count a change of operators' wishes."""
         self.num_changes += 1
 
     def tell(self, record: OperationRecord, detail: str, num_left: int | None = None) -> None:
-        """Say how far an operation is; ``num_left`` is as it was if it is None."""
+        """Set the progress of an operation; None keeps ``num_left``."""
         num_left = record.num_left if num_left is None else num_left
         if (detail, num_left) != (record.detail, record.num_left):
             record.detail, record.num_left = detail, num_left
             self.num_changes += 1
 
     def end(self, record: OperationRecord, state: OperationState, detail: str, now_s: float) -> None:
-        """End an operation with this outcome, and forget the one that has been over for longest if there are many."""
+        """End an operation with this outcome, and forget the longest ended one beyond `MAX_ENDED`."""
         record.state, record.detail, record.ended_s, record.num_left = state, detail, now_s, 0
         self.num_changes += 1
         self._ended.append(record.operation_id)
@@ -95,5 +100,5 @@ class OperationRecords:
 
     @property
     def num_running(self) -> int:
-        """Number of those that are not over."""
+        """Number of operations that are not over."""
         return len(self._records) - len(self._ended)

@@ -1,11 +1,11 @@
-"""Pools of other sizes: which instances get another role, which are started, which leave, and in which order.
+"""Resizes of the pools: which instances change their role, start or leave, and in which order.
 
 A resize is an operation. Its steps on single instances are operations, too
 (`pdmesh.core.operators.instance_operations`), under ids that begin with its own. It is refused before anything changes,
-or runs in three steps: roles change first, since that costs least; missing instances are started; once all of them
-have registered, the surplus ones leave. It is done when the processes of the instances that left have ended. An
-actuator (`pdmesh.core.operators.actuators`) starts and stops processes and reports which exist. A resize that fails, or
-is cancelled, is undone by another one.
+or runs in three steps: roles change first, since that costs least; missing instances are started; once all of them have
+registered, the surplus ones leave. It is done when the processes of the instances that left have ended. An actuator
+(`pdmesh.core.operators.actuators`) starts and stops processes and reports which exist. A resize that fails, or is
+cancelled, is undone by another one.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pdmesh.core.operators.instance_operations import Operations
 from pdmesh.core.operators.operation_records import TAKEN_BACK, OperationRecord, OperationRecords
 from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, PoolMember, Role
 
-#: For a process on which nothing is left to end, once its actuator has been told, beyond its grace.
+#: Time limit for an empty process to end once its actuator has been told, in addition to its grace.
 GONE_S = 60.0
 
 
 class PoolPlan(NamedTuple):
-    """The way from the present pools to others."""
+    """Changes from the present pools to wanted ones: instances with new roles, instances to start, and to leave."""
 
-    flips: tuple[PoolMember, ...]  # get the role that is said
+    flips: tuple[PoolMember, ...]
     starts: tuple[PoolMember, ...]
     leaves: tuple[InstanceId, ...]
 
@@ -44,11 +44,11 @@ def plan_pools(
     first: Collection[InstanceId] = (),
     leaves_last: Callable[[InstanceId], int] = lambda _: 0,
 ) -> PoolPlan:
-    """Change as few processes as possible. ``first`` go first, then those that do least; of equal ones, the newest.
+    """Plan the change to the ``wanted`` pools with as few changed processes as possible.
 
-    Before all that goes who is least by ``leaves_last``.
-
-    What is started has a name that begins with the next of ``prefixes``, by default with its role.
+    Instances that are smallest by ``leaves_last`` leave first, then the ones in ``first``, then the least used, then the
+    newest. Surplus instances change their role where one is missing. The name of a started instance begins with the
+    next of ``prefixes``, then its role.
     """
     prefixes = repeat("") if prefixes is None else prefixes
     there = list(instances)
@@ -61,7 +61,8 @@ def plan_pools(
         num_more = wanted.of(role) - len(of_role)
         missing += [role] * num_more
         surplus += of_role[: max(0, -num_more)]
-    surplus.sort(key=lambda each: -leaves_last(each.instance_id))  # who cannot leave yet changes its role
+    # Instances that cannot leave yet change their role.
+    surplus.sort(key=lambda each: -leaves_last(each.instance_id))
     flips = [PoolMember(instance_id=each.instance_id, role=role) for each, role in zip(surplus, missing, strict=False)]
     names = {each.instance_id for each in there}
     starts: list[PoolMember] = []
@@ -81,18 +82,23 @@ def _least_used(instance: InstanceState) -> tuple[bool, int, int]:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Resize(OperationRecord):
+    """A resize. Its instances have been empty since `empty_since_s`, so the actuators should end their processes.
+
+    `roles` are the roles of the leaving instances, to start them again if the resize is undone.
+    """
+
     requested: ResizeRequested
     before: PoolCounts
-    empty_since_s: float = inf  # nothing is left on those that leave: the actuator is to end their processes
-    roles: dict[InstanceId, Role] | None = None  # of those that leave, to start them again
+    empty_since_s: float = inf
+    roles: dict[InstanceId, Role] | None = None
 
     def part(self, instance_id: InstanceId) -> OperationId:
-        """Names the operation on one instance."""
+        """Return the id of the operation on one instance."""
         return OperationId(f"{self.requested.operation_id}/{instance_id}")
 
 
 class Pools:
-    """Resizes the pools, one at a time. What is wanted outlives the resize, and schedulers."""
+    """Resizes of the pools, one at a time. The wanted sizes outlive the resize and the scheduler."""
 
     def __init__(
         self, mesh: MeshState, records: OperationRecords, actuators: Actuators, operations: Operations
@@ -102,7 +108,8 @@ class Pools:
         self._actuators = actuators
         self._operations = operations
         self._running: _Resize | None = None
-        self._desired: ResizeRequested | None = None  # the last one that was taken on
+        # The last resize that was accepted.
+        self._desired: ResizeRequested | None = None
 
     @property
     def running(self) -> OperationRecord | None:
@@ -111,12 +118,12 @@ class Pools:
 
     @property
     def desired(self) -> ResizeRequested | None:
-        """What is wanted of the pools, for the next scheduler; None if no pool was ever resized."""
+        """The wanted pools, for the next scheduler; None if no resize still holds."""
         return self._desired
 
     @property
     def stops(self) -> tuple[InstanceId, ...]:
-        """The instances whose processes are to end: they are to leave, and nothing is left on them."""
+        """Instances whose processes should end: they leave, and hold nothing."""
         instances, desired = self._mesh.instances, self._desired
         leaves = () if desired is None else desired.leaves
         return tuple(each for each in leaves if each not in instances or _is_free(instances[each]))
@@ -128,7 +135,7 @@ class Pools:
             return inf
         instances = self._mesh.instances
         if any(self._operations.running_on(member.instance_id) is not None for member in resize.requested.flips):
-            return inf  # each is an operation of its own, with its own limit
+            return inf
         started = all(member.instance_id in instances for member in resize.requested.starts)
         return (
             resize.empty_since_s + self._end_limit_s(resize)
@@ -139,7 +146,7 @@ class Pools:
     # --- events ---
 
     def request(self, requested: ResizeRequested, now_s: float) -> None:
-        """Begin a resize, or refuse it before anything has changed; or go on with what another scheduler began."""
+        """Begin a resize, or refuse it before anything has changed; or continue an earlier scheduler's."""
         resize = _Resize(
             operation_id=requested.operation_id,
             kind=OperationKind.RESIZE,
@@ -171,7 +178,7 @@ class Pools:
         self._running, self._desired = resize, replace(requested, again=True)
 
     def cancel(self, operation_id: OperationId, now_s: float) -> bool:
-        """Whether it runs here; it is taken back."""
+        """Cancel the resize and undo it; return whether it ran here."""
         resize = self._running
         if resize is None or resize.operation_id != operation_id:
             return False
@@ -179,7 +186,7 @@ class Pools:
         return True
 
     def start_failed(self, failed: FailedStart, now_s: float) -> None:
-        """Take the resize back that wanted an instance which could not be started."""
+        """Undo the resize that wanted an instance which could not be started."""
         resize = self._running
         wanted = () if resize is None else [member.instance_id for member in resize.requested.starts]
         if resize is None or failed.instance_id not in wanted or failed.instance_id in self._mesh.instances:
@@ -189,7 +196,7 @@ class Pools:
         self._take_back(resize, OperationState.FAILED, reason, now_s)
 
     def advance(self, now_s: float) -> bool:
-        """Look how far the resize is, after any event; whether something was asked of an instance."""
+        """Advance the resize after any event; return whether an operation was requested, or the resize undone."""
         resize = self._running
         if resize is None:
             return False
@@ -208,7 +215,8 @@ class Pools:
             self._take_back(resize, OperationState.FAILED, reason, now_s)
             return True
         if flipping:
-            member = flipping[0]  # one after the other: the others serve
+            # One after the other: the others serve.
+            member = flipping[0]
             return self._ask(resize, OperationKind.ROLE, member.instance_id, now_s, role=member.role)
         if starting:
             if resize.began_s + requested.start_timeout_s <= now_s:
@@ -221,7 +229,8 @@ class Pools:
             return True
         if not leaving and not ending:
             for instance_id in requested.leaves:
-                self._operations.forget(instance_id)  # one that comes under its name is another one
+                # Another instance may come under its name.
+                self._operations.forget(instance_id)
             self._end(resize, OperationState.DONE, "", now_s)
         elif all(_is_free(instances[instance_id]) for instance_id in leaving):
             if resize.empty_since_s == inf:
@@ -236,13 +245,13 @@ class Pools:
         return False
 
     def _end_limit_s(self, resize: _Resize) -> float:
-        """Return how long the actuators may take to end the processes of all that leave."""
+        """Return the time limit for the actuators to end the processes of all leaving instances."""
         return GONE_S + self._actuators.grace_s(resize.requested.leaves)
 
     def _why_hopeless(
         self, resize: _Resize, flipping: Sequence[PoolMember], leaving: Sequence[InstanceId]
     ) -> str | None:
-        """Why what was asked of an instance will not come true: it failed, or was undone; None if it may."""
+        """Return why an operation on an instance failed or was undone; None if all may still succeed."""
         changed = [member.instance_id for member in flipping]
         for instance_id in (*leaving, *changed):
             part = self._records.get(resize.part(instance_id))
@@ -254,7 +263,7 @@ class Pools:
                 return f"{part.kind} {instance_id} was undone meanwhile"
         return None
 
-    # --- what is asked for ---
+    # --- requests ---
 
     def _refusal(self, resize: _Resize) -> str | None:
         requested = resize.requested
@@ -283,14 +292,17 @@ class Pools:
     def _ask(
         self, resize: _Resize, kind: OperationKind, instance_id: InstanceId, now_s: float, role: Role | None = None
     ) -> bool:
-        """Ask for an operation on an instance; False if it was asked for before."""
+        """Ask for an operation on an instance; return False if it was asked for before.
+
+        It is forced, because the pools can serve when the resize is over.
+        """
         requested = OperationRequested(
             operation_id=resize.part(instance_id),
             kind=kind,
             instance_id=instance_id,
             timeout_s=resize.requested.timeout_s,
             role=role,
-            force=True,  # pools that can serve are there when it is over
+            force=True,
         )
         if self._records.get(requested.operation_id) is not None:
             return False
@@ -298,7 +310,10 @@ class Pools:
         return True
 
     def _take_back(self, resize: _Resize, state: OperationState, reason: str, now_s: float) -> None:
-        """What was started leaves again, and what was to leave stays, or is started again. Roles that changed stay."""
+        """End the resize and undo it by another one: started instances leave, leaving ones stay or start again.
+
+        Changed roles stay.
+        """
         instances, requested = self._mesh.instances, resize.requested
         self._end(resize, state, reason, now_s)
         back: list[PoolMember] = []
@@ -355,5 +370,5 @@ class Pools:
 
 
 def _is_free(instance: InstanceState) -> bool:
-    """Whether nothing is left on an instance, and nothing comes."""
+    """Whether the instance holds nothing and gets no new work."""
     return not instance.is_usable and not instance.allocations

@@ -12,17 +12,19 @@ from pdmesh.core.operators.instance_operations import COME_BACK_S
 from pdmesh.core.operators.operation_records import TAKEN_BACK, OperationRecord, OperationRecords
 from pdmesh.model import ManagedProcess, OperationId, OperationState
 
-#: A replacement that no actuator has been heard of for so long has failed.
+#: A replacement fails after this time without a report of any actuator.
 SILENCE_LIMIT_S = 60.0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Replacement(OperationRecord):
-    requested: OperationRequested  # with the pid of the process that is to go
+    """A replacement. `requested` names the pid of the process to replace."""
+
+    requested: OperationRequested
 
 
 class Replacements:
-    """Replaces processes, at most one under a name at a time."""
+    """Replacements of processes, at most one per name at a time."""
 
     def __init__(self, records: OperationRecords, actuators: Actuators) -> None:
         self._records = records
@@ -31,17 +33,17 @@ class Replacements:
 
     @property
     def desired(self) -> tuple[OperationRequested, ...]:
-        """Return those under way, for the next scheduler: often enough it is the one that is replaced."""
+        """Replacements under way, for the next scheduler: often the scheduler itself is replaced."""
         return tuple(each.requested for each in self._running.values())
 
     def replaced_by(self, report: ActuatorReported) -> tuple[ManagedProcess, ...]:
-        """The processes that an actuator is to replace."""
+        """Return the processes of the report that its actuator should replace."""
         pids = {str(each.instance_id): each.requested.stopped_pid for each in self._running.values()}
         return tuple(replace(each, pid=pids[each.name] or 0) for each in report.processes if each.name in pids)
 
     @property
     def next_deadline_s(self) -> float:
-        """When the first of those under way has taken too long."""
+        """Time limit of the first replacement to fail; infinite if none runs."""
         return min((self._deadline_s(each) for each in self._running.values()), default=inf)
 
     def _deadline_s(self, each: _Replacement) -> float:
@@ -54,11 +56,14 @@ class Replacements:
     # --- events ---
 
     def takes(self, name: str) -> bool:
-        """Whether this is the name of a process that is no instance."""
+        """Whether a process that is no instance has this name."""
         return any(each.name == name for each in self._actuators.services)
 
     def request(self, requested: OperationRequested, now_s: float) -> None:
-        """Let an actuator replace the process that is named, or that is there."""
+        """Let an actuator replace the named process: ``requested.pid``, or the present one.
+
+        Refused while another replacement of the process runs. Done at once if another process is there already.
+        """
         pids = self._pids(requested.instance_id)
         if not requested.again:
             pid = requested.pid or (pids[0] if pids else 0)
@@ -83,14 +88,14 @@ class Replacements:
             self._running[added.operation_id] = added
 
     def cancel(self, operation_id: OperationId, now_s: float) -> bool:
-        """Whether it runs here. What the actuator has begun it ends."""
+        """Cancel a replacement; return whether it ran here. The actuator completes a replacement that has begun."""
         found = self._running.pop(operation_id, None)
         if found is not None:
             self._records.end(found, OperationState.CANCELLED, TAKEN_BACK, now_s)
         return found is not None
 
     def advance(self, now_s: float) -> None:
-        """End what is done, and what takes too long."""
+        """End the replacements that are done, or have taken too long."""
         for each in list(self._running.values()):
             pids = self._pids(each.instance_id)
             if pids and each.requested.stopped_pid not in pids:

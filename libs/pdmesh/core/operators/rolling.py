@@ -1,10 +1,10 @@
-"""A restart of every process, one after the other: instances, gateways, the scheduler. Nobody's stream breaks.
+"""Rolling restart of every process in turn: instances, gateways, the scheduler. No stream breaks.
 
-It is an operation that consists of others, under ids that begin with its own. Beside the last instance of a kind
-another one is started first, and leaves once that kind is done. Where new weights come, which work with none of the old
-ones, the order is such that some instances of one identity can serve at any time. What is still to be restarted is a
-list of processes, so that nothing is restarted twice: whoever asks for a part again names the process that is to go. It
-goes on under the next scheduler, which is the last of them.
+It is an operation that consists of others, whose ids begin with its own. Before the last instance of a kind restarts, a
+temporary one is started, and leaves once that kind is done. New weights may work with none of the old ones. Then the
+order ensures that instances of one identity can serve at any time. The remaining work is a list of processes, and each
+part names the process to end, so nothing is restarted twice. The restart continues under the next scheduler, which is
+the last process.
 """
 
 from __future__ import annotations
@@ -33,19 +33,25 @@ from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState,
 
 _ROLES, _KINDS = tuple(Role), tuple(ProcessKind)
 
-#: Instances that are started beside the others: one to prefill and one to decode, where they have new weights.
+#: Largest number of temporary instances: one to prefill and one to decode, if they have new weights.
 _MOST_BESIDE = 2
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Rolling(OperationRecord):
-    requested: RollingRequested  # with what is left of it
-    settles_by_s: float = -inf  # until then not all may have registered since the scheduler began
-    waits_by_s: float | None = None  # for an instance that is away
+    """A rolling restart. `requested` includes its remaining work.
+
+    Until `settles_by_s`, some processes may not have registered with a new scheduler. `waits_by_s` limits the wait for
+    an absent instance.
+    """
+
+    requested: RollingRequested
+    settles_by_s: float = -inf
+    waits_by_s: float | None = None
 
 
 class RollingRestarts:
-    """Restarts every process, in one operation at a time."""
+    """Restarts of every process, in one operation at a time."""
 
     def __init__(
         self,
@@ -66,12 +72,12 @@ class RollingRestarts:
 
     @property
     def desired(self) -> RollingRequested | None:
-        """The one that runs, for the next scheduler."""
+        """The running one, for the next scheduler."""
         return None if self._running is None else self._running.requested
 
     @property
     def temporary(self) -> tuple[InstanceId, ...]:
-        """Return the instances that are here, or start, for as long as a rolling restart needs them."""
+        """Instances that are here, or start, only while a rolling restart needs them."""
         requested, pools = self.desired, self._pools.desired
         if requested is None:
             return ()
@@ -81,17 +87,17 @@ class RollingRestarts:
 
     @property
     def next_deadline_s(self) -> float:
-        """When one that waits for somebody does so no longer."""
+        """Time when a waiting rolling restart stops waiting; infinite if it does not wait."""
         rolling = self._running
         if rolling is None:
             return inf
         waits_by_s = inf if rolling.waits_by_s is None else rolling.waits_by_s
         return waits_by_s if rolling.settles_by_s == -inf else min(waits_by_s, rolling.settles_by_s)
 
-    # --- what is asked for ---
+    # --- requests ---
 
     def request(self, requested: RollingRequested, now_s: float) -> None:
-        """Begin one, or refuse it before anything has changed; or go on with what another scheduler began."""
+        """Begin a rolling restart, or refuse it before anything has changed; or continue an earlier scheduler's."""
         if not requested.again:
             requested = replace(requested, left=self._processes())
         rolling = _Rolling(
@@ -112,7 +118,10 @@ class RollingRestarts:
         self._running = rolling
 
     def cancel(self, operation_id: OperationId, now_s: float) -> bool:
-        """Whether it runs here. The process that is being restarted is; what was started beside it leaves."""
+        """Cancel the rolling restart; return whether it ran here.
+
+        The process under restart is still restarted, and temporary instances leave.
+        """
         rolling = self._running
         if rolling is None or rolling.operation_id != operation_id:
             return False
@@ -125,7 +134,7 @@ class RollingRestarts:
         return True
 
     def _processes(self) -> tuple[OldProcess, ...]:
-        """All that there are, in their turn."""
+        """Return all processes in the order of their restarts."""
         instances = sorted(self._mesh.instances.values(), key=lambda each: (_ROLES.index(each.role), each.instance_id))
         services = sorted(self._actuators.services, key=lambda each: (_KINDS.index(each.kind), each.name))
         return (
@@ -160,14 +169,14 @@ class RollingRestarts:
         return None
 
     def _is_last(self, instance: InstanceState) -> bool:
-        """Whether the mesh could not serve while the instance is away, and can now."""
+        """Whether the mesh can serve now, and could not without the instance."""
         usable = [each for each in self._mesh.instances.values() if each.is_usable]
         return have_pair(usable) and not have_pair([each for each in usable if each is not instance])
 
-    # --- what becomes of it ---
+    # --- progress ---
 
     def advance(self, now_s: float) -> bool:
-        """Take note of what is done, and ask for what comes next; whether anything was asked for."""
+        """Note finished parts, and ask for the next ones; return whether anything was asked for."""
         rolling, has_asked = self._running, False
         while rolling is not None and rolling.is_running and not self._settles(rolling, now_s):
             part = rolling.requested.part or self._next(rolling.requested)
@@ -182,7 +191,7 @@ class RollingRestarts:
             record = self._records.get(part.operation_id)
             if record is None:
                 if part.grows is not None and rolling.requested.ends_as is not None:
-                    self._change(rolling, part=None)  # it was taken back before it was asked for
+                    self._change(rolling, part=None)
                     continue
                 if part.restarts is None and self._waits(rolling, now_s):
                     break
@@ -196,7 +205,7 @@ class RollingRestarts:
         return has_asked
 
     def _settles(self, rolling: _Rolling, now_s: float) -> bool:
-        """Whether not all have been heard of since the scheduler began: it would take those for away."""
+        """Whether to wait for all processes to register with a new scheduler: missing ones would count as absent."""
         is_whole = self._actuators.there and not self._actuators.away
         if rolling.settles_by_s > now_s and not is_whole:
             self._records.tell(rolling, "waits for all processes to register with the scheduler")
@@ -205,9 +214,9 @@ class RollingRestarts:
         return False
 
     def _waits(self, rolling: _Rolling, now_s: float) -> bool:
-        """Whether somebody is away, or no actuator has told of what it started: the pools cannot change then.
+        """Whether to wait for absent instances, or for an actuator to report a temporary one: pools cannot change then.
 
-        Nobody is waited for longer than for a start.
+        The wait is limited by the time limit of a start.
         """
         followed = self._actuators.instance_ids
         strange = [each for each in rolling.requested.beside if each in self._mesh.instances and each not in followed]
@@ -221,7 +230,7 @@ class RollingRestarts:
         return now_s < rolling.waits_by_s
 
     def _next(self, requested: RollingRequested) -> RollingPart | None:
-        """What is to be done next; None if nothing is left."""
+        """Return the next part; None if nothing is left."""
         instances = self._mesh.instances
         left = () if requested.ends_as is not None else requested.left
         there = {each: instances[InstanceId(each.name)] for each in left if each.name in instances}
@@ -231,7 +240,8 @@ class RollingRestarts:
         if not left:
             return None
         process, lacking = left[0], role_that_new_weights_lack(instances.values())
-        if lacking is not None:  # the first that is not needed brings new weights nearer to serving
+        if lacking is not None:
+            # The first process that is not needed brings the new weights nearer to serving.
             process = next((each for each in there if not self._is_last(there[each])), process)
         if process in there and not requested.force and self._is_last(there[process]):
             role = lacking or there[process].role
@@ -240,7 +250,7 @@ class RollingRestarts:
 
     @staticmethod
     def _has_too_many(requested: RollingRequested, part: RollingPart) -> bool:
-        """Whether one more would be started, though there are as many beside as can be of use."""
+        """Whether the part would start another temporary instance although `_MOST_BESIDE` are there."""
         return requested.part is None and part.grows is not None and len(requested.beside) >= _MOST_BESIDE
 
     def _ask(self, requested: RollingRequested, part: RollingPart, now_s: float) -> None:
@@ -271,7 +281,7 @@ class RollingRestarts:
         self._pools.request(resize, now_s)
 
     def _note(self, rolling: _Rolling, part: RollingPart, record: OperationRecord | None) -> None:
-        """A part of it is over; without a record it was never taken on."""
+        """Note the end of a part; without a record it was never begun."""
         requested = replace(rolling.requested, part=None)
         done = record is not None and record.state is OperationState.DONE
         if part.restarts is not None:
@@ -279,11 +289,13 @@ class RollingRestarts:
                 left = tuple(each for each in requested.left if each != part.restarts)
                 requested = replace(requested, left=left)
         elif part.grows is None:
-            requested = replace(requested, beside=())  # a failed one is not tried again
+            # A failed shrink is not tried again.
+            requested = replace(requested, beside=())
         elif done and (grown := self._pools.desired) is not None:
             requested = replace(requested, beside=(*requested.beside, *(each.instance_id for each in grown.starts)))
         is_last = part.restarts is None and part.grows is None
-        if not done and (is_last or requested.ends_as is None):  # what was taken back is over as it should be
+        # A part that was cancelled with the restart counts as done.
+        if not done and (is_last or requested.ends_as is None):
             outcome = "not known" if record is None else f"{record.state}: {record.detail}"
             what = f"the restart of {part.restarts.name}" if part.restarts else "the change of the pools"
             why = f"{what} was {outcome}"
