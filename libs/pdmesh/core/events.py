@@ -1,6 +1,6 @@
-"""What the scheduling core is told. Every event is a fact that has happened, in the past tense.
+"""Events of the scheduling core. Every event is a fact that has happened, in the past tense.
 
-What operators ask for, and what starts and stops processes for them, is in `pdmesh.core.operator_events`.
+Events from operators and actuators are in `pdmesh.core.operator_events`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pdmesh.ranges import ANY_COUNT, FINITE, SECONDS
 class RequestArrived:
     """A new request, or (``epoch`` > 0) one resumed by its gateway with its transcript.
 
-    ``unheard_id``: the instance whose tokens stopped coming, if that is why.
+    ``unheard_id``: the instance whose tokens did not reach the gateway, if that is why the request was resumed.
     """
 
     request: Request
@@ -43,12 +43,15 @@ class RequestArrived:
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    """The client went away, or the gateway has all it wants (a stop string). It touches no other gateway's requests."""
+    """Cancellation by a gateway, for its own request: the client left, or a stop string was found.
+
+    ``num_output_tokens`` is the number delivered in all epochs.
+    """
 
     gateway_id: GatewayId
     request_id: RequestId
     epoch: Epoch
-    num_output_tokens: NumTokens | None = None  # delivered, in all epochs
+    num_output_tokens: NumTokens | None = None
 
     @property
     def record_line(self) -> RecordLine | None:
@@ -57,10 +60,10 @@ class RequestCancelled:
 
 @dataclass(frozen=True, slots=True)
 class GatewayJoined:
-    """A gateway (re)connected. ``waiting`` are the requests it still waits for, as (id, epoch).
+    """(Re)connection of a gateway. ``waiting`` are the requests that it still waits for, as (id, epoch).
 
-    ``unbegun`` are those of them that it sent to this very scheduler and has not heard of since: one that is not known
-    never came, or its end was not heard.
+    ``unbegun`` are the waiting requests that it sent to this very scheduler without any answer. If the core does not
+    know such a request, either its arrival or its end was not received.
     """
 
     gateway_id: GatewayId
@@ -70,18 +73,18 @@ class GatewayJoined:
 
 @dataclass(frozen=True, slots=True)
 class GatewayLost:
-    """A gateway's lease ran out: no client waits for its requests."""
+    """Loss of a gateway, whose lease ran out: no client waits for its requests."""
 
     gateway_id: GatewayId
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceJoined:
-    """An instance (re)registered, with the KV it holds. One that is ``stopping`` takes no new work.
+    """(Re)registration of an instance, with the KV that it holds. A ``stopping`` one takes no new work.
 
-    ``kept`` are all granules that it keeps, and ``offloaded`` those in its tier, as in `CacheReported`: the first thing
-    that it is told may use them. ``dropped`` are requests that it gave up because a scheduler was gone, and that decode
-    nowhere.
+    ``kept`` are all cached granules, and ``offloaded`` the granules in its tier, as in `CacheReported`: already the
+    first command may use them. ``dropped`` are requests that the instance ended while no scheduler was there; they
+    decode on no instance.
     """
 
     profile: InstanceProfile
@@ -94,18 +97,17 @@ class InstanceJoined:
 
 @dataclass(frozen=True, slots=True)
 class InstanceUnreachable:
-    """An instance's stream broke. Until it joins again or is lost it gets no plans and no new requests."""
+    """Break of an instance's stream. Until it joins again or is lost it gets no plans and no new requests."""
 
     instance_id: InstanceId
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceSuspected:
-    """An instance has been silent for longer than one that lives, or has no stream to speak on.
+    """Suspicion that an instance is lost: it has been silent for long, or has no stream to report on.
 
-    Or (``suspected=False``) it has spoken again.
-
-    Meanwhile nothing new is placed on it, and what it has not begun may start again elsewhere. All else goes on.
+    With ``suspected=False`` the instance has reported again. No new work is placed on a suspected instance, and its
+    requests that have not begun may start again elsewhere. Everything else continues.
     """
 
     instance_id: InstanceId
@@ -114,16 +116,16 @@ class InstanceSuspected:
 
 @dataclass(frozen=True, slots=True)
 class InstanceLost:
-    """An instance said goodbye or its lease ran out; all it held is gone."""
+    """Loss of an instance: it left or its lease ran out, and all its KV is gone."""
 
     instance_id: InstanceId
 
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """An instance is about to stop and takes no new work; ``enabled=False`` cancels that.
+    """Announcement of an instance that it will stop and takes no new work; ``enabled=False`` cancels that.
 
-    It is over when it joins again and is not ``stopping``. What operators ask for are operations.
+    The drain also ends when the instance joins again and is not ``stopping``. Requests of operators are operations.
     """
 
     instance_id: InstanceId
@@ -132,9 +134,12 @@ class DrainRequested:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """An instance finished a planned step. ``duration_s`` is device time.
+    """End of a planned step on an instance. ``duration_s`` is device time.
 
-    ``began_s`` and ``ended_s`` are on the instance's own clock, as in `OwnDecodeSteps`; 0 where nothing was computed.
+    ``began_s`` and ``ended_s`` are on the instance's own clock, as in `OwnDecodeSteps`; 0 if nothing was computed.
+    ``own_steps`` came before this step. ``num_decode_context_tokens`` sums the contexts that the decodes attended to.
+    ``waited_s`` is the part of the duration spent waiting for KV of other group members. ``lent_share`` is the mean
+    number of lent cores, relative to the instance's own ones.
     """
 
     instance_id: InstanceId
@@ -142,17 +147,17 @@ class StepDone:
     duration_s: Annotated[float, SECONDS]
     chunks: tuple[ChunkDone, ...]
     num_decodes: Annotated[int, ANY_COUNT]
-    num_decode_context_tokens: Annotated[int, ANY_COUNT] = 0  # that the decodes attended to, summed over them
-    own_steps: OwnDecodeSteps | None = None  # before this step
+    num_decode_context_tokens: Annotated[int, ANY_COUNT] = 0
+    own_steps: OwnDecodeSteps | None = None
     began_s: Annotated[float, FINITE] = 0.0
     ended_s: Annotated[float, FINITE] = 0.0
-    waited_s: Annotated[float, SECONDS] = 0.0  # of that time, for KV of other members of a group
-    lent_share: Annotated[float, SECONDS] = 0.0  # mean number of lent cores, relative to the instance's own ones
+    waited_s: Annotated[float, SECONDS] = 0.0
+    lent_share: Annotated[float, SECONDS] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStepsDone:
-    """An instance ran `OWN_STEPS_PER_REPORT` own decode steps without another report that could carry them."""
+    """Report of `OWN_STEPS_PER_REPORT` own decode steps, since no other report could carry them."""
 
     instance_id: InstanceId
     own_steps: OwnDecodeSteps
@@ -160,7 +165,7 @@ class DecodeStepsDone:
 
 @dataclass(frozen=True, slots=True)
 class RequestReport:
-    """An instance's report about a request that the core knows."""
+    """Report of an instance about one request."""
 
     instance_id: InstanceId
     request_id: RequestId
@@ -168,16 +173,16 @@ class RequestReport:
 
     @property
     def record_line(self) -> RecordLine | None:
-        """What the request's record says of it; None: nothing."""
+        """Line for the request's record; None: no line."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class KvExpected(RequestReport):
-    """An instance took the command that announces a request's KV: pieces may arrive.
+    """Confirmation of a command that announces a request's KV: pieces may arrive.
 
-    Without this report, a fast prefill could be granted its transfer and send before the destination has heard of it.
-    A helper, which took an `AdmitPrefill`, names no ``transfer_id``. It can compute chunks of the prompt, too.
+    Without this report, a fast prefill could be granted its transfer and send before the destination knows of it. A
+    helper, which got an `AdmitPrefill`, names no ``transfer_id``, and can compute chunks of the prompt.
     """
 
     transfer_id: TransferId = NO_TRANSFER
@@ -189,9 +194,12 @@ class KvExpected(RequestReport):
 
 @dataclass(frozen=True, slots=True)
 class GroupPrefix(RequestReport):
-    """What the leader of a group has when it hears that ``num_lost`` members were lost in all: what it goes on from."""
+    """Length of the prompt's prefix whose KV a group's leader has in all layers, after ``num_lost`` losses in all.
 
-    num_tokens: Annotated[int, ANY_COUNT]  # of the prompt, from its first on, whose KV is here in all layers
+    The group continues from these tokens and the living members' chunks.
+    """
+
+    num_tokens: Annotated[int, ANY_COUNT]
     num_lost: Annotated[int, ANY_COUNT]
 
     @property
@@ -201,9 +209,9 @@ class GroupPrefix(RequestReport):
 
 @dataclass(frozen=True, slots=True)
 class TransferOffered(RequestReport):
-    """A source began computing the first chunk that it has of a request whose KV must move.
+    """Offer of a source, which began computing its first chunk of a request whose KV must move.
 
-    Once for each request: what it offers is offered to later transfers, too. ``transfer_id`` is the one it knew of,
+    It comes once for each request and also counts for later transfers. ``transfer_id`` is the one that the source knew,
     `NO_TRANSFER` if there was none.
     """
 
@@ -216,7 +224,7 @@ class TransferOffered(RequestReport):
 
 @dataclass(frozen=True, slots=True)
 class TransferPaused(RequestReport):
-    """A source has stopped sending a request's KV, as StopCopy asked: no piece of it is under way."""
+    """Confirmation of a source that it paused a request's transfer as StopCopy asked: no piece is under way."""
 
     transfer_id: TransferId
 
@@ -227,7 +235,7 @@ class TransferPaused(RequestReport):
 
 @dataclass(frozen=True, slots=True)
 class TransferLanded(RequestReport):
-    """A destination holds its part of a request's KV, checked; the first destination has begun to decode."""
+    """Arrival of a request's KV at a destination, checked; the first destination has begun to decode."""
 
     transfer_id: TransferId
     num_bytes: Annotated[int, ANY_COUNT]
@@ -241,19 +249,20 @@ class TransferLanded(RequestReport):
 
 @dataclass(frozen=True, slots=True)
 class TransferSent(RequestReport):
-    """All that a source sent was acknowledged; it frees its KV now.
+    """Acknowledgement of everything that a source sent; the source frees its KV now.
 
     The request waited ``exposed_s`` for the transfer: after its prompt was computed, or, if it ``was_decoding``, after
-    it had paused where it decoded.
+    it had paused where it decoded. ``sent_s`` is the time in which pieces were under way; 0 if they were read in place.
+    ``destination_id`` is set if there was one destination alone. ``carrier`` is as in `SentTransfer.carrier`.
     """
 
     transfer_id: TransferId
     num_bytes: Annotated[int, ANY_COUNT]
     duration_s: Annotated[float, SECONDS]
     exposed_s: Annotated[float, FINITE]
-    sent_s: Annotated[float, SECONDS] = 0.0  # while pieces of it were under way; 0: they were read where they lay
-    destination_id: InstanceId | None = None  # if it went to one alone
-    carrier: str = ""  # see `SentTransfer.carrier`
+    sent_s: Annotated[float, SECONDS] = 0.0
+    destination_id: InstanceId | None = None
+    carrier: str = ""
     was_decoding: bool = False
 
     @property
@@ -269,15 +278,16 @@ class TransferSent(RequestReport):
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed(RequestReport):
-    """A transfer that either side ended: a deadline, no progress, a checksum. A source keeps its KV.
+    """Failure of a transfer at either side: a deadline, no progress, a checksum. A source keeps its KV.
 
-    A destination does not. The source of a move also tells whether it ``committed``. If so, the destination may have
-    begun to decode, and the source waits for a `Hold`. Otherwise the source decodes on by itself.
+    A destination frees its KV. The source of a move also reports whether it ``committed`` (None from others). If so,
+    the destination may have begun to decode, and the source waits for a `Hold`. Otherwise the source decodes on by
+    itself.
     """
 
     transfer_id: TransferId
     reason: str
-    committed: bool | None = None  # only the source of a move sets it
+    committed: bool | None = None
 
     @property
     def record_line(self) -> RecordLine | None:
@@ -289,15 +299,18 @@ class TransferFailed(RequestReport):
 
 @dataclass(frozen=True, slots=True)
 class MembersSet(RequestReport):
-    """Where a context decodes, these others are asked for its first ranges from now on, and none before them."""
+    """Confirmation of the decoding instance that it now asks these members for its context's first ranges.
+
+    ``of_prompt``: the instance computes a prompt that is longer than its room.
+    """
 
     member_ids: tuple[InstanceId, ...]
-    of_prompt: bool = False  # where a prompt is computed that is longer than the room there
+    of_prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PartLost(RequestReport):
-    """Where a context decodes, the member with this range of it gave no answer. The request stands still."""
+    """Loss of a context's range: its holder did not answer the decoding instance. The request pauses."""
 
     number: Annotated[int, ANY_COUNT]
 
@@ -308,7 +321,7 @@ class PartLost(RequestReport):
 
 @dataclass(frozen=True, slots=True)
 class RequestDropped(RequestReport):
-    """An instance does not take a request, or gives it up: it stops, has no room, or was told what cannot be.
+    """Refusal of an instance to take or continue a request: it stops, has no room, or got an impossible command.
 
     No transfer failed. The request is started again elsewhere.
     """
@@ -322,13 +335,16 @@ class RequestDropped(RequestReport):
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished(RequestReport):
-    """The instance that held the generation ended it; the last token has been sent to the gateway."""
+    """End of a request's generation on an instance; the last token has been sent to the gateway.
+
+    ``own_steps`` include the step that ended it. Of the tokens that the instance drafted, the accepted ones were right.
+    """
 
     reason: FinishReason
     num_output_tokens: NumTokens
-    own_steps: OwnDecodeSteps | None = None  # up to the one that ended it
-    num_drafted_tokens: Annotated[int, ANY_COUNT] = 0  # by that instance: guesses of what comes next
-    num_accepted_tokens: Annotated[int, ANY_COUNT] = 0  # of these, which were right
+    own_steps: OwnDecodeSteps | None = None
+    num_drafted_tokens: Annotated[int, ANY_COUNT] = 0
+    num_accepted_tokens: Annotated[int, ANY_COUNT] = 0
 
     @property
     def record_line(self) -> RecordLine | None:
@@ -345,12 +361,13 @@ class RequestFinished(RequestReport):
 
 @dataclass(frozen=True, slots=True)
 class KvReleased(RequestReport):
-    """An instance gave back the blocks (and the reservation) of a request. The core's state follows this alone.
+    """Release of a request's blocks and reservation by an instance. The core frees them on this report alone.
 
-    It may be told twice, and what was given back be promised anew in between: so it says which ``transfer_id`` that was
-    for, where one was to bring the KV. ``granules`` are those behind `Request.chain` that drawn tokens completed, in
-    order: they stay, as all of the chain do that were computed or landed there, until a command says to drop them. The
-    first ``num_known`` of them were kept before, and a command that drops these may have crossed this on its way.
+    It may come twice, and the released room may be promised again in between. So ``transfer_id`` names the transfer
+    that was to bring the KV, if there was one. ``granules`` follow `Request.chain` and were completed by drawn tokens,
+    in order. They stay cached until a command evicts them, like all granules of the chain that were computed or landed
+    there. The first ``num_known`` of them were cached before, and a command that evicts these may have crossed this
+    report.
     """
 
     transfer_id: TransferId = NO_TRANSFER
@@ -364,9 +381,9 @@ class KvReleased(RequestReport):
 
 @dataclass(frozen=True, slots=True)
 class KvLow:
-    """Requests that decode on an instance have room for few tokens more, or for none and wait.
+    """Requests that decode on an instance and have little room left, or pause because they have none.
 
-    Or they hold more than a whole range there, where contexts are spread.
+    Where contexts are spread, also requests that hold more than a whole range there.
     """
 
     instance_id: InstanceId
@@ -375,12 +392,12 @@ class KvLow:
 
 @dataclass(frozen=True, slots=True)
 class CacheReported:
-    """An instance's cache, or its offload tier, has other granules than the core thinks.
+    """Correction of the core's view of an instance's cache or offload tier.
 
-    ``kept`` are all cached granules, the least recently used first, and replace what the core knows. It comes when the
-    instance evicted or lacked a granule unasked; in health it never does.
+    ``kept`` are all cached granules, the least recently used first, and replace the core's view. They come after the
+    instance evicted or lacked a granule unasked; a healthy instance never sends them.
 
-    ``lost`` are granules that the tier has no more, or never took: its disk is full, or failed, or they were damaged.
+    ``lost`` are granules that the tier no longer has, or never took: its disk is full, or failed, or they were damaged.
     A request that waits for one is dropped by a report of its own.
     """
 
@@ -391,9 +408,9 @@ class CacheReported:
 
 @dataclass(frozen=True, slots=True)
 class TokenLinkReported:
-    """An instance's tokens do not reach a gateway, though both are there; or (``is_up``) they do again.
+    """Loss of the connection for an instance's tokens to a gateway, or (``is_up``) its return. Both are present.
 
-    ``unconfirmed`` are requests, as (id, epoch), of which the gateway may lack what was sent last.
+    ``unconfirmed`` are requests, as (id, epoch), whose last tokens the gateway may lack.
     """
 
     instance_id: InstanceId
@@ -404,9 +421,10 @@ class TokenLinkReported:
 
 @dataclass(frozen=True, slots=True)
 class LoadReported:
-    """An instance's counts of blocks at a heartbeat: ``free + held + kept + quarantined = total`` blocks.
+    """Block counts of an instance at a heartbeat: ``free + held + kept + quarantined = total`` blocks.
 
-    Held is what requests have, shared blocks counted once, and kept what is there for others alone.
+    Requests hold the held blocks, shared ones counted once. The kept blocks are cached and held by no request.
+    ``num_offloaded_granules`` are in its tier.
     """
 
     instance_id: InstanceId
@@ -415,18 +433,18 @@ class LoadReported:
     num_quarantined_blocks: Annotated[int, ANY_COUNT]
     num_decoding: Annotated[int, ANY_COUNT]
     num_kept_blocks: Annotated[int, ANY_COUNT] = 0
-    num_offloaded_granules: Annotated[int, ANY_COUNT] = 0  # in its tier
+    num_offloaded_granules: Annotated[int, ANY_COUNT] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed; due wake-ups (queue limits, leases of orphans) are looked at."""
+    """Passage of time, so that the core looks at due wake-ups (queue limits, leases of orphans)."""
 
 
-#: What gateways say of their requests. It travels as it is; what comes with a prompt is `pdmesh.wire.messages.Submit`.
+#: Events of gateways about their requests, sent in this form. A prompt is sent in `pdmesh.wire.messages.Submit`.
 GatewayEvent = RequestCancelled
 
-#: What instances say, each of itself. It travels as it is (`pdmesh.wire.messages.EventMessage`).
+#: Events of instances, each about itself, sent in this form (`pdmesh.wire.messages.EventMessage`).
 InstanceEvent = (
     DrainRequested
     | StepDone

@@ -1,4 +1,4 @@
-"""What is done about each kind of event."""
+"""Dispatch of events to the functions that handle them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _EventT = TypeVar("_EventT")
 
 
 class Handlers:
-    """One function for each kind of event, found by the event's class."""
+    """Table with a function for each kind of event, found by the event's class."""
 
     def __init__(self) -> None:
         self._untimed: dict[type[Any], Callable[[Any], None]] = {}
@@ -30,7 +30,7 @@ class Handlers:
             raise TypeError(f"{kind.__name__} is handled twice")
 
     def check(self, kinds: Iterable[type[Any]]) -> None:
-        """Raise TypeError unless each of ``kinds`` has a handler, and nothing else has; its text names the others."""
+        """Raise TypeError unless exactly the ``kinds`` have handlers; the message names the others."""
         wrong = {kind.__name__ for kind in (self._untimed.keys() | self._timed.keys()) ^ set(kinds)}
         if wrong:
             raise TypeError(f"{', '.join(sorted(wrong))}: every kind of event has one handler, and nothing else has")

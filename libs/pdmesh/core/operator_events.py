@@ -1,4 +1,4 @@
-"""What the scheduling core is told by operators, and by the actuator that starts and stops processes for them."""
+"""Events from operators to the scheduling core, and from the actuators that start and stop processes for them."""
 
 from __future__ import annotations
 
@@ -20,53 +20,63 @@ from pdmesh.model import (
 )
 from pdmesh.ranges import ANY_COUNT, SECONDS
 
-#: Of a process in a container, which has pids of its own.
+#: Pid of a process in a container, which has pids of its own.
 UNKNOWN_PID = 0
 
-#: Ends of processes that an actuator keeps for the scheduler while it does not answer.
+#: Largest number of process ends that an actuator keeps for a scheduler that does not answer.
 MAX_ENDED = 64
 
-#: No operator waits longer for requests to leave an instance by themselves.
+#: Longest time that an operator may wait for requests to leave an instance by themselves.
 MAX_OPERATION_S = 86_400.0
 OperationTime = Annotated[float, Meta(ge=0, le=MAX_OPERATION_S)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationRequested:
-    """An operator asks for an operation on an instance, or (``again``) a scheduler that is gone had taken it on.
+    """Request of an operator for an operation on an instance, or (``again``) of an earlier scheduler's operation.
 
-    A move brings ``request_id``, which decodes elsewhere, to the instance. Of others: what has not left the instance
-    ``timeout_s`` after it began starts again elsewhere. ``force`` is for the last instance of its kind.
+    A move brings ``request_id``, which decodes elsewhere, to the instance. In other operations, requests still on the
+    instance ``timeout_s`` after the beginning start again elsewhere. ``force`` allows the operation on the last
+    instance of its kind. ``role`` is the new role, if the operation changes it.
+
+    ``pid`` is the process that a restart should end: the restart is done once another process is there. The other
+    fields describe an operation that is asked for again:
+
+    - `stopped_pid`: the process that the restart had stopped already.
+    - `by_actuator`: the actuator was to end that process.
+    - `role_before`: the role before the operation, since the instance may have its new role already.
+    - `of_service`: the restart is of a process that is no instance.
     """
 
     operation_id: OperationId
     kind: OperationKind
     instance_id: InstanceId
     timeout_s: OperationTime
-    role: Role | None = None  # of an operation that changes it
+    role: Role | None = None
     force: bool = False
     again: bool = False
-    pid: int | None = None  # of the process that a restart is to end: once another one is there, it is done
-    stopped_pid: int | None = None  # of the process that a restart had stopped already
-    by_actuator: bool = False  # the same: to end that process was left to its actuator
-    request_id: RequestId | None = None  # of a move
-    role_before: Role | None = None  # of one that is asked for again: the instance may have its new role already
-    of_service: bool = False  # the same, of a restart: it is of a process that is no instance
+    pid: int | None = None
+    stopped_pid: int | None = None
+    by_actuator: bool = False
+    request_id: RequestId | None = None
+    role_before: Role | None = None
+    of_service: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class OperationCancelled:
-    """An operator takes an operation back."""
+    """Cancellation of an operation by an operator."""
 
     operation_id: OperationId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizeRequested:
-    """An operator wants pools of other sizes, or (``again``) a scheduler that is gone had taken that on.
+    """Request of an operator for pools of other sizes, or (``again``) for an earlier scheduler's resize.
 
-    Instances that are to leave are drained as `OperationRequested` does, with ``timeout_s``. One that is to be started
-    has ``start_timeout_s`` to register.
+    Surplus instances are drained as by `OperationRequested`, with ``timeout_s``. A started instance has
+    ``start_timeout_s`` to register. If asked for again, ``flips``, ``starts`` and ``leaves`` are what was decided.
+    Otherwise ``leaves`` names instances that leave before others.
     """
 
     operation_id: OperationId
@@ -74,7 +84,6 @@ class ResizeRequested:
     timeout_s: OperationTime
     start_timeout_s: OperationTime
     again: bool = False
-    # What was decided, of one that is asked for again. Of another one ``leaves`` says who goes before others.
     flips: tuple[PoolMember, ...] = ()
     starts: tuple[PoolMember, ...] = ()
     leaves: tuple[InstanceId, ...] = ()
@@ -82,7 +91,7 @@ class ResizeRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldProcess:
-    """A process that a rolling restart has still to replace."""
+    """Process that a rolling restart has not yet replaced."""
 
     name: str
     pid: int
@@ -91,39 +100,52 @@ class OldProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollingPart:
-    """What of a rolling restart is under way: a process is replaced, or (None) the pools get other sizes."""
+    """Part of a rolling restart under way: replaces the process `restarts`, or (None) resizes the pools.
+
+    A resize adds an instance of role `grows`, or (None) removes the temporary ones.
+    """
 
     operation_id: OperationId
     restarts: OldProcess | None = None
-    grows: Role | None = None  # else they shrink
+    grows: Role | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollingRequested:
-    """An operator wants every process replaced, one after the other, or (``again``) a scheduler had taken that on.
+    """Request of an operator to replace every process in turn, or (``again``) for an earlier scheduler's restart.
 
-    All that the next scheduler has to know of it is here: what is ``left``, and what is under way.
+    The event holds all state that the next scheduler needs, in the fields after ``again``.
+
+    - `timeout_s` limits how long requests may take to leave an instance.
+    - `start_timeout_s` limits the start of a temporary instance.
+    - `force`: restart the last instance of a kind without a temporary one.
+    - `began_at` is Unix time in seconds.
+    - `age_s` is the time since the beginning, and `patience_s` the time for all processes to register before it
+      continues.
+    - `left` are the processes still to be replaced, in this order.
+    - `beside` are the temporary instances.
+    - `ends_as`: no more processes are replaced, the temporary instances leave, and this is the outcome, because of
+      `why`.
     """
 
     operation_id: OperationId
-    timeout_s: OperationTime  # limit for requests to leave an instance
-    start_timeout_s: OperationTime  # limit for an instance that is started beside the last of a kind
-    force: bool = False  # though nobody does meanwhile what the last of a kind does
+    timeout_s: OperationTime
+    start_timeout_s: OperationTime
+    force: bool = False
     again: bool = False
-    began_at: float = 0.0  # Unix time, seconds
-    age_s: Annotated[float, SECONDS] = 0.0  # since it began, of one that is asked for again
-    patience_s: Annotated[float, SECONDS] = 0.0  # of the same: time for all others to register before it goes on
-    # What was decided, of one that is asked for again.
-    left: tuple[OldProcess, ...] = ()  # still to be replaced, in this order
-    beside: tuple[InstanceId, ...] = ()  # started for a while
+    began_at: float = 0.0
+    age_s: Annotated[float, SECONDS] = 0.0
+    patience_s: Annotated[float, SECONDS] = 0.0
+    left: tuple[OldProcess, ...] = ()
+    beside: tuple[InstanceId, ...] = ()
     part: RollingPart | None = None
-    ends_as: OperationState | None = None  # nothing more is replaced: what was started beside leaves, and it is over
+    ends_as: OperationState | None = None
     why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedStart:
-    """An instance that is wanted and could not be started, or whose process could not be replaced."""
+    """Instance that could not be started, or whose process could not be replaced."""
 
     instance_id: InstanceId
     reason: str
@@ -131,56 +153,66 @@ class FailedStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedProcess:
-    """A process that ended and that its actuator starts again.
+    """Process that ended and that its actuator starts again.
 
     ``cause`` completes a sentence about the process, such as "was killed by SIGKILL". ``pid`` is `UNKNOWN_PID` if the
-    actuator does not know the number that the process registered with.
+    actuator does not know the number that the process registered with. Without ``has_served``, the start failed.
     """
 
     name: str
     pid: int
     cause: str
-    has_served: bool = True  # False: the start failed
+    has_served: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActuatorReported:
-    """Whoever starts and stops processes, on one host or in a cluster, says what runs: all of it, again and again.
+    """Complete periodic report of an actuator, which starts and stops processes on one host or in a cluster.
 
-    There may be several of them, one on each host. What is to be started under a name that begins with ``name_prefix``
-    is this one's to start.
+    There may be several actuators, one on each host. An actuator starts the instances whose names begin with its
+    ``name_prefix``.
+
+    - `processes`: all processes that it keeps running.
+    - `unsettled`: further instances, whose processes are starting or ending.
+    - `coming`: instances that served, and whose processes are started again.
+    - `available_bytes`: available memory of its host.
+    - `failed`: failed starts since the last report.
+    - `ended`: ends of processes since the last report that the scheduler answered.
+    - `last_leaves_first`: among instances whose names differ by their number alone, only the last can leave.
+    - `outdated`: instances that would start again unchanged, so the actuator itself has to replace their processes.
+    - `grace_s`: time for a process to end once told; then it is killed.
     """
 
     actuator_id: str
-    processes: tuple[ManagedProcess, ...]  # all that it keeps running
-    unsettled: tuple[InstanceId, ...] = ()  # besides: their processes are being started, or end
-    coming: tuple[InstanceId, ...] = ()  # instances that served, and whose processes are started again
-    available_bytes: Annotated[int, ANY_COUNT]  # of its host's memory
-    name_prefix: str = ""  # of the ids of its instances
-    failed: tuple[FailedStart, ...] = ()  # since it was last heard
-    ended: tuple[EndedProcess, ...] = ()  # ends since the last report that the scheduler answered
-    last_leaves_first: bool = False  # of instances whose names differ by their number alone, only the last can leave
-    outdated: tuple[InstanceId, ...] = ()  # would start again as they are: it has to replace their processes itself
-    grace_s: Annotated[float, SECONDS] = 0.0  # that a process which is told to end has; then it is killed
+    processes: tuple[ManagedProcess, ...]
+    unsettled: tuple[InstanceId, ...] = ()
+    coming: tuple[InstanceId, ...] = ()
+    available_bytes: Annotated[int, ANY_COUNT]
+    name_prefix: str = ""
+    failed: tuple[FailedStart, ...] = ()
+    ended: tuple[EndedProcess, ...] = ()
+    last_leaves_first: bool = False
+    outdated: tuple[InstanceId, ...] = ()
+    grace_s: Annotated[float, SECONDS] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ActuatorLost:
-    """An actuator was not heard of for long: nobody starts and stops what it did."""
+    """Loss of an actuator, which was silent for long: its processes are started and stopped by no one else."""
 
     actuator_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class BundleChangeRequested:
-    """An operator switches the policy bundle."""
+    """Switch of the policy bundle by an operator."""
 
     bundle: str
 
 
 @dataclass(frozen=True, slots=True)
 class BatchingChangeRequested:
-    """An operator switches the batching mode, until the next change of bundles; empty: the bundle's own.
+    """Switch of the batching mode by an operator, until the next change of bundles; empty: the bundle's own.
 
     ``threshold`` is the share of idle seats at which `eb` ends a decode phase; None: the best in theory.
     """
