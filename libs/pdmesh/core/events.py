@@ -211,8 +211,8 @@ class GroupPrefix(RequestReport):
 class TransferOffered(RequestReport):
     """Offer of a source, which began computing its first chunk of a request whose KV must move.
 
-    It comes once for each request and also counts for later transfers. ``transfer_id`` is the one that the source knew,
-    `NO_TRANSFER` if there was none.
+    It comes once for each request and also counts for later transfers. ``transfer_id`` names the transfer that the
+    source knew, `NO_TRANSFER` if there was none.
     """
 
     transfer_id: TransferId

@@ -75,8 +75,8 @@ class ResizeRequested:
     """Request of an operator for pools of other sizes, or (``again``) for an earlier scheduler's resize.
 
     Surplus instances are drained as by `OperationRequested`, with ``timeout_s``. A started instance has
-    ``start_timeout_s`` to register. If asked for again, ``flips``, ``starts`` and ``leaves`` are what was decided.
-    Otherwise ``leaves`` names instances that leave before others.
+    ``start_timeout_s`` to register. If asked for again, ``flips``, ``starts`` and ``leaves`` are the decisions taken
+    then. Otherwise ``leaves`` names instances that leave before others.
     """
 
     operation_id: OperationId

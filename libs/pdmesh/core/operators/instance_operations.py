@@ -102,7 +102,7 @@ class Operations:
 
     @property
     def desired(self) -> list[OperationRequested]:
-        """Operations to ask of the next scheduler, in this order: the ones that hold, then the running ones."""
+        """Operations to ask of the next scheduler: roles that hold, drains that hold, then running operations."""
         running = [operation.desired for operation in self._running.values()]
         return list(dict.fromkeys([*self._roles.values(), *self._drains.values(), *running]))
 

@@ -46,8 +46,8 @@ def plan_pools(
 ) -> PoolPlan:
     """Plan the change to the ``wanted`` pools with as few changed processes as possible.
 
-    Instances that are smallest by ``leaves_last`` leave first, then the ones in ``first``, then the least used, then the
-    newest. Surplus instances change their role where one is missing. The name of a started instance begins with the
+    Instances that are smallest by ``leaves_last`` leave first, then the ones in ``first``, then the least used, then
+    the newest. Surplus instances change their role where one is missing. The name of a started instance begins with the
     next of ``prefixes``, then its role.
     """
     prefixes = repeat("") if prefixes is None else prefixes
