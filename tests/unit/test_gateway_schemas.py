@@ -159,6 +159,12 @@ DROPPED: list[tuple[Any, list[str], list[Any], list[Any]]] = [
     ({"type": "array", "contains": INT, "items": STRING}, ["#/contains"], [["a"]], [[1]]),
     ({**of(a=INT), "patternProperties": {"^x": INT, "x$": INT}}, ["#/patternProperties"], [{"a": 1}], [{"a": "b"}]),
     ({"type": "object", "propertyNames": {"maxLength": 2}}, ["#/propertyNames"], [{"abc": 1}], [1]),
+    (
+        {"type": "object", "propertyNames": {"$ref": "#/$defs/n", "maxLength": 3}, "$defs": {"n": STRING}},
+        ["#/propertyNames"],
+        [{"abcd": 1}],
+        [1],
+    ),
     ({"type": "object", "propertyNames": {"format": "uuid"}}, ["#/propertyNames/format"], [{"abc": 1}], [1]),
     ({**of(a={"$ref": "#/no/where"}, b=INT)}, ["#/properties/a/$ref"], [{"a": [], "b": 1}], [{"a": 1, "b": "c"}]),
     ({**of(a={"$ref": "https://x.test/y"}, b=INT)}, ["#/properties/a/$ref"], [{"a": [], "b": 1}], [{"b": 1}]),

@@ -275,11 +275,20 @@ class _Rewriter:
             result["enum"] = arrays
 
     def _resolved(self, schema: Any) -> Any:
-        """Return the schema at the end of at most eight references. Keywords beside a reference are ignored."""
+        """Return the schema at the end of at most eight references, with keywords that stand beside them.
+
+        References beside a keyword that their target has, too, are left.
+        """
         for _ in range(8):
             if not isinstance(schema, Mapping) or (target := self._target(schema.get("$ref"))) is None:
                 break
-            schema = _found(self._schema, target)
+            found = _found(self._schema, target)
+            beside = {
+                key: schema[key] for key in schema.keys() - {"$ref"} if not _says_nothing(schema, key, schema[key])
+            }
+            if beside and (not isinstance(found, Mapping) or found.keys() & beside.keys()):
+                break
+            schema = {**found, **beside} if beside else found
         return schema
 
     def _spell_pattern(self, result: dict[str, Any]) -> None:
