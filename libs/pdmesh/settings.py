@@ -85,7 +85,9 @@ class Setting:
 
     @property
     def unit(self) -> Unit | None:
-        """The unit of a number, by the last word of its name."""
+        """The unit of a number, by the last word of its name; None for a rate, such as ``bytes_per_s``."""
+        if self.name.endswith("_per_s"):
+            return None
         return _UNITS.get((self.name.rpartition("_")[2], self.type))
 
     @property

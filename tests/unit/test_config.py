@@ -124,6 +124,11 @@ def test_durations_have_units_wherever_they_come_from(tmp_path: Path, text: str,
         assert config.drain_s == seconds
 
 
+def test_a_rate_is_no_duration() -> None:
+    with pytest.raises(ConfigError, match="must be a number of at least 1"):
+        load_config(None, {}, {"policy.link_bytes_per_s": "30s"})
+
+
 @pytest.mark.parametrize("text", ["4 gigs", "GiB", "4G", "0.3", "-1", "1e999", "4GiBs"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="must be a size in bytes of at least 1, such as 4GiB or 10GB"):
