@@ -15,16 +15,23 @@ from pdmesh.policy.bundle import Bundle
 
 
 class LocalWork:
-    """Follows the instances that changed. A prefill instance whose role an operator fixed never decodes."""
+    """The local work that each instance is allowed, and the prefill instances that decode.
+
+    ``is_fixed`` says whether an operator fixed an instance's role: such a prefill instance never decodes.
+    """
 
     def __init__(self, mesh: MeshState, is_fixed: Callable[[InstanceId], bool]) -> None:
         self._mesh = mesh
         self._is_fixed = is_fixed
-        self._allowed = False, False  # local prefill and local decode, by the bundle of the last packing
-        self._decoding: dict[InstanceId, None] = {}  # prefill instances
+        #: Whether the bundle of the last packing allows local prefill, and local decode.
+        self._allowed = False, False
+        self._decoding: dict[InstanceId, None] = {}
 
     def look_at(self, bundle: Bundle) -> None:
-        """Look at instances that changed, or at all of them under a bundle with other rules; before packing."""
+        """Update the local work of changed instances, or of all if the bundle's rules changed. Call before packing.
+
+        A change regroups the mesh and unparks waiting requests.
+        """
         mesh, allowed = self._mesh, (bundle.local_prefill is not None, bundle.local_decode is not None)
         changed = mesh.changed if allowed == self._allowed else mesh.instances
         self._allowed = allowed
@@ -45,5 +52,5 @@ class LocalWork:
                 mesh.queue.unpark()
 
     def leaving(self) -> Sequence[InstanceId]:
-        """Return the prefill instances whose decodes may move away now."""
+        """Return the prefill instances whose decodes may move away now; none while computed prompts await decoding."""
         return () if self._mesh.awaiting_decode else list(self._decoding)

@@ -1,4 +1,4 @@
-"""Which batching mode each instance is in, and what that lets it do now. The modes are `pdmesh.policy.batching`."""
+"""Batching mode of each instance, and the work that the mode allows now. `pdmesh.policy.batching` defines the modes."""
 
 from __future__ import annotations
 
@@ -21,32 +21,36 @@ from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, ChunkSizer
 from pdmesh.policy.probing import Tally
 from pdmesh.policy.views import InstanceView
 
-#: A cycle of a mixed instance is so many ended requests at least; of an exclusive one it is a phase of each kind.
+#: Least number of ended requests in a cycle. A cycle of an exclusive instance also has a phase of each kind.
 _MIN_CYCLE = 8
 
-#: Cycles without another switch after one.
+#: Cycles that an instance stays in a mode before it may switch again.
 _DWELL = 3
 
-#: Of the mean number of requests, at each cycle.
+#: Share of a running mean that remains after each cycle.
 _FORGETTING = 0.7
 
 #: Least share of a decode instance's requests that must be computed there before its modes are compared.
 _LEAST_SHARE = 0.05
 
-#: Of a predicted decode phase: then a prefill phase that was too short goes on. Less than 1, so that what has piled up
-#: is caught up with.
+#: Share of a predicted decode phase after which an interrupted prefill phase resumes. Less than 1, so that the backlog
+#: shrinks.
 _RESUMED_AFTER = 0.5
 
-#: Of the constant of a decode step: so long a prefill phase waits for more. Its instance has begun another decode step
-#: before any plan can reach it, so that costs next to nothing.
+#: Share of a decode step's constant time that a prefill phase waits for more requests. The wait costs next to nothing:
+#: the instance begins another decode step before any plan can reach it.
 _GATHERING = 0.5
 
-#: Between the beginnings of prefill phases of two instances of a pool.
+#: Least time between the starts of prefill phases of two instances of a pool.
 _LEAST_GAP_S = 0.001
 
 
 class BatchingView(NamedTuple):
-    """An instance's batching as others may see it."""
+    """An instance's batching, for display.
+
+    ``idle_share``: share of the seats at which a decode phase ends. ``gain``: predicted throughput of exclusive over
+    mixed batching, less 1. ``reason``: why a faster mode is not chosen.
+    """
 
     mode: Mode
     is_prefill_phase: bool
@@ -57,26 +61,31 @@ class BatchingView(NamedTuple):
 
 
 class Modes:
-    """Asked by the packer, told of what ends."""
+    """Batching modes and phases of the mesh's instances.
+
+    The packer asks for permission to begin prompts, and reports sent plans and ended requests. ``wake_s`` is the
+    earliest time at which time alone may end a decode phase, as of the last packing.
+    """
 
     def __init__(self, mesh: MeshState) -> None:
         self._mesh = mesh
         self._lengths = LengthsSeen()
-        self._policy: Batching | None = None  # as of the last packing
-        self._turns: dict[str, float] = {}  # by pool: when another instance may begin a prefill phase
-        self.wake_s = inf  # when a decode phase may end by time alone, as of the last packing
+        self._policy: Batching | None = None
+        #: Time at which another instance may begin a prefill phase, by KV group.
+        self._turns: dict[str, float] = {}
+        self.wake_s = inf
 
-    # --- what ends ---
+    # --- ended requests ---
 
     def finished(self, state: RequestState, num_output_tokens: int) -> None:
-        """A request ended by itself, with so many tokens in this epoch."""
+        """Count the lengths of a request that ended by itself, if it was never resumed and has output."""
         if state.request.epoch == 0 and num_output_tokens > 0:
             self._lengths.add(state.num_reused_tokens, state.num_work_tokens, num_output_tokens - 1)
 
     def released(
         self, instance: InstanceState, bundle: Bundle, model: LinearLatencyModel, *, was_computed_here: bool
     ) -> None:
-        """Note that a request gave its seat back."""
+        """Count a request that freed its seat. The last one of a cycle may change the instance's mode."""
         batching = instance.batching
         if not instance.allocated.num_seats_taken:
             batching.meter.forget()
@@ -109,7 +118,7 @@ class Modes:
         batching.model = model
         costs = self._lengths.costs(model, instance.switches.switch_s(model))
         if costs.decode_step_s <= 0 or costs.switch_s <= 0:
-            return  # a model without the constants of steps says nothing about either mode
+            return
         tally = batching.meter.take()
         if batching.choice.mode is Mode.MIXED and not batching.probing.is_on:
             batching.together.note(tally)
@@ -147,7 +156,7 @@ class Modes:
         self._set(instance, choice)
 
     def _learn(self, batching: BatchingState, tally: Tally, load: Load, model: LinearLatencyModel) -> None:
-        """Learn from the cycle that ended, and decide whether to probe the other mode."""
+        """Note the cycle that ended, which may begin or end a probe. After a probe, correct the predicted gain."""
         probing, gain = batching.probing, batching.choice.gain
         if gain is None or batching.choice.reason:
             return
@@ -162,7 +171,7 @@ class Modes:
             probing.learn((-measured if batching.home is Mode.EXCLUSIVE else measured) - predicted)
 
     def _set(self, instance: InstanceState, choice: ModeChoice) -> None:
-        """Do what is chosen, or probe the other mode."""
+        """Set the chosen mode, or the other one during a probe."""
         batching = instance.batching
         if choice.mode is not batching.home:
             batching.home = choice.mode
@@ -174,10 +183,13 @@ class Modes:
             self._mesh.changed[instance.instance_id] = None
         batching.choice = choice
 
-    # --- what may begin ---
+    # --- prefill phases that may begin ---
 
     def look_at(self, bundle: Bundle) -> None:
-        """Give instances that changed, or all under another bundle, a choice of its batching; before packing."""
+        """Give changed instances the first choice of the bundle's batching; all instances if the batching is new.
+
+        Call before packing. An instance whose batching policy is equal keeps its choice.
+        """
         self.wake_s = inf
         policy = bundle.batching
         changed = self._mesh.changed if policy is self._policy else self._mesh.instances
@@ -188,13 +200,17 @@ class Modes:
                 continue
             batching = instance.batching
             if batching.chosen_by is not policy:
-                if batching.chosen_by != policy:  # it is made anew each time that latencies have moved
+                # An equal policy is a new object after each change of latencies.
+                if batching.chosen_by != policy:
                     batching.probing.restart()
                     self._set(instance, policy.first)
                 batching.chosen_by = policy
 
     def mode_of(self, instance: InstanceState) -> Mode:
-        """What it does now: mixed while any phase, or that of a prompt that it computes, would stall for too long."""
+        """Return the current mode: mixed if a separate prefill phase would stall decodes for too long.
+
+        Also mixed while the instance computes a prompt that is too long for the choice, or cannot switch.
+        """
         choice = instance.batching.choice
         if choice.mode is Mode.MIXED or not can_switch(instance):
             return Mode.MIXED
@@ -208,9 +224,9 @@ class Modes:
     def may_begin(
         self, instance: InstanceState, head: RequestState, bundle: Bundle, now_s: float, *, has_begun: bool
     ) -> bool:
-        """Whether the instance may begin the prefill of the first in line now; if not, `wake_s` may say when.
+        """Whether the instance may begin the prefill of ``head`` now. If only time is missing, lower `wake_s`.
 
-        ``has_begun``: the step that is being packed has a prompt, and so begins a prefill phase if none is under way.
+        ``has_begun``: the step that is being packed already has a prompt.
         """
         if self.mode_of(instance) is Mode.MIXED:
             return True
@@ -218,7 +234,8 @@ class Modes:
         start = instance.num_kept_granules(head.request) * GRANULE_TOKENS
         num_tokens = head.request.num_prompt_tokens - start
         if bundle.is_long(head.request, start) and num_tokens > choice.max_prompt_tokens:
-            return True  # it is mixed from then on
+            # The instance is mixed once it computes this prompt.
+            return True
         num_seats = min(choice.num_seats or instance.max_num_seqs, instance.max_num_seqs)
         num_busy = instance.allocated.num_seats_taken
         num_idle = max(0, num_seats - num_busy)
@@ -248,10 +265,10 @@ class Modes:
 
     @staticmethod
     def _gathered_s(instance: InstanceState, now_s: float) -> float:
-        """Return when a phase that could begin has gathered all requests that can be in it.
+        """Return when a prefill phase that could begin now has waited long enough for more requests.
 
-        Several requests may end with one step. Each is reported by itself, as is what comes in its place: a phase that
-        began with the first of them would leave the others' seats idle until the next one.
+        Several requests may end with one step, and each is reported separately. A phase that began with the first one
+        would leave the other seats idle until the next phase.
         """
         batching = instance.batching
         if batching.gathers_s is None:
@@ -265,14 +282,14 @@ class Modes:
         return False
 
     def may_go_on(self, instance: InstanceState, now_s: float, *, has_begun: bool) -> bool:
-        """Whether prompts that the instance has begun go on now, or after a decode phase; `wake_s` may say when."""
+        """Whether the instance may continue its begun prompts now; if only after a decode phase, lower `wake_s`."""
         batching = instance.batching
         if has_begun or batching.holds_decodes or not _is_limited(instance) or self.mode_of(instance) is Mode.MIXED:
             return True
         return self._is_time(batching.resumes_s, now_s)
 
     def within_phase(self, instance: InstanceState, beside: Sequence[ChunkShape], chunk: ChunkShape) -> int:
-        """How many tokens of a chunk keep the phase, with a step of it that has ``beside``, within its limit."""
+        """Return how many tokens of ``chunk`` fit into the phase's time limit, in a step that also has ``beside``."""
         batching = instance.batching
         if batching.model is None or not _is_limited(instance) or self.mode_of(instance) is Mode.MIXED:
             return chunk.num_tokens
@@ -281,11 +298,11 @@ class Modes:
         return sizer.largest(step, chunk.num_history_tokens, chunk.num_tokens, _phase_left_s(instance))
 
     def ends_phase(self, instance: InstanceState) -> bool:
-        """Whether its prefill phase is over, where there is room for a plan and there was no prompt for it."""
+        """Whether a prefill phase is over, given that the packer found no prompt for a free step slot."""
         return not instance.prefills or _is_limited(instance)
 
     def _pool(self, instance: InstanceState) -> list[InstanceState]:
-        """The instances that the same requests could go to, and that have modes to choose from."""
+        """Return the instances of the same KV group that have modes to choose from."""
         return [
             other
             for other in self._mesh.instances.values()
@@ -295,7 +312,7 @@ class Modes:
     # --- phases ---
 
     def view(self, instance: InstanceState) -> BatchingView | None:
-        """Return the batching of an instance for people; None if it has no modes to choose from."""
+        """Return the batching of an instance for display; None if it has no modes to choose from."""
         if not can_switch(instance):
             return None
         choice = instance.batching.choice
@@ -309,13 +326,13 @@ class Modes:
         )
 
     def beside(self, instance: InstanceState) -> InstanceView:
-        """The instance as a chunk on it finds it: alone, in a prefill phase."""
+        """Return the instance's load beside a new chunk: without decodes if the mode is exclusive."""
         if self.mode_of(instance) is Mode.MIXED:
             return instance.view
         return replace(instance.view, role=Role.MIXED, num_decoding=0, num_resident_tokens=0, slo_tpots_s=frozenset())
 
     def sent(self, instance: InstanceState, plan: StepPlan, now_s: float) -> None:
-        """A plan was sent."""
+        """Follow a plan that was sent: it may begin, extend or end a prefill phase. An urgent plan changes nothing."""
         batching, holds = instance.batching, plan.holds_decodes
         if plan.urgent or not (holds or batching.holds_decodes):
             return
@@ -332,7 +349,7 @@ class Modes:
         batching.holds_decodes = holds
 
     def _enter(self, instance: InstanceState, now_s: float) -> None:
-        """Begin a prefill phase; others of the pool wait for half of their share of a cycle, or a moment."""
+        """Begin a prefill phase. Other exclusive instances of the pool wait for half of their share of a cycle."""
         num_exclusive = sum(self.mode_of(other) is Mode.EXCLUSIVE for other in self._pool(instance))
         if num_exclusive > 1:
             gap_s = max(_LEAST_GAP_S, instance.batching.choice.cycle_s / (2 * num_exclusive))
@@ -342,19 +359,22 @@ class Modes:
         instance.batching.phase_s = 0.0
 
     def _leave(self, instance: InstanceState, now_s: float) -> None:
-        """End a prefill phase. One that had no time left for all goes on after a part of a decode phase."""
+        """End a prefill phase. If its time limit ended it, resume it after `_RESUMED_AFTER` of a decode phase."""
         batching = instance.batching
         batching.decodes_from_s, batching.resumes_s = now_s, -inf
         if not _is_limited(instance) or batching.model is None:
             return
         least_s = batching.model.step_s(StepShape((ChunkShape(CHUNK_UNIT_TOKENS, 0),), 0, 0))
         if instance.prefills or _phase_left_s(instance) < least_s:
-            ends_s = max(now_s, batching.prefills_from_s + batching.phase_s)  # of what is in flight
+            ends_s = max(now_s, batching.prefills_from_s + batching.phase_s)
             batching.resumes_s = ends_s + _RESUMED_AFTER * batching.choice.decodes_s
 
 
 def _max_stall_s(instance: InstanceState) -> float:
-    """Return the longest allowed prefill phase: the smallest target of a resident, the choice's for one without."""
+    """Return the longest allowed prefill phase: the smallest TPOT target of a resident.
+
+    A resident without a target counts with the choice's limit, which also bounds instances that decode by role alone.
+    """
     most_s = instance.batching.choice.max_stall_s
     if most_s == inf:
         return inf
@@ -363,9 +383,9 @@ def _max_stall_s(instance: InstanceState) -> float:
 
 
 def _least_chunk_s(instance: InstanceState) -> float:
-    """Return the time of a phase with only the smallest chunk of a prompt here, which grows with its history.
+    """Return the time of a phase with only the smallest chunk of the prompt with the longest history; 0 without any.
 
-    Of the one with the longest history; 0 without any. One that does not fit into a phase would never go on.
+    A prompt whose smallest chunk does not fit into a phase would never end.
     """
     model = instance.batching.model
     if model is None or not instance.prefills:
@@ -375,23 +395,23 @@ def _least_chunk_s(instance: InstanceState) -> float:
 
 
 def _is_limited(instance: InstanceState) -> bool:
-    """Whether a phase has a limit, and a request would stand still: one that decodes, or is computed and will."""
+    """Whether a prefill phase has a time limit, and would stall at least one request that decodes or soon will."""
     if instance.batching.choice.max_stall_s == inf:
         return False
     return instance.allocated.num_seats_taken > len(instance.prefills)
 
 
 def _phase_left_s(instance: InstanceState) -> float:
-    """Return the seconds left for more steps of the present prefill phase, or of a new one."""
+    """Return the seconds left for more steps of the current prefill phase, or of a new one."""
     batching = instance.batching
     used_s = batching.phase_s if batching.holds_decodes else 0.0
     return _max_stall_s(instance) - instance.switches.overhead_s - used_s
 
 
 def can_switch(instance: InstanceState) -> bool:
-    """Whether an instance prefills and decodes, by its role or locally: there are modes to choose from.
+    """Whether an instance has modes to choose from: it has one stage, and prefills and decodes by role or locally.
 
-    One of several stages has steps of both kinds under way at once.
+    An instance of several stages runs steps of both kinds at once.
     """
     return instance.num_stages == 1 and instance.role_decodes and (instance.role_prefills or instance.prefills_locally)
 

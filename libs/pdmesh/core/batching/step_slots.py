@@ -1,11 +1,11 @@
 """Step slots: the instances that can be given a step plan now.
 
-One has a step slot for a *regular* plan while it has fewer than its plans in flight, of which it has one more for each
-stage but the first; and for an *urgent* one, beyond them, while some request may run before all that it has in flight:
-at most one at a time.
+An instance has a step slot for a *regular* plan while fewer than its allowed number of plans are in flight. Each stage
+after the first allows one more. An instance also has a slot for one *urgent* plan beyond them while some request may
+run before all that it has in flight.
 
-They are kept up to date, and sorted as the bundle's placements have it, by the instances that changed: so an event
-costs what it changes, not what there is.
+Only changed instances are looked at and sorted again, in the order of the bundle's placements. So the cost of an event
+depends on the number of changes, not on the size of the mesh.
 """
 
 from __future__ import annotations
@@ -32,15 +32,24 @@ _BY_NUMBER = attrgetter("number")
 
 
 class _Inside(NamedTuple):
-    """What may interrupt the steps that an instance has in flight, as long as those stay as they are."""
+    """Steps in flight on an instance, and the prompts that may interrupt them. Valid while ``num_flights`` stays equal.
+
+    ``states`` are the requests in flight. ``max_tokens`` is the largest number of tokens to compute of a prompt that
+    may interrupt; 0 if none may.
+    """
 
     instance: InstanceState
-    num_flights: int  # of the instance when it was looked at
-    states: list[RequestState]  # of the requests in flight
-    max_tokens: int  # to compute, of the longest prompt that may; 0: none
+    num_flights: int
+    states: list[RequestState]
+    max_tokens: int
 
 
 class StepSlots:
+    """Instances with step slots, by their present work: computing prompts, idle, decoding with room, or interruptible.
+
+    ``plans_in_flight`` is the allowed number of regular plans of an instance of one stage.
+    """
+
     def __init__(self, mesh: MeshState, plans_in_flight: int, bundle: Bundle, modes: Modes) -> None:
         self._mesh = mesh
         self._modes = modes
@@ -48,26 +57,36 @@ class StepSlots:
         self._reset(bundle)
 
     def _reset(self, bundle: Bundle) -> None:
-        """Everything is to be looked at, under this bundle."""
+        """Forget all findings, and mark every instance as changed, under a new bundle."""
         self._bundle = bundle
-        self._computing: dict[InstanceId, InstanceState] = {}  # with room for a regular plan, and prompts for it
-        self._idle: dict[InstanceId, InstanceState] = {}  # with room for one, and no prompt
-        self._spare = Ranking(bundle.prefill_placement.key)  # those that only decode, and have room in their steps
-        self._perhaps_spare: dict[InstanceId, InstanceState] = {}  # the same, not yet looked at: nobody waited since
-        self._among: dict[InstanceId, dict[InstanceId, InstanceState]] = {}  # which of these each is in
-        self._inside: dict[InstanceId, _Inside] = {}  # of those with plans in flight, and a bundle that interrupts
-        self._interruptible: dict[InstanceId, _Inside] = {}  # of those that somebody may interrupt
-        self._interruptible_by = Lengths()  # the most tokens of a prompt that may interrupt them
-        self._with_own: dict[InstanceId, InstanceState] = {}  # of the same: where one placed there may interrupt
-        self._takers = Ranking(bundle.prefill_placement.key)  # the idle and the interruptible
+        # Instances with a regular step slot: with prompts for it, without any, and (last) that only decode. The first
+        # two and `_perhaps_spare` are disjoint; `_among` names the container of each instance.
+        self._computing: dict[InstanceId, InstanceState] = {}
+        self._idle: dict[InstanceId, InstanceState] = {}
+        self._spare = Ranking(bundle.prefill_placement.key)
+        # Instances that only decode, and were not yet asked whether their steps have room.
+        self._perhaps_spare: dict[InstanceId, InstanceState] = {}
+        self._among: dict[InstanceId, dict[InstanceId, InstanceState]] = {}
+        # Cached findings; the interruptible instances, with the longest prompts that may interrupt them; and the ones
+        # that a prompt of their own may interrupt.
+        self._inside: dict[InstanceId, _Inside] = {}
+        self._interruptible: dict[InstanceId, _Inside] = {}
+        self._interruptible_by = Lengths()
+        self._with_own: dict[InstanceId, InstanceState] = {}
+        # The idle and the interruptible instances.
+        self._takers = Ranking(bundle.prefill_placement.key)
         self._with_long: dict[InstanceId, None] = {}
-        self._prefilling: dict[str, Ranking] = {}  # by KV group: those that take prompts, the least queued first
-        self._prefilling_in: dict[InstanceId, str] = {}  # the KV group of each of those
+        # Instances that take prompts, the least queued first, by KV group; and the KV group of each.
+        self._prefilling: dict[str, Ranking] = {}
+        self._prefilling_in: dict[InstanceId, str] = {}
         self.decoders = Decoders(bundle.decode_placement, bundle.run_ahead)
         self._mesh.changed.update(dict.fromkeys(self._mesh.instances))
 
     def update(self, bundle: Bundle) -> None:
-        """Look again at the instances that have changed; at all of them under another bundle."""
+        """Look again at the changed instances, or at all of them under another bundle.
+
+        Decoders are only brought up to date while a request waits.
+        """
         if bundle is not self._bundle:
             self._reset(bundle)
         if self._mesh.changed:
@@ -102,7 +121,7 @@ class StepSlots:
         self._mesh.changed.clear()
 
     def refresh(self, instances: Iterable[InstanceState]) -> None:
-        """Look at the room of instances that changed. Whether they have a step slot is left to `update`."""
+        """Update the room and the order of some instances. `update` decides later whether they have a step slot."""
         for instance in instances:
             self._note(instance.instance_id, instance)
             for ranking in (self._spare, self._takers):
@@ -147,7 +166,8 @@ class StepSlots:
                 self._among[instance_id] = among
         interruption = self._bundle.interruption
         if interruption is None or not instance.plans or self._modes.mode_of(instance) is Mode.EXCLUSIVE:
-            return  # an urgent chunk could come late, into a decode phase
+            # An urgent chunk could arrive late, in a decode phase.
+            return
         inside = self._look_inside(instance, interruption)
         if inside.max_tokens > 0:
             self._interruptible[instance_id] = inside
@@ -177,10 +197,10 @@ class StepSlots:
         inside = self._inside[instance.instance_id] = _Inside(instance, instance.num_flights, in_flight, max_tokens)
         return inside
 
-    # --- what there is ---
+    # --- questions ---
 
     def has_room(self, instance: InstanceState) -> bool:
-        """Whether it can be given a regular plan."""
+        """Whether an instance can be given a regular plan."""
         return instance.has_step_slot(self._plans_in_flight)
 
     @property
@@ -189,25 +209,29 @@ class StepSlots:
         return bool(self._with_long)
 
     def computing(self) -> list[InstanceState]:
-        """Return instances with own prompts for a regular or an urgent plan, in the order they joined."""
+        """Return instances with own prompts for a regular or an urgent plan, in the order in which they joined."""
         if not self._computing and not self._with_own:
             return []
         return sorted((self._computing | self._with_own).values(), key=_BY_NUMBER)
 
     def for_waiting(self) -> bool:
-        """Whether a waiting request may find one."""
+        """Whether a waiting request may find a step slot. False if certainly none does."""
         queue, bundle = self._mesh.queue, self._bundle
         if not queue.has_line:
             return False
         least = queue.least_work_tokens
         if len(self._mesh.weights) > 1:
-            return True  # a request that was begun may have instances of its own
+            # A request that older weights began may have instances of its own.
+            return True
         if self._idle or least <= self._interruptible_by.greatest:
             return True
         return bundle.local_prefill is not None and least < bundle.long_prompt_tokens and self._any_spare()
 
     def for_prompts(self, opened: Sequence[InstanceState], *, others: bool) -> Iterable[InstanceState]:
-        """Return instances ``opened``, and ``others`` that may have a step slot, in the order of the placement."""
+        """Return the ``opened`` instances in the order of the placement.
+
+        With ``others``, also the idle and the interruptible instances.
+        """
         line = self._takers.line() if others else []
         if not line and len(opened) == 1:
             return opened
@@ -218,17 +242,20 @@ class StepSlots:
         return _merged(line, beside)
 
     def is_taker(self, instance: InstanceState) -> bool:
-        """Whether it is idle, or somebody may interrupt it."""
+        """Whether an instance is idle or interruptible."""
         return instance.instance_id in self._takers.members
 
     def least_queued(self, kv_group: str) -> InstanceState | None:
-        """Return the least queued instance that takes prompts and is not held back; asked with local prefill only."""
+        """Return the instance of a KV group with the fewest queued tokens that takes prompts and is not held back.
+
+        None without one, and always under a bundle without local prefill.
+        """
         ranking = self._prefilling.get(kv_group)
         line = [] if ranking is None else ranking.line()
         return line[0][-1] if line else None
 
     def is_spare(self, instance: InstanceState) -> bool:
-        """Whether it only decodes, and has room in its steps."""
+        """Whether an instance only decodes, and has room in its steps."""
         return self._any_spare() and instance.instance_id in self._spare.members
 
     def spare(self) -> Iterator[InstanceState]:
@@ -254,17 +281,20 @@ class StepSlots:
         return instance.instance_id in self._idle
 
     def is_interruptible(self, instance: InstanceState, num_work_tokens: int = 0) -> bool:
-        """Whether a prompt with so many tokens to compute may interrupt its steps, if it is urgent enough."""
+        """Whether an urgent enough prompt with ``num_work_tokens`` to compute may interrupt the instance's steps."""
         inside = self._interruptible.get(instance.instance_id)
         return inside is not None and num_work_tokens <= inside.max_tokens
 
     def may_interrupt(self, instance: InstanceState, state: RequestState, now_s: float) -> bool:
-        """Whether a request may run before all that the instance has in flight, of which it is not."""
+        """Whether a request, which is not in flight on the instance, may run before all that is.
+
+        A prompt that a group computes may not: its chunk waits for others, which might wait for the steps in flight.
+        """
         inside = self._interruptible.get(instance.instance_id)
         return (
             inside is not None
             and state.num_work_tokens <= inside.max_tokens
-            and state.group is None  # it waits for others, which might wait for what is in flight here
+            and state.group is None
             and state not in inside.states
             and first_of(self._bundle.order, [state, *inside.states], now_s) is state
         )
@@ -275,7 +305,7 @@ def _queued_tokens(instance: InstanceView) -> tuple[float, ...]:
 
 
 def _merged(line: Iterable[Ranked], beside: Sequence[Ranked]) -> Iterator[InstanceState]:
-    """Two that are sorted as one. Usually only the first few are asked for."""
+    """Yield the instances of two sorted sequences in order. Lazy: usually only the first few are needed."""
     num_taken = 0
     for entry in line:
         while num_taken < len(beside) and beside[num_taken] < entry:
