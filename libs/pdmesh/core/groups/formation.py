@@ -1,7 +1,7 @@
-"""Groups of a fixed size (`GroupPolicy.group_size`): formed all at once, when the prompt that they compute is placed.
+"""Groups of a fixed size (`GroupPolicy.group_size`): formed all at once, when their prompt is placed.
 
-Whom they may have is for the bundle's placement to say, as of their leader. Their members hold the prompt as a long one
-of their own, so that they are taken for no other while they do.
+The bundle's placement chooses the helpers as it chooses the leader. Each member counts the prompt as a long one of its
+own, so it joins no other group meanwhile.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from pdmesh.policy.bundle import Bundle
 
 
 class Formation:
+    """Choice of the members of fixed-size groups."""
+
     def __init__(self, mesh: MeshState) -> None:
         self._mesh = mesh
 
     def awaits_members(self, state: RequestState, bundle: Bundle) -> bool:
-        """Whether a prompt that a group computes waits until as many are free as it has; or all, where fewer may be.
+        """Whether a prompt for a fixed-size group must wait, because no exact group has enough free instances.
 
-        Instances that cannot compute prompts together take it as if there were no groups.
+        Enough are the group's size, or all able instances of the exact group if these are fewer. False if no instance
+        is able to compute the prompt in a group: then the prompt is placed as if there were no groups.
         """
         size, request = _group_size(state, bundle), state.request
         if size < 2:
@@ -35,10 +38,12 @@ class Formation:
         return bool(able) and all(free[name] < min(size, number) for name, number in able.items())
 
     def helpers(self, state: RequestState, leader: InstanceState, bundle: Bundle) -> list[InstanceState]:
-        """Return instances to ask to compute a prompt with its leader, in the order of the bundle's placement."""
-        allocations = [
-            self._mesh.allocation_of(name, state.key) for name in state.asked_ids
-        ]  # None: it refused, or was lost
+        """Return the instances to ask for help with a prompt, in the order of the bundle's placement.
+
+        They are free, in the leader's exact group, and were not asked before. At most as many as the group still lacks.
+        """
+        # No allocation is left on an instance that refused, or was lost.
+        allocations = [self._mesh.allocation_of(name, state.key) for name in state.asked_ids]
         num_helpers = sum(allocation is not None and not allocation.freeing for allocation in allocations)
         num_missing = _group_size(state, bundle) - 1 - num_helpers
         known = (*state.asked_ids, *(() if state.group is None else state.group.member_ids))
@@ -59,14 +64,14 @@ class Formation:
 
 
 def _group_size(state: RequestState, bundle: Bundle) -> int:
-    """Return the size of the fixed group that computes a prompt; 1 if there is none."""
+    """Return the size of the group that computes a prompt; 1 without a group policy, and for a short prompt."""
     if bundle.group_policy is None or not bundle.is_long(state.request, state.num_reused_tokens):
         return 1
     return bundle.group_policy.group_size
 
 
 def _may_be_member(instance: InstanceState, bundle: Bundle) -> bool:
-    """Whether it is one for groups, whatever it does now."""
+    """Whether an instance may join groups, whatever its load. Where instances are reserved, only these may."""
     is_in_pool = not bundle.num_reserved or instance.number <= bundle.num_reserved
     return is_in_pool and instance.profile.joins_groups and instance.takes_prompts
 

@@ -1,8 +1,8 @@
-"""Parallel steps: which members of a group compute the next tokens of a prompt at once, and with which slices of them.
+"""Parallel steps: the members of a group that compute the next tokens of a prompt at once, and the slice of each.
 
-Slices begin and end together: whoever is free sooner gets more. So it matters how far each is in the step that it is
-in, which is known by when it came to it. Where more of the prompt follows, later slices may be a little behind earlier
-ones (`pdmesh.policy.pacing`); hence members always have them in the same order.
+Slices end together: a member that is free sooner gets more tokens. So the start of each member's current step is
+recorded, to predict when that step ends. Where more of the prompt follows, later slices may end a little after earlier
+ones (`pdmesh.policy.pacing`). Hence members always have their slices in the same order.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from pdmesh.policy.packing import CHUNK_UNIT_TOKENS
 from pdmesh.policy.prefill_groups import GroupPolicy
 from pdmesh.policy.views import PartialStep
 
-#: Of their steps: more than this the members of a parallel step do not wait at its beginning so as to be layers apart.
+#: Largest share of a parallel step that its members wait at the beginning, so as to be layers apart.
 _MAX_WAIT = 0.1
 
 
 class ParallelPrefill:
+    """Choice of the members and slices of parallel steps."""
+
     def __init__(self, mesh: MeshState) -> None:
         self._mesh = mesh
-        #: Of each prompt's members: which plan each is at, and since when.
+        #: Current plan of each member of each prompt's group, and the time since when it is current.
         self._steps: dict[RequestKey, dict[InstanceId, tuple[int, float]]] = {}
 
     def of(
@@ -41,9 +43,9 @@ class ParallelPrefill:
         group_policy: GroupPolicy,
         now_s: float,
     ) -> list[InstanceState] | None:
-        """Return the members that compute the next tokens at once, in slice order: some ``spare`` ones, and the leader.
+        """Return the members that compute the next tokens at once, in slice order: ``spare`` ones, and the leader last.
 
-        None if there is too little for more than one.
+        None without a spare member, if fewer than two slices are left, or if the next token does not begin a block.
         """
         self._note_steps(state, now_s)
         start, num_left = state.num_planned_tokens, state.request.num_prompt_tokens - state.num_planned_tokens
@@ -62,9 +64,10 @@ class ParallelPrefill:
         bundle: Bundle,
         now_s: float,
     ) -> tuple[list[tuple[InstanceState, int]], bool]:
-        """Return slices of about as many tokens as each member has a step for, in equal steps to the prompt's end.
+        """Return the members' slices of the next parallel step, and whether all must be in the same layer.
 
-        And whether all are to be in the same layer: for the end of the prompt, or as they begin together.
+        The rest of the prompt is cut into equal steps that fit the members. All are in the same layer in the last step,
+        and where being layers apart would make the members wait too long (`_MAX_WAIT`).
         """
         size, start = members[-1].block_size, state.num_planned_tokens
         num_left = state.request.num_prompt_tokens - start
@@ -83,6 +86,7 @@ class ParallelPrefill:
         return [(member, num) for member, num in zip(members, slices, strict=True) if num], at_once
 
     def forget(self, key: RequestKey) -> None:
+        """Forget the recorded steps of a prompt's members."""
         self._steps.pop(key, None)
 
     def _note_steps(self, state: RequestState, now_s: float) -> None:
@@ -94,7 +98,10 @@ class ParallelPrefill:
         self._steps[state.key] = noted
 
     def _left_s(self, state: RequestState, group_policy: GroupPolicy, now_s: float) -> dict[InstanceId, float]:
-        """Return when each member has computed what it has in flight; its part of the prompt after earlier ones."""
+        """Return the predicted seconds until each member has ended its plans in flight.
+
+        A member ends no chunk of the prompt before the earlier chunks have ended.
+        """
         ends_s: dict[InstanceId, float] = {}
         plans: list[tuple[int, int, InstanceId, float]] = []
         for member_id in state.prefill_ids:
@@ -113,7 +120,7 @@ class ParallelPrefill:
 
 
 def in_flight_s(instance: InstanceState, group_policy: GroupPolicy) -> float:
-    """Predicted time of all steps that it has in flight."""
+    """Return the predicted time of all steps that the instance has in flight."""
     return sum([_plan_s(plan, group_policy) for plan in instance.plans.values()])
 
 
@@ -123,7 +130,10 @@ def _plan_s(plan: StepPlan, group_policy: GroupPolicy) -> float:
 
 
 def _steps_tokens(members: Sequence[InstanceState], state: RequestState, bundle: Bundle, now_s: float) -> int:
-    """How many of a prompt's next tokens a step of each can have; of the shortest, if anybody decodes beside it."""
+    """Return how many of a prompt's next tokens fit into one step of all members together, at least 1.
+
+    If a member also decodes, each member counts only with the tokens that fit into the shortest of the steps.
+    """
     num_tokens, least = 0, state.request.num_prompt_tokens
     for member in members:
         start = state.num_planned_tokens + num_tokens

@@ -1,24 +1,24 @@
-"""Prompts that several instances compute in turn: which help, and with which chunks, by `pdmesh.policy.prefill_groups`.
+"""Prompts that several instances compute in turn: the helpers and their chunks, by `pdmesh.policy.prefill_groups`.
 
-A request's *leader* is the instance that it was placed on: it computes the last chunk, and its KV goes on from there,
-as that of any request. *Helpers* compute chunks of it in steps that they have nothing of their own for: whoever has an
-step slot takes the next chunk. So a prompt of another request never waits for more than what an instance has in flight,
-and short ones interrupt that on each member as anywhere.
+A request's *leader* is the instance that it was placed on. The leader computes the last chunk, and the request's KV
+moves on from there. *Helpers* compute chunks in steps without work of their own: a helper with a step slot takes the
+next chunk. So a prompt of another request never waits for more than an instance's steps in flight. Short prompts
+interrupt those steps on each member as anywhere.
 
-A helper is asked with room for the whole prompt, joins when it says that it has it (so that no KV is sent to one that
-knows of nothing), and is freed after the last chunk. The group rests while its leader decodes beside it: residents
-would wait for the chunks of others. One of a fixed size (`pdmesh.core.groups.formation`) is formed as its prompt is
-placed, does not rest, and takes its members' decodes into its steps.
+A helper is asked with room for the whole prompt. It joins when it reports that room, so that no KV is sent to an
+instance without it, and is freed after the last chunk. A group pauses while its leader also decodes: the residents
+would wait for chunks of other instances. A group of a fixed size (`pdmesh.core.groups.formation`) is formed as its
+prompt is placed, does not pause, and takes its members' decodes into its steps.
 
-As a *parallel prefill* all members compute the next tokens at once, each a slice of them: chunks like others, one for
-each member that is spare, planned together once all of those have room for a plan.
+In a *parallel prefill* all members compute the next tokens at once. Each spare member has one slice. The slices are
+planned together once all these members have room for a plan.
 
-Nothing waits in a circle: a chunk needs only chunks of the same prompt that were planned before it, a step has at most
-one chunk of a group, and instances run such steps in the order in which they were planned. A parallel step's slices are
-planned in the order of the prompt, so this holds for them, too; plans that run before others need no chunk of a group.
+There is no deadlock. A chunk needs only chunks of the same prompt that were planned earlier. A step has at most one
+chunk of a group, and instances run such steps in the planned order. Slices of a parallel step are planned in the order
+of the prompt. Urgent plans, which run before others, have no chunk of a group.
 
-A helper that is lost costs what it had not computed (`pdmesh.core.groups.recovery`); without its leader a prompt starts
-again.
+If a helper is lost, the other members compute the missing tokens (`pdmesh.core.groups.recovery`). If the leader is
+lost, the prompt starts again.
 """
 
 from __future__ import annotations
@@ -48,35 +48,43 @@ from pdmesh.policy.improvement import MinimumGain
 from pdmesh.policy.prefill_groups import GroupPolicy, Schedule
 from pdmesh.policy.views import PartialStep
 
-#: Of a helper's free blocks, that a prompt may take: its own requests need room.
+#: Largest share of a helper's free blocks that a prompt may take: the helper's own requests need room.
 _MAX_SHARE = 0.5
 
 
 class GroupPlanner:
+    """Prompts that groups compute: asks helpers, and plans the members' chunks."""
+
     def __init__(self, mesh: MeshState, modes: Modes) -> None:
         self._mesh = mesh
         self._modes = modes
         self.recovery = GroupRecovery(mesh)
-        self._open: dict[RequestKey, RequestState] = {}  # that may be helped
-        self._helping: dict[InstanceId, dict[RequestKey, float]] = {}  # and from when on each has the KV before
+        #: Requests that may be helped.
+        self._open: dict[RequestKey, RequestState] = {}
+        #: Arrival time of the KV of a prompt's computed tokens on a helper, by helper and request.
+        self._helping: dict[InstanceId, dict[RequestKey, float]] = {}
         self._minimum_gain = MinimumGain()
-        self._considered: dict[RequestKey, tuple[int, int]] = {}  # tokens planned and instances idle, when last looked
+        #: Number of planned tokens and of spare instances when helpers were last considered.
+        self._considered: dict[RequestKey, tuple[int, int]] = {}
         self._parallel = ParallelPrefill(mesh)
         self._formation = Formation(mesh)
 
     def arrived(self, state: RequestState, now_s: float) -> None:
-        """A request joined the line: what it takes to compute its prompt counts for how large groups may be."""
+        """Count the work of a request that joined the line. A busier mesh forms smaller groups."""
         self._minimum_gain.arrived(now_s, state.work_us * 1e-6, self._num_prefill)
 
     def _num_prefill(self) -> float:
         return max(1, sum(instance.takes_prompts for instance in self._mesh.instances.values()))
 
     def awaits_members(self, state: RequestState, bundle: Bundle) -> bool:
-        """Whether a prompt that waits is for a group of a fixed size, and too few instances are free for it."""
+        """Whether a waiting prompt is for a group of a fixed size, and too few instances are free for that group."""
         return bundle.group_policy is not None and self._formation.awaits_members(state, bundle)
 
     def placed(self, state: RequestState, bundle: Bundle) -> list[InstanceState]:
-        """A request was placed; its first chunk is planned next. Who was asked to help, if its group has a size."""
+        """Let groups help with a request that was just placed, if its prompt is long and its leader joins groups.
+
+        Returns the helpers that were asked; none unless the group has a fixed size.
+        """
         leader = self._mesh.instances[state.prefill_ids[0]]
         is_long = bundle.is_long(state.request, state.num_reused_tokens)
         if bundle.group_policy is None or not leader.profile.joins_groups or not is_long:
@@ -85,7 +93,7 @@ class GroupPlanner:
         return self._form(state, bundle)
 
     def _form(self, state: RequestState, bundle: Bundle) -> list[InstanceState]:
-        """Ask those that a group of a fixed size lacks. They compute no other long prompt meanwhile."""
+        """Ask the helpers that a group of a fixed size lacks, and return them. They count the prompt as a long one."""
         leader = self._mesh.instances[state.prefill_ids[0]]
         helpers = self._formation.helpers(state, leader, bundle)
         for helper in helpers:
@@ -93,16 +101,16 @@ class GroupPlanner:
         return helpers
 
     def may_be_helped(self, key: RequestKey) -> bool:
-        """Whether somebody may yet be asked to help with it."""
+        """Whether more instances may still be asked to help with a request."""
         return key in self._open or key in self._mesh.recovering
 
     @property
     def helped(self) -> list[RequestState]:
-        """Return requests with helpers whose prompts are not planned to the end and may be helped by more."""
+        """Requests with helpers whose prompts are not planned to the end, and that more instances may help."""
         return [state for state in self._open.values() if self._is_helped_on(state) and len(state.prefill_ids) > 1]
 
     def recover(self, bundle: Bundle, now_s: float) -> None:
-        """Go on with the prompts of groups that lost a helper, where it is known from which token on."""
+        """Resume the prompts of groups that lost a helper, once the lost tokens are known."""
         for state in self.recovery.recover(bundle):
             self._open[state.key] = state
             self._considered.pop(state.key, None)
@@ -112,14 +120,17 @@ class GroupPlanner:
                 self._helping.setdefault(helper_id, {}).setdefault(state.key, now_s)
 
     def joined(self, event: KvExpected, now_s: float, bundle: Bundle) -> None:
-        """A helper has room for the prompt, and can be sent KV."""
+        """Add a helper that reports room for the prompt, or free it if the group needs no more help.
+
+        A report of an instance that was not asked is ignored.
+        """
         instance = self._mesh.instances.get(event.instance_id)
         state = self._mesh.find((event.request_id, event.epoch))
         if instance is None or state is None or event.instance_id not in self._awaited(state):
             self._mesh.ignore("KvExpected")
             return
         if not self._is_helped_on(state) or state.key not in self._open:
-            self._mesh.free(event.instance_id, state.key)  # too late
+            self._mesh.free(event.instance_id, state.key)
             return
         assert state.group is not None
         in_flight = [chunk.num_tokens for name in state.prefill_ids for chunk in self._in_flight(state, name)]
@@ -134,7 +145,7 @@ class GroupPlanner:
         tell_group(self._mesh, state)
 
     def _awaited(self, state: RequestState) -> list[InstanceId]:
-        """Return instances that were asked to help and have not answered."""
+        """Return the instances that were asked to help and have not answered."""
         if state.group is None:
             return []
         asked = (self._mesh.instances.get(name) for name in state.asked_ids if name not in state.group.member_ids)
@@ -147,7 +158,7 @@ class GroupPlanner:
         ]
 
     def _answers_soon(self, state: RequestState) -> bool:
-        """Whether an instance that was asked to help has yet to answer, which a healthy one does at once."""
+        """Whether a healthy instance that was asked to help has not answered yet. Healthy ones answer at once."""
         return any(self._mesh.instances[name].takes_new for name in self._awaited(state))
 
     # --- the leader's chunks ---
@@ -155,9 +166,10 @@ class GroupPlanner:
     def first_tokens(
         self, leader: InstanceState, state: RequestState, most: int, idle: Iterable[InstanceState], bundle: Bundle
     ) -> int:
-        """How many of ``most`` tokens begin a prompt of which the others are asked next.
+        """Return how many of ``most`` tokens the leader's first chunk has, before helpers are asked.
 
-        The KV of a step that begins before they have joined is sent when the step has ended: as long they wait.
+        The first chunk is short if there may be helpers: a helper gets that chunk's KV only when the chunk's step has
+        ended. All of ``most`` for later chunks, and if no group may form.
         """
         group_policy, start = bundle.group_policy, state.num_planned_tokens
         if (
@@ -176,43 +188,51 @@ class GroupPlanner:
     def leader_tokens(
         self, leader: InstanceState, step: PartialStep, state: RequestState, most: int, bundle: Bundle
     ) -> int:
-        """How many of ``most`` tokens go into a step of the leader."""
+        """Return how many of ``most`` tokens go into a step of the leader; 0 if the next chunk must wait.
+
+        The chunk waits for a recovery, for answers of asked helpers, for a parallel step, or for another member's turn.
+        """
         if any(self._mesh.requests[chunk.request_id].group is not None for chunk in step.chunks):
             return 0
         if state.is_recovering:
             return 0
         is_fixed = bundle.group_policy is not None and bundle.group_policy.group_size > 1
         if (is_fixed or state.chunks_in_flight) and self._answers_soon(state):
-            return 0  # the next chunk is for one of those
+            return 0
         if self._parallel_members(state, bundle, step.now_s) is not None:
-            return 0  # its slice is planned together with the others'
+            return 0
         if self._had_last(state, leader.instance_id):
             return 0
         return self._cut(leader, state, most, bundle.group_policy)
 
     def holds_decodes_up(self, state: RequestState, bundle: Bundle) -> bool:
-        """Whether decodes beside the next chunk would wait for one that another member has in flight, and may not."""
+        """Whether decodes must stay out of the next chunk's step, because they would wait for a helper's chunk.
+
+        False under a policy with groups beside decodes.
+        """
         if state.group is None or (bundle.group_policy is not None and bundle.group_policy.beside_decodes):
             return False
         return any(self._in_flight(state, helper_id) for helper_id in state.prefill_ids[1:])
 
     def _had_last(self, state: RequestState, member_id: InstanceId) -> bool:
-        """Whether the chunk before the next one is in flight there, and others could take turns with it.
+        """Whether a member has the chunk before the next one in flight, while other members could take the next one.
 
-        Who has two chunks one after the other computes the second when the other member has computed the first of its
-        own: from then on everybody is a layer's time late for each chunk.
+        Two consecutive chunks on one member would make each later chunk of the group a layer's time late.
         """
         ends = [chunk.start + chunk.num_tokens for chunk in self._in_flight(state, member_id)]
         return len(state.prefill_ids) > 1 and state.num_planned_tokens in ends
 
     def _in_flight(self, state: RequestState, member_id: InstanceId) -> list[ChunkPlan]:
-        """Chunks of it that this instance has in flight."""
+        """Return the chunks of a request that an instance has in flight."""
         member = self._mesh.instances.get(member_id)
         plans = () if member is None else member.plans.values()
         return [chunk for plan in plans for chunk in plan.chunks if (chunk.request_id, chunk.epoch) == state.key]
 
     def _cut(self, leader: InstanceState, state: RequestState, most: int, group_policy: GroupPolicy | None) -> int:
-        """A chunk that ends with a block, or with the prompt."""
+        """Return a chunk length of about ``most`` tokens that ends with a block or with the prompt.
+
+        With a policy and several members, at most the policy's chunk.
+        """
         start, num_prompt_tokens, size = state.num_planned_tokens, state.request.num_prompt_tokens, leader.block_size
         num_members = 1 if state.group is None else len(state.group.living_ids)
         if group_policy is not None and num_members > 1:
@@ -225,9 +245,9 @@ class GroupPlanner:
     # --- the helpers' ---
 
     def help(self, step_slots: StepSlots, bundle: Bundle, now_s: float) -> bool:
-        """Ask the instances that should help, and give each helper with nothing of its own one more chunk.
+        """Ask instances for help, and plan one more chunk for each helper without work of its own.
 
-        Whether any was given. Who helps has room for a plan, and no prompt for it.
+        Returns whether a chunk was planned. Only instances with a step slot and no prompt of their own help.
         """
         if not self._open:
             return False
@@ -247,13 +267,14 @@ class GroupPlanner:
             members = self._parallel_members(state, bundle, now_s)
             if members is not None and self._plan_parallel(members, state, group_policy, step_slots, bundle, now_s):
                 return True
-        # Who has less in flight begins sooner, and everybody after it waits for its chunk. Of others it is whose chunk
-        # in flight comes first: members that once took turns in another order would wait for each other to the end.
+        # A helper with fewer plans in flight begins sooner, and later chunks wait for its chunk. Equal helpers take
+        # turns in the order of their chunks in flight: in another order members would wait for each other to the end.
         helpers = sorted([each for each in spare if self._helping.get(each.instance_id)], key=_turn)
         for _, equals in groupby(helpers, key=lambda each: len(each.plans)):
             given = [self._give_chunk(instance, group_policy, bundle, now_s) for instance in tuple(equals)]
             if any(given):
-                return True  # the others' turn comes after a leader's that has as few
+                # The other helpers' turn comes after a leader with as few plans.
+                return True
         return False
 
     def _is_helped_on(self, state: RequestState) -> bool:
@@ -267,7 +288,7 @@ class GroupPlanner:
             helped.pop(key, None)
 
     def _is_spare(self, instance: InstanceState, group_policy: GroupPolicy) -> bool:
-        """Whether it has nothing of its own to do, and may help."""
+        """Whether an instance has no work of its own, and may help."""
         return (
             instance.profile.joins_groups
             and instance.takes_prompts
@@ -281,7 +302,10 @@ class GroupPlanner:
         return leader.takes_new and not rests and self._modes.mode_of(leader) is Mode.MIXED
 
     def _ask(self, state: RequestState, spare: list[InstanceState], group_policy: GroupPolicy) -> None:
-        """Ask instances that bring the first token forward by enough; at most once for each chunk."""
+        """Ask the spare instances that would bring the first token forward by enough.
+
+        Asks again only when the number of planned tokens or of spare instances has changed.
+        """
         mesh, request = self._mesh, state.request
         leader = mesh.instances[state.prefill_ids[0]]
         considered = state.num_planned_tokens, len(spare)
@@ -320,7 +344,7 @@ class GroupPlanner:
         capability = mesh.broker.new_capability() if state.group is None else state.group.told.capability
         state.ask_helper(helper.instance_id, leader.instance_id, capability)
         shard = helper.shard(helper.num_prefill_blocks(state.request))
-        # What is kept there of its chain could not be given up meanwhile, and the helper has blocks of its own for it.
+        # Cached blocks of the chain cannot be evicted meanwhile, and the helper needs other blocks for the prompt.
         request, num_idle_blocks = state.request, helper.kept.num_idle_blocks_of(state.request.chain)
         keeps = bool(request.chain) and shard.num_blocks + num_idle_blocks <= helper.num_free_blocks
         helper.take(
@@ -348,12 +372,13 @@ class GroupPlanner:
         )
 
     def _give_chunk(self, helper: InstanceState, group_policy: GroupPolicy, bundle: Bundle, now_s: float) -> bool:
-        """The next chunk of the first in order that it helps and that has one for it."""
+        """Plan the next chunk of the first helped request that has one for the helper. Return whether there was one."""
         helped = self._helping.get(helper.instance_id, {})
         for state in in_order(bundle.order, [self._open[key] for key in helped], now_s):
             leader = self._mesh.instances[state.prefill_ids[0]]
             if helped[state.key] > now_s + in_flight_s(leader, group_policy):
-                continue  # what it is sent of the tokens before arrives later than they are computed to here
+                # The KV of the computed tokens would arrive after the leader is free.
+                continue
             start = state.num_planned_tokens
             if start % leader.block_size or state.is_planned or not self._may_form_group(leader, group_policy):
                 continue
@@ -364,7 +389,8 @@ class GroupPlanner:
             if self._had_last(state, helper.instance_id):
                 continue
             if self._in_flight(state, helper.instance_id) and self._answers_soon(state):
-                continue  # a second one here would be computed after the first; one of those can begin it at once
+                # An asked instance can begin this chunk at once; here it would wait for the first one.
+                continue
             most = bundle.packing.num_tokens(
                 helper.view, PartialStep(now_s), state.request, start, num_reused_tokens=state.num_reused_tokens
             )
@@ -377,7 +403,7 @@ class GroupPlanner:
     # --- all at once ---
 
     def _parallel_members(self, state: RequestState, bundle: Bundle, now_s: float) -> list[InstanceState] | None:
-        """Return the members that compute the next tokens at once; None if in turn, or by the leader alone."""
+        """Return the members that compute the next tokens at once; None if they take turns, or the leader is alone."""
         group_policy, leader = bundle.group_policy, self._mesh.instances[state.prefill_ids[0]]
         if (
             group_policy is None
@@ -407,7 +433,10 @@ class GroupPlanner:
         bundle: Bundle,
         now_s: float,
     ) -> bool:
-        """All of its slices, once each has room for a plan and nobody else joins soon. Whether that is now."""
+        """Plan all slices of a parallel step, and return whether they were planned.
+
+        They wait until each member has room for a plan, and until asked helpers have answered.
+        """
         if state.chunks_in_flight and self._answers_soon(state):
             return False
         if not all(step_slots.has_room(member) for member in members):

@@ -1,9 +1,9 @@
-"""When a group loses a helper: the others have most of what it computed, and compute what they have not.
+"""Recovery of a group that lost a helper: the other members compute only the tokens that they lack.
 
-All members are told (`lose_helper`). Whatever they have in flight of the prompt then ends without waiting for
-anybody: computed, or not at all. The leader says how much of the prompt it has from the first token on. When both are
-known, the prompt goes on from the first token that neither the leader has, nor a member that is left has computed and
-passes on. What came after it is computed again, with the same bits.
+The core sends the new membership to all members (`lose_helper`). Their chunks of the prompt in flight then end without
+waiting for other members: computed, or not at all. The leader reports how many of the prompt's first tokens it has.
+When all this is known, the prompt is planned again from the first token whose KV neither the leader nor another living
+member has. Tokens that are computed again have the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from pdmesh.policy.bundle import Bundle
 
 
 def lose_helper(mesh: MeshState, state: RequestState, instance_id: InstanceId) -> None:
-    """The rest of its group has most of what this one computed; what it has not is computed again."""
+    """Remove a lost helper from a group, send the new membership to the others, and begin the recovery.
+
+    Also frees what the helper held for the prompt.
+    """
     state.lose_helper(instance_id)
     mesh.note_interruption(state)
     mesh.recovering[state.key] = state
@@ -26,7 +29,7 @@ def lose_helper(mesh: MeshState, state: RequestState, instance_id: InstanceId) -
 
 
 def tell_group(mesh: MeshState, state: RequestState) -> None:
-    """Tell all members which instances are members."""
+    """Send the group's membership to all members that are left."""
     assert state.group is not None, f"{state.key} has no group to tell"
     group = state.group.told
     for member_id in group.living_ids:
@@ -34,11 +37,13 @@ def tell_group(mesh: MeshState, state: RequestState) -> None:
 
 
 class GroupRecovery:
+    """Groups that lost a helper, until their prompts are planned again."""
+
     def __init__(self, mesh: MeshState) -> None:
         self._mesh = mesh
 
     def on_prefix_report(self, event: GroupPrefix) -> None:
-        """A leader says what it has."""
+        """Note how many tokens a leader has. A report from before the last loss, or of another instance, is ignored."""
         state = self._mesh.recovering.get((event.request_id, event.epoch))
         if (
             state is None
@@ -51,7 +56,7 @@ class GroupRecovery:
         state.group.hear_prefix(event.num_tokens)
 
     def recover(self, bundle: Bundle) -> list[RequestState]:
-        """Take back what was planned and is not computed, of those of whom that is known. Returns those."""
+        """Plan again the lost tokens of each group whose losses are known, and return the requests of these groups."""
         recovered = [
             (state, state.group)
             for state in self._mesh.recovering.values()
@@ -71,7 +76,7 @@ class GroupRecovery:
 
     def _take_back(self, state: RequestState, group: GroupState, bundle: Bundle) -> None:
         leader = self._mesh.instances[state.prefill_ids[0]]
-        last = (state.request.num_prompt_tokens - 1) // leader.block_size * leader.block_size  # it was not computed
+        last = (state.request.num_prompt_tokens - 1) // leader.block_size * leader.block_size
         end = group.recover(min(last, state.num_planned_tokens))
         num_again = state.num_planned_tokens - end
         if num_again > 0:
