@@ -12,23 +12,28 @@ from pdmesh.policy.views import PartialStep
 
 @dataclass(slots=True, eq=False)
 class StepSlot:
-    """An instance's next step while it is packed."""
+    """Step of an instance while it is packed.
+
+    ``running`` are the instance's prompts without a chunk in this step yet. ``urgent``: all regular plans are in
+    flight, so the step can only be an interruption. ``is_late``: the instance was idle, and comes after busy ones.
+    ``fits`` is the last request that was tried, with the number of tokens of its first chunk.
+    """
 
     instance: InstanceState
     step: PartialStep
-    running: list[RequestState] = field(default_factory=list[RequestState])  # prompts without a chunk in this step yet
-    urgent: bool = False  # the instance has all its plans: only an interruption can be added
-    is_late: bool = False  # the instance was idle, and comes behind busy ones
-    fits: tuple[RequestState, int] | None = None  # the last request asked about, and the tokens of its first chunk
+    running: list[RequestState] = field(default_factory=list[RequestState])
+    urgent: bool = False
+    is_late: bool = False
+    fits: tuple[RequestState, int] | None = None
 
     @property
     def place(self) -> tuple[bool, int]:
-        """Late ones stay as they come."""
+        """Sort key: by instance number, then late slots in the order in which they were opened."""
         return self.is_late, 0 if self.is_late else self.instance.number
 
 
 def next_chunk(state: RequestState, num_tokens: int) -> ChunkPlan:
-    """Return the next ``num_tokens`` of a request's prompt."""
+    """Return a chunk with the next ``num_tokens`` of a request's prompt."""
     start = state.num_planned_tokens
     return ChunkPlan(
         request_id=state.request.request_id,

@@ -1,4 +1,4 @@
-"""Turning room for steps into step plans, round by round."""
+"""Packing of step plans for the instances with step slots, round by round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pdmesh.policy.bundle import Bundle
 
 
 class Packer:
-    """Turns room into step plans, in rounds. A request is placed only when its first chunk is packed."""
+    """Packs step plans in rounds. A request is placed only when its first chunk is packed."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Packer:
         self.prefill_groups = GroupPlanner(mesh, modes)
 
     def pack(self, bundle: Bundle, now_s: float) -> None:
-        """Give every instance with room for a plan something to do."""
+        """Plan steps until no instance with room for a plan has work, and end prefill phases without prompts."""
         step_slots = self._step_slots
         self._local_work.look_at(bundle)
         self._modes.look_at(bundle)
@@ -67,20 +67,20 @@ class Packer:
                 step_slots.update(bundle)
             has_helped = self._help(bundle, now_s)
             if has_helped:
-                instances = step_slots.computing()  # perhaps including a leader
+                instances = step_slots.computing()
         if self._mesh.in_prefill_phase:
             self._end_prefill_phases(now_s)
             step_slots.update(bundle)
 
     def _help(self, bundle: Bundle, now_s: float) -> bool:
-        """Let helpers compute chunks of other instances' prompts. Return whether one was found."""
+        """Let helpers compute chunks of other instances' prompts. Return whether a chunk was planned."""
         has_helped = self.prefill_groups.help(self._step_slots, bundle, now_s)
         if has_helped:
             self._step_slots.update(bundle)
         return has_helped
 
     def _end_prefill_phases(self, now_s: float) -> None:
-        """Let the residents decode where there is room for a plan and there was no prompt for it."""
+        """End the prefill phases of instances with room for a plan and no prompt: plan a step of decodes only."""
         for instance in list(self._mesh.in_prefill_phase.values()):
             if not (instance.reachable and self._step_slots.has_room(instance) and self._modes.ends_phase(instance)):
                 continue

@@ -1,8 +1,9 @@
-"""Placing requests and packing steps: late, when an instance has room for a plan, and strictly in order.
+"""Packing rounds: requests are placed late, when an instance has room for a plan, and strictly in order.
 
-An instance's running prompts and the first in line compete for its next plan. So a more urgent request takes the step
-after the ones in flight, and a prompt that it overtakes is preempted at a chunk boundary: its KV stays where it is.
-Where the bundle lets it, it takes a step *before* the ones in flight (`pdmesh.core.batching.step_slots`).
+An instance's running prompts and the first waiting request compete for the instance's next plan. So a more urgent
+request takes the step after the ones in flight. A prompt that is overtaken is preempted at a chunk boundary, and its KV
+stays in place. If the bundle allows interruption, the request takes a step *before* the ones in flight
+(`pdmesh.core.batching.step_slots`).
 """
 
 from __future__ import annotations
@@ -33,16 +34,19 @@ from pdmesh.policy.latency import ChunkShape
 from pdmesh.policy.reuse import ReuseCost
 from pdmesh.policy.views import PartialStep
 
-#: Tokens of a chunk that asks others for their part of attention. They answer so many rows at once, in fp32: 128 rows
-#: of 32 heads of 128 are 2 MiB.
+#: Most tokens of a chunk of a spread context, whose shard holders compute parts of its attention. They answer for all
+#: rows of the chunk at once, in fp32: 128 rows of 32 heads of 128 are 2 MiB.
 SPREAD_CHUNK_TOKENS = 128
 
-#: So many requests step aside in one round, for instances that keep their prefixes.
+#: Most requests that step aside in one round, to wait for cheaper instances or older weights.
 MAX_ASIDE = 64
 
 
 class Round:
-    """One more plan for each of ``instances``; with ``for_waiting``, also for others where a request is placed."""
+    """Packing round: at most one new plan for each of ``instances``.
+
+    With ``for_waiting``, also for other instances that a waiting request is placed on.
+    """
 
     def __init__(
         self,
@@ -68,14 +72,16 @@ class Round:
         self._reusing = Reusing(mesh, fetches, now_s)
         self._least_work_tokens = mesh.queue.least_work_tokens
         self._step_slots: dict[InstanceId, StepSlot] = {}
-        self._is_held_whole = True  # the head's prompt, by some instance
+        #: Whether some instance could hold the whole prompt of the head.
+        self._is_held_whole = True
         self._new_weights = mesh.new_weights
-        self._weights: str | None = None  # weights identity that the head is placed on; None: any
+        #: Weights identity that the head is placed on; None for any.
+        self._weights: str | None = None
         for instance in instances:
             self._open(instance)
 
     def pack(self) -> list[InstanceState]:
-        """The instances that were given a plan."""
+        """Place waiting requests, pack and send plans. Return the instances that were given one."""
         if not self._step_slots and not self._for_waiting:
             return []
         self._place_waiting()
@@ -84,7 +90,7 @@ class Round:
         return [step_slot.instance for step_slot in self._step_slots.values() if self._send(step_slot)]
 
     def _open(self, instance: InstanceState) -> None:
-        """Open an instance for a plan, unless there is nothing that it could be given."""
+        """Open a step slot for an instance, unless no prompt could go into its plan."""
         may_take = self._mesh.queue.has_line and (instance.role_prefills or self._is_in_phase(instance))
         if not instance.reachable or not (instance.prefills or may_take):
             return
@@ -102,7 +108,7 @@ class Round:
     # --- requests that wait ---
 
     def _place_waiting(self) -> None:
-        """Place strictly in order: if there is no room for the head, nobody behind it is placed."""
+        """Place waiting requests strictly in order: if there is no room for the head, no later request is placed."""
         queue = self._mesh.queue
         queue.call_all()
         self._place_in_order()
@@ -143,7 +149,7 @@ class Round:
         return self._other_way(head, depths, found) if isinstance(found, Wait) else found
 
     def _wait_to_begin(self, head: RequestState) -> Wait | None:
-        """Ask: may it begin? Return a reason to wait before any instance is asked; None if the head may begin.
+        """Ask whether the head may begin at all. Return a reason to wait; None if the head may begin.
 
         A prompt for a group of a fixed size waits for enough free members. Where contexts are spread, a request begins
         only if the mesh could also resume it.
@@ -166,9 +172,9 @@ class Round:
                 self._plan_running(step_slot, line[: line.index(head)])
 
     def _look_up_cached(self, head: RequestState) -> tuple[Mapping[int, int], list[RequestState]]:
-        """Ask: where is it cached? Return cached granules by instance number, and running prompts that share some.
+        """Return the cached granules of the head by instance number, and the running prompts that share some.
 
-        An instance that its gateway could not hear lately counts for neither. A prompt that no instance holds whole
+        Instances that the head's gateway could not reach lately are left out. A prompt that no instance holds whole
         reuses nothing.
         """
         mesh, request = self._mesh, head.request
@@ -185,10 +191,10 @@ class Round:
     def _find_taker(
         self, head: RequestState, depths: Mapping[int, int], computing: list[RequestState]
     ) -> Placement | Wait:
-        """Ask: which instance takes it? Return the place of the head, or the reason to wait.
+        """Ask which instance takes the head. Return the placement, or the reason to wait.
 
-        If some of the prompt is cached, costs decide: it goes beside the decodes where it is cached, to the cheapest
-        offer, or waits for a cheaper instance. Otherwise the first offer in the policy's order takes it.
+        If some of the prompt is cached, costs decide: the head goes beside the decodes of a holder, goes to the
+        cheapest offer, or waits for a cheaper instance. Otherwise the first offer in the policy's order takes it.
         """
         offers: Iterable[InstanceState] = self._offers(head)
         reuse = self._bundle.reuse
@@ -222,11 +228,11 @@ class Round:
         )
 
     def _other_way(self, head: RequestState, depths: Mapping[int, int], wait: Wait) -> Placement | Wait:
-        """Ask: what else would it wait for? Return that reason, or a place beside decodes that saves the wait.
+        """Find a local placement that saves the wait for room or a step slot, or return the exact reason to wait.
 
-        A request with older weights waits for their instances, and others may go past it. Without room it waits for
-        room, for its turn, or for an instance that could ever take it. Without a step slot a short prompt may be
-        computed where it decodes; a long one waits for its turn behind other long ones.
+        A request with older weights waits for instances with these weights, and others may overtake it. Without room
+        the head waits for room, for its turn, or for an instance that could ever take it. Without a step slot a short
+        prompt may be computed where it decodes; a long one waits for its turn behind other long ones.
         """
         if wait is not Wait.FOR_ROOM and wait is not Wait.FOR_STEP_SLOT:
             return wait
@@ -243,7 +249,7 @@ class Round:
         return Wait.FOR_TURN if is_long and self._others_are_long() else Wait.FOR_STEP_SLOT
 
     def _place_locally(self, head: RequestState, depths: Mapping[int, int]) -> Placement | None:
-        """Place the head on a decode instance that computes it, too, if the bundle allows it and that pays."""
+        """Place the head on a decode instance that also computes the prompt, if the bundle allows it and it pays."""
         return place_locally(
             head.request,
             self._local_offers(head),
@@ -263,7 +269,7 @@ class Round:
 
     @property
     def _has_older_weights(self) -> bool:
-        """Whether the head was begun by weights that new requests are not placed on."""
+        """Whether the head was begun with other weights than new requests are placed on."""
         return self._weights != self._new_weights
 
     def _place_beside_decodes(
@@ -290,14 +296,14 @@ class Round:
         return None if found is None else Placement(found, found)
 
     def _offers(self, head: RequestState) -> Iterator[InstanceState]:
-        """The instances whose next step takes a first chunk of the head, in the order of the placement."""
+        """Yield the instances whose next step takes a first chunk of the head, in the order of the placement."""
         opened = [step_slot.instance for step_slot in self._step_slots.values()]
         for instance in self._known.for_prompts(opened, others=self._for_waiting):
             if instance.takes_prompts and self._has_weights(instance) and self._fits(instance, head):
                 yield instance
 
     def _local_offers(self, head: RequestState) -> Iterator[InstanceState]:
-        """Yield decode instances whose next step takes a first chunk of the head. A phase takes several prompts."""
+        """Yield decode instances whose next step takes a first chunk of the head: ones in a prefill phase first."""
         unheard = self._mesh.cut.of(head.request.gateway_id)
         in_phase = [
             each.instance
@@ -323,9 +329,9 @@ class Round:
         return [each for each in self._mesh.instances.values() if each.weights == weights and each.is_usable]
 
     def _place_to_finish(self, request: Request) -> Placement | Wait:
-        """Place a request that was begun by weights which serve no new ones, on an instance that decodes: it stays.
+        """Place a request with older weights, that have no usable pair, on one instance that computes and decodes it.
 
-        An operator may be emptying that instance, until the operation's time is up.
+        Instances that an operator is emptying take it, too, until the operation's time is up.
         """
         able = [each for each in self._mesh.instances.values() if each.could_finish(request)]
         unheard = self._mesh.cut.of(request.gateway_id)
@@ -336,9 +342,13 @@ class Round:
         return Wait.FOR_WEIGHTS if able else Wait.FOR_INSTANCE
 
     def _fits(self, instance: InstanceState, head: RequestState) -> bool:
-        """Whether the next step of an instance takes a first chunk of the head; an empty one takes any."""
+        """Whether the next step of an instance takes a first chunk of the head.
+
+        A step without chunks takes any head that may begin. If some instance holds the whole prompt, one that would
+        have to stream it out does not take it.
+        """
         if self._mesh.spreads_contexts and self._is_held_whole and instance.gives_back(head.request):
-            return False  # others have room for all of it
+            return False
         step_slot = self._step_slots.get(instance.instance_id)
         has_begun = step_slot is not None and bool(step_slot.step.chunks)
         if not self._modes.may_begin(instance, head, self._bundle, self._now_s, has_begun=has_begun):
@@ -354,7 +364,7 @@ class Round:
         return step_slot.fits[1] > 0
 
     def _num_reused_granules(self, instance: InstanceState, head: RequestState) -> int:
-        """How many granules of the head are not computed if it goes to an instance."""
+        """Return how many granules of the head are not computed on an instance: cached ones, and loaded ones."""
         return instance.num_kept_granules(head.request) + self._reusing.num_loaded(instance)
 
     def _place(self, state: RequestState, placement: Placement) -> None:
@@ -373,7 +383,7 @@ class Round:
         self._known.refresh([*placement.instances, *helpers])
 
     def _step_slot_of(self, instance: InstanceState) -> StepSlot:
-        """Return the step slot of an instance that has one; instances that were idle come last."""
+        """Return the step slot of an instance, opened if necessary; instances that were idle come last."""
         step_slot = self._step_slots.get(instance.instance_id)
         if step_slot is None:
             is_late = not self._known.is_interruptible(instance, self._least_work_tokens)
@@ -396,7 +406,10 @@ class Round:
     def _num_tokens(
         self, step_slot: StepSlot, state: RequestState, start: int, *, num_reused: int, shared: bool
     ) -> int:
-        """How many tokens of the request go into the step, from ``start`` on; 0: none."""
+        """Return how many tokens of the request go into the step, from ``start`` on; 0 for none.
+
+        ``shared``: whether other prompts compete for the step.
+        """
         beside = self._modes.beside(step_slot.instance)
         most = self._bundle.packing.num_tokens(
             beside, step_slot.step, state.request, start, num_reused_tokens=num_reused, shared=shared
@@ -411,7 +424,10 @@ class Round:
 
     @staticmethod
     def _num_tokens_with_room(instance: InstanceState, state: RequestState, start: int) -> int:
-        """Return how many tokens of a prompt may be computed now, of which only so many are held at once."""
+        """Return how many tokens may be computed now of a prompt that the instance cannot hold whole.
+
+        At most a chunk, within the ranges that the instance holds at once.
+        """
         num_held_tokens = instance.num_prompt_blocks(state.request) * instance.block_size
         end = state.num_ranges_away * instance.max_kv_tokens + (state.held_tokens or num_held_tokens)
         return max(0, min(SPREAD_CHUNK_TOKENS, end - start))
@@ -439,7 +455,7 @@ class Round:
     # --- steps ---
 
     def _send(self, step_slot: StepSlot) -> bool:
-        """Send what was packed for the instance; False if that is nothing."""
+        """Send the packed plan to the instance; return False if the step has no chunks."""
         instance, step = step_slot.instance, step_slot.step
         if not step.chunks:
             return False
@@ -462,7 +478,7 @@ class Round:
         return True
 
     def _holds_decodes_up(self, step: PartialStep) -> bool:
-        """Whether a chunk in the step waits for other instances: decodes beside it would wait, too."""
+        """Whether a chunk in the step waits for other members of its group: decodes beside it would wait, too."""
         states = (self._mesh.requests[chunk.request_id] for chunk in step.chunks)
         return any(self._prefill_groups.holds_decodes_up(state, self._bundle) for state in states)
 

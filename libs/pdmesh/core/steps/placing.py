@@ -1,4 +1,4 @@
-"""Where a request goes: the hard rules of what is possible, around the policy's choice."""
+"""Placement of a request: the hard rules of possible places, around the policy's choice."""
 
 from __future__ import annotations
 
@@ -15,30 +15,37 @@ from pdmesh.model import GRANULE_TOKENS, InstanceId, Request
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.views import InstanceView
 
-#: So many instances are asked whether a prompt had better begin there before its time, the first in the order of the
-#: policy: what one says no to, those behind it seldom do, and nobody pays for a look at all of a large mesh.
+#: Most instances, in the policy's order, that are asked whether a prompt should begin before it has room to decode.
+#: After a refusal later instances seldom accept, and asking all of a large mesh would cost too much.
 MAX_ASKED = 8
 
 
-#: The instances to which so many blocks of KV of an instance take much longer than to others.
+#: Returns the instances that a number of KV blocks of a source instance take much longer to reach than others.
 SlowFrom = Callable[[InstanceState, int], Set[InstanceId]]
 
 
 class Wait(Enum):
     """Why a request is not placed now."""
 
-    FOR_STEP_SLOT = auto()  # no instance has a step slot whose step takes it
-    FOR_ROOM = auto()  # nothing that is there has room for it
-    FOR_KEPT = auto()  # an instance that keeps its prefix has no step slot, and will be cheaper than the others
-    FOR_TURN = auto()  # the policy lets it wait; others may go past it
-    FOR_INSTANCE = auto()  # nothing that is there could ever take it
-    FOR_WEIGHTS = auto()  # the weights that began it have no room; others may go past it
+    #: No instance has a step slot whose step takes the request.
+    FOR_STEP_SLOT = auto()
+    #: No instance has room for the request.
+    FOR_ROOM = auto()
+    #: An instance that has, or will have, more of the prefix will soon be cheaper than the others.
+    FOR_KEPT = auto()
+    #: The policy makes the request wait; others may overtake it.
+    FOR_TURN = auto()
+    #: No present instance could ever take the request.
+    FOR_INSTANCE = auto()
+    #: No instance with the weights that began the request has room; others may overtake it.
+    FOR_WEIGHTS = auto()
 
 
 class Placement(NamedTuple):
-    """``prefill is decode`` where the request stays; without ``decode`` it is computed ahead of room to decode.
+    """Instances for a request.
 
-    ``members`` hold the first ranges of its context while it decodes, in their order.
+    ``prefill is decode`` if the request stays there. Without ``decode`` the prompt runs ahead of room to decode.
+    ``members`` are the shard holders of the first ranges of its context while it decodes, in order.
     """
 
     prefill: InstanceState
@@ -47,7 +54,7 @@ class Placement(NamedTuple):
 
     @property
     def instances(self) -> Sequence[InstanceState]:
-        """All that have a part in it."""
+        """All instances of the placement."""
         return (self.prefill,) if self.decode is None else (self.prefill, self.decode, *self.members)
 
 
@@ -65,12 +72,13 @@ def place(
     instances: Collection[InstanceState] = (),
     slow_from: SlowFrom | None = None,
 ) -> Placement | Wait:
-    """A place for ``request``, its prompt computed on one of ``offers``, which come in the order of the policy.
+    """Return a placement with the prompt on one of ``offers``, which are in the policy's order, or a reason to wait.
 
-    Where the mesh ``spans_classes``, within one arithmetic class if there is room in one, else across classes. The
-    class of a request that is resumed is that of its tokens so far. ``depths`` are of `MeshState.depths`. It goes where
-    all that it needs reach each other, if there are such ``instances``, though they may have no room now; and where
-    its KV need not take a slow link, if there is room.
+    If the mesh ``spans_classes``, the placement stays within one arithmetic class if there is room in one. A resumed
+    request prefers the class that drew its tokens. ``depths`` are the cached granules by instance number.
+
+    Pairs in ``cut`` are avoided as long as some of ``instances`` could serve the request around them, even if these
+    have no room now. A decode instance behind a slow link is avoided if another one has room.
     """
     if cut and have_way(request, instances, cut):
         return _place_around(request, offers, decoders, bundle, handovers, now_s, depths, cut)
@@ -81,7 +89,8 @@ def place(
         offers = list(offers)
         same = [offer for offer in offers if offer.arithmetic == request.arithmetic]
         for within in (same, offers):
-            ahead = within is same and not firsts  # no decode instance has room: the class can still be kept
+            # Without room to decode anywhere, the prompt may begin in its own class.
+            ahead = within is same and not firsts
             placement = _place(request, within, firsts, decoders, bundle, handovers, now_s, depths, may_be_ahead=ahead)
             if isinstance(placement, Placement):
                 return placement
@@ -100,7 +109,7 @@ def _place_around(
     depths: Mapping[int, int],
     cut: CutPairs,
 ) -> Placement | Wait:
-    """Return a place for a request whose parts reach each other and its gateway."""
+    """Return a placement whose instances reach each other and the request's gateway, or the last reason to wait."""
     unheard, wait = cut.of(request.gateway_id), Wait.FOR_STEP_SLOT
     for offer in offers:
         if offer.instance_id in unheard or offer.kv_group in handovers.closed_groups:
@@ -128,9 +137,9 @@ def _place(
     slow_from: SlowFrom | None = None,
     avoided: Collection[str] = (),
 ) -> Placement | Wait:
-    """`place`, with the first place to decode for what is computed in each exact group.
+    """Return a placement as `place` does, with the first decode instance of each exact group in ``firsts``.
 
-    What ends with its prompt needs none. ``may_be_ahead``: it may begin where there is no such place yet.
+    A request that ends with its prompt needs none. ``may_be_ahead``: the prompt may begin without room to decode.
     """
     wait = Wait.FOR_STEP_SLOT
     num_asked = 0
@@ -157,7 +166,7 @@ def _place(
         elif first is None and not ends_here:
             takes = bundle.prefill_placement.takes
             if may_be_ahead and not gives_back and num_asked < MAX_ASKED and takes(request, prefill.view, num_reused):
-                # One without room for its own decodes is passed over: others may have room.
+                # An instance without room for its own decodes does not count: the next ones may have room.
                 num_asked += prefill.can_decode_locally(request) or not prefill.decodes_locally
                 if handovers.decodes_locally(request, prefill, decoders.sums, bundle):
                     return Placement(prefill, prefill)
@@ -185,10 +194,10 @@ def place_locally(
     beside: Callable[[InstanceState], InstanceView],
     depths: Mapping[int, int] = NOTHING_KEPT,
 ) -> Placement | None:
-    """Place a prompt on one of ``spare``, which only decode, if it has room and that pays; its KV stays there.
+    """Place a request wholly on one of ``spare``, which only decode, if one has room and it pays; None otherwise.
 
-    Otherwise it waits for an instance that prefills: of a KV group the ``least_queued`` is the first to take it.
-    ``beside`` returns an instance as a chunk on it finds it.
+    The comparison is with a wait for the ``least_queued`` prefill instance of the KV group. ``beside`` returns an
+    instance's load beside a new chunk.
     """
     local = bundle.local_prefill
     if local is None:

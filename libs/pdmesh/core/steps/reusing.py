@@ -1,8 +1,8 @@
-"""Where the head of the line goes if some of its KV is kept: to the cheapest instance, for which it may wait a while.
+"""Cost comparison for a waiting request with cached KV: it goes to the cheapest instance, and may wait for it a while.
 
-Instances that keep its prefix are asked beside the first of the sorted line. Where the cheapest has no room for a plan
-now, the request steps aside for it and lets others pass: while that is predicted to cost less than beginning elsewhere,
-and no longer than that difference was when it began to wait.
+The candidates are the holders of the request's prefix and the first offers of the placement. If the cheapest candidate
+has no room for a plan now, the request steps aside and others may overtake it. It waits while waiting is predicted to
+cost less than beginning elsewhere, and no longer than the predicted saving when it began to wait.
 """
 
 from __future__ import annotations
@@ -26,42 +26,48 @@ from pdmesh.policy.views import InstanceView
 
 
 class PrefillCandidate(NamedTuple):
-    """A way to compute a prompt: where, how many of its first tokens need not be computed there, and what it costs."""
+    """A way to compute a prompt on ``instance``, where the first ``num_tokens`` need not be computed.
+
+    ``ready_s``: predicted time until the prompt can begin there. ``cost_s``: predicted cost, to compare candidates.
+    ``source`` would send the missing KV, which takes ``bring_s``; None if no KV has to be sent.
+    """
 
     instance: InstanceState
     num_tokens: int
-    ready_s: float  # until it can begin there
-    cost_s: float  # predicted, to compare it with others
-    source: InstanceState | None = None  # is to send what is not there; None: nothing is to be sent
-    bring_s: float = 0.0  # until it is there then
+    ready_s: float
+    cost_s: float
+    source: InstanceState | None = None
+    bring_s: float = 0.0
 
 
 _COST_S = attrgetter("cost_s")
 
 
 class Reusing:
-    """What is reused in one round of packing."""
+    """Candidates for the heads with cached KV in one round of packing."""
 
     def __init__(self, mesh: MeshState, fetches: Fetches, now_s: float) -> None:
         self._mesh = mesh
         self._fetches = fetches
         self._now_s = now_s
-        self._loads: Mapping[int, int] = {}  # granules of the head that would be loaded, by the instance's number
-        self._awaited_s: dict[InstanceId, float] = {}  # work of the requests that wait for each
+        #: Granules of the head that each instance would load, by the instance's number.
+        self._loads: Mapping[int, int] = {}
+        #: Work of the requests that wait for each instance.
+        self._awaited_s: dict[InstanceId, float] = {}
 
     def look_at(self, head: RequestState, reuse: ReuseCost | None) -> Mapping[int, int]:
-        """Return how many granules of the head need not be computed where, by the instance's number."""
+        """Return how many granules of the head are cached or loadable on each instance, by the instance's number."""
         depths, self._loads = reusable(
             head.request, self._mesh.depths(head.request), self._mesh.kept_where, self._mesh.by_number, reuse
         )
         return depths
 
     def num_loaded(self, instance: InstanceState) -> int:
-        """Return how many of these granules are loaded from the tier."""
+        """Return how many granules of the head, last given to `look_at`, the instance would load from its tier."""
         return self._loads.get(instance.number, 0)
 
     def holders(self, depths: Mapping[int, int]) -> list[InstanceState]:
-        """Return the instances that keep most, some of them."""
+        """Return the `MAX_ASKED` instances with the most reusable granules, the most first."""
         deepest = sorted(depths, key=lambda number: (-depths[number], number))
         return [self._mesh.by_number[number] for number in islice(deepest, MAX_ASKED)]
 
@@ -74,10 +80,10 @@ class Reusing:
         offers: Iterable[InstanceState],
         may_begin: Callable[[InstanceState, RequestState], bool],
     ) -> Iterator[InstanceState] | PrefillCandidate:
-        """Return the ``offers`` and the holders that ``may_begin`` it, the cheapest first; or what it waits for.
+        """Return the ``offers`` and the holders that ``may_begin`` the head, the cheapest first; or one to wait for.
 
-        Of the offers the first few alone are compared; the others come behind them. What others are ``computing`` now
-        will be kept where they are, too.
+        Only the first `MAX_ASKED` offers are compared; the others follow in their order. The candidates to wait for
+        include instances where requests are ``computing`` shared tokens, and instances that could be sent some.
         """
         reuse = bundle.reuse
         assert reuse is not None
@@ -111,7 +117,7 @@ class Reusing:
         return _one_by_one([candidate.instance for candidate in now], others)
 
     def wait_for(self, head: RequestState, awaited: PrefillCandidate, reuse: ReuseCost) -> None:
-        """Count the head as work of an instance for which it waits, and ask for what that is to be sent."""
+        """Count the head as work of the awaited instance, and begin the fetch that the candidate needs, if any."""
         instance_id = awaited.instance.instance_id
         work_s = reuse.work_s(head.request, awaited.num_tokens)
         self._awaited_s[instance_id] = self._awaited_s.get(instance_id, 0.0) + work_s
@@ -129,26 +135,26 @@ class Reusing:
     def _own(
         self, head: RequestState, depths: Mapping[int, int], instance: InstanceState, reuse: ReuseCost
     ) -> PrefillCandidate:
-        """The head computed on an instance with what is kept there, and loaded from its tier."""
+        """Return the candidate with the KV that the instance has in its cache, or would load from its tier."""
         num_tokens, load_s = _num_tokens(depths, instance), instance.load_s(self.num_loaded(instance))
         candidate = self._candidate(head, instance, num_tokens, reuse)
         return candidate._replace(ready_s=candidate.ready_s + load_s, cost_s=candidate.cost_s + load_s)
 
     def _num_kept_tokens(self, depths: Mapping[int, int], instance: InstanceState) -> int:
-        """Return the tokens that an instance keeps in its cache."""
+        """Return how many tokens of the head an instance has in its cache."""
         return _num_tokens(depths, instance) - self.num_loaded(instance) * GRANULE_TOKENS
 
     def _candidate(
         self, head: RequestState, instance: InstanceState, num_tokens: int, reuse: ReuseCost, there_in_s: float = 0.0
     ) -> PrefillCandidate:
-        """The head computed on an instance that keeps so many of its tokens, or will."""
+        """Return the candidate on an instance that has the head's first ``num_tokens``, or will in ``there_in_s``."""
         ready_s = max(self.ready_s(instance, reuse), there_in_s)
         return PrefillCandidate(instance, num_tokens, ready_s, reuse.cost_s(head.request, num_tokens, ready_s))
 
     def _coming(
         self, head: RequestState, computing: Iterable[RequestState], reuse: ReuseCost
     ) -> Iterator[PrefillCandidate]:
-        """Yield the instances where others compute tokens of the head's prompt, or to which they are on their way."""
+        """Yield candidates on instances that compute tokens of the head's prompt for others, or are being sent some."""
         chain = head.request.chain
         for state in islice(computing, MAX_ASKED):
             instance = self._mesh.instances[state.prefill_ids[0]]
@@ -169,9 +175,10 @@ class Reusing:
         known: Sequence[PrefillCandidate],
         reuse: ReuseCost,
     ) -> Iterator[PrefillCandidate]:
-        """Yield those of the ``known`` candidates to which a holder could send more than they keep.
+        """Yield improved ``known`` candidates, to which a holder could send more tokens than they have.
 
-        None of those can cost less than what that leaves to compute, so most heads look at no pair of instances.
+        A holder is skipped if even an immediate copy of all its tokens could not beat the cheapest known candidate. So
+        most heads compare no pair of instances.
         """
         request, least_s = head.request, min([candidate.cost_s for candidate in known])
         for source in holders:
@@ -181,7 +188,7 @@ class Reusing:
             cut = self._mesh.cut.of(source.instance_id)
             for candidate in known:
                 instance = candidate.instance
-                num_there = instance.num_kept_granules(request) * GRANULE_TOKENS  # more than it will find of others'
+                num_there = instance.num_kept_granules(request) * GRANULE_TOKENS
                 if (
                     max(num_there, candidate.num_tokens) < num_tokens
                     and instance.exact_group == source.exact_group
@@ -205,10 +212,10 @@ class Reusing:
         reuse: ReuseCost,
         beside: Callable[[InstanceState], InstanceView],
     ) -> InstanceState | None:
-        """Return which of ``spare``, which only decode, is cheaper than all that compute prompts; None: none is.
+        """Return the cheapest of ``spare``, which only decode, if it is cheaper than each prefill instance; else None.
 
-        ``beside`` returns an instance as a chunk on it finds it. Beside decodes a prompt takes longer; but it need not
-        move, and most of it may be there.
+        Only short prompts that the placement allows there. Beside decodes a prompt takes longer, but need not move, and
+        most of it may be cached there. ``beside`` returns an instance's load beside a new chunk.
         """
         request, local = head.request, bundle.local_prefill
         assert local is not None
@@ -238,7 +245,7 @@ class Reusing:
         least_queued: InstanceState | None,
         reuse: ReuseCost,
     ) -> float:
-        """Return the least cost on instances of a KV group that take prompts."""
+        """Return the least cost on the holders and the least queued instance of a KV group; infinite without one."""
         some = [each for each in self.holders(depths) if each.takes_prompts and each.kv_group == kv_group]
         if least_queued is not None:
             some.append(least_queued)
@@ -246,7 +253,10 @@ class Reusing:
         return min(costs, default=inf)
 
     def _had_better_wait(self, head: RequestState, awaited: PrefillCandidate, least_s: float) -> bool:
-        """Whether waiting costs less than ``least_s``, now and when the head began to wait."""
+        """Whether the head should wait: waiting costs less than ``least_s``, and its deadline has not passed.
+
+        The first call that finds waiting cheaper sets that deadline.
+        """
         if awaited.cost_s >= least_s:
             return False
         if head.awaits_until_s is None:
@@ -254,7 +264,7 @@ class Reusing:
         return head.awaits_until_s is not None and self._now_s < head.awaits_until_s
 
     def ready_s(self, instance: InstanceState, reuse: ReuseCost) -> float:
-        """Return the predicted time until an instance has computed all that is placed there, or waits for it."""
+        """Return the predicted time until an instance has computed all prompts that are placed there or wait for it."""
         remaining_s = reuse.remaining.remaining_s
         in_flight_s = 0.0
         for plan in instance.plans.values():
@@ -266,12 +276,12 @@ class Reusing:
 
 
 def _num_tokens(depths: Mapping[int, int], instance: InstanceState) -> int:
-    """Return the tokens that an instance keeps."""
+    """Return how many reusable tokens an instance has."""
     return depths.get(instance.number, 0) * GRANULE_TOKENS
 
 
 def _num_common(chain: Sequence[PrefixHash], other: Sequence[PrefixHash]) -> int:
-    """Return how many granules two chains have in common: where they are equal, all before is."""
+    """Return how many granules two chains have in common, by bisection: equal hashes mean equal beginnings."""
     low, high = 0, min(len(chain), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""What instances report of their steps: how long they took, and which chunks of prompts they computed."""
+"""Step reports of instances: durations, and the computed chunks of prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdmesh.core.operators.bundle_choice import BundleChoice
 
 
 class StepReports:
-    """Takes note of them; what does not fit the mesh state is counted, and changes nothing."""
+    """Handler of step reports. A report that does not fit the mesh state is counted as ignored, and changes nothing."""
 
     def __init__(self, mesh: MeshState, choice: BundleChoice, admission: Admission) -> None:
         self._mesh = mesh
@@ -19,7 +19,10 @@ class StepReports:
         self._admission = admission
 
     def own_steps(self, event: DecodeStepsDone | RequestFinished) -> bool:
-        """Learn from decode steps that an instance made by itself. Whether that changes what is decided."""
+        """Learn from decode steps that an instance made by itself. Return whether the latency model has changed.
+
+        A changed model rebuilds the policies.
+        """
         own_steps, instance = event.own_steps, self._mesh.instances.get(event.instance_id)
         if own_steps is None:
             return False
@@ -32,7 +35,11 @@ class StepReports:
         return moved
 
     def done(self, instance: InstanceState, event: StepDone, now_s: float) -> None:
-        """A planned step has ended: its chunks are computed, or were dropped."""
+        """End a planned step: record its computed chunks, and restart each request whose chunk was dropped.
+
+        A request whose last chunk is computed has its first token: it becomes a resident there, or its KV may move. A
+        dropped chunk of a group in recovery restarts nothing.
+        """
         plan = instance.end_plan(event.plan_id, now_s)
         if plan is None:
             self._mesh.ignore("StepDone")
@@ -43,7 +50,8 @@ class StepReports:
         for chunk in plan.chunks:
             key = (chunk.request_id, chunk.epoch)
             if done.get(key) == chunk.num_tokens:
-                instance.computed(key, chunk.start + chunk.num_tokens)  # though it may have ended since
+                # Cached even if the request has ended since.
+                instance.computed(key, chunk.start + chunk.num_tokens)
             state = self._mesh.find(key)
             if state is None:
                 continue
@@ -57,7 +65,8 @@ class StepReports:
             if is_computed and state.group is not None:
                 state.group.compute(event.instance_id, chunk.start, chunk.start + chunk.num_tokens)
             if not is_computed and not state.is_recovering:
-                if state.needs(event.instance_id):  # not one that was freed in the last layer of its last chunk
+                # A helper that was freed in the last layer of its last chunk is not needed.
+                if state.needs(event.instance_id):
                     self._mesh.restart(state, f"instance {event.instance_id} dropped a chunk", blame=SHARED_BLAME)
             elif not is_computed:
                 self._mesh.note_interruption(state)
