@@ -1,6 +1,6 @@
-"""What requests have on an instance, and the sums over that.
+"""Allocations of requests on an instance, and sums over them.
 
-The sums follow each change, so that asking costs the same however many requests there are.
+The sums follow each change, so the cost of a query does not depend on the number of requests.
 """
 
 from __future__ import annotations
@@ -16,25 +16,39 @@ from pdmesh.model import NO_TRANSFER, PartMember, TransferId
 
 
 class AllocationKind(IntEnum):
-    """What a request has on an instance."""
+    """Kind of an allocation."""
 
-    LEAVING = auto()  # KV of a request that decodes elsewhere, or will
-    LOCAL = auto()  # its prompt's KV, which stays; room for its output, a seat
-    PROMISED = auto()  # room and a seat for KV on its way (virtual usage)
-    RESIDENT = auto()  # its KV and its seat: it decodes here
-    PART = auto()  # a range of its KV, or the room for that: it decodes elsewhere, with this
-    FETCH = auto()  # of no request: granules on their way from one instance to another, on both
+    #: KV of a request that decodes elsewhere, or will.
+    LEAVING = auto()
+    #: KV of a prompt that stays here, with room for the output, and a seat.
+    LOCAL = auto()
+    #: Room and a seat for KV on its way (virtual usage).
+    PROMISED = auto()
+    #: KV and seat of a request that decodes here.
+    RESIDENT = auto()
+    #: Shard of a spread context that decodes elsewhere, or the room for the shard.
+    PART = auto()
+    #: Granules on their way from one instance to another, on both; not of a request.
+    FETCH = auto()
 
 
-#: Kinds of what decodes where it is, or will.
+#: Kinds of requests that decode here, or will.
 HAVE_SEATS = frozenset({AllocationKind.LOCAL, AllocationKind.PROMISED, AllocationKind.RESIDENT})
 
-#: Kinds of KV that is read for each token.
+#: Kinds whose KV is read for each token.
 READ_BY_STEPS = frozenset({AllocationKind.RESIDENT, AllocationKind.PART})
 
 
 class Allocation:
-    """What one request has on an instance."""
+    """Blocks and seat of one request on an instance.
+
+    ``long_tokens``: length of the prompt if it is long, else 0. ``max_blocks``: upper limit of grants. ``num_tokens``:
+    number of tokens in the last report; 0 before the first. ``transfer_id``: the transfer that brings the KV, or
+    brought it. ``granules``: granules of the prompt, cached as they are computed. ``tenant`` is None until it is known.
+    ``num_elsewhere_tokens``: tokens of the context whose KV shard holders have; ``told_members`` are these holders,
+    where an instance reported them. ``is_open``: the request may grow by more than the mean. ``freeing``: FreeKv was
+    sent. ``waits``: the prompt is computed, or has no promised room at its receiver, and waits to move away.
+    """
 
     # Not a dataclass: mypyc would leave __init__ to the interpreter.
     def __init__(
@@ -54,45 +68,51 @@ class Allocation:
     ) -> None:
         self.kind = kind
         self.num_blocks = num_blocks
-        self.long_tokens = long_tokens  # of the prompt, if it is long
+        self.long_tokens = long_tokens
         self.slo_tpot_s = slo_tpot_s
-        self.max_blocks = max(num_blocks, max_blocks)  # upper limit of grants
-        self.num_tokens = num_tokens  # that it was last heard to hold; 0: not yet
-        self.transfer_id = transfer_id  # that is to bring its KV, or brought it
-        self.granules = NOTHING  # granules of its prompt, cached as they are computed
-        self.tenant, self.share = tenant, share  # whose it is, once it is known
-        self.num_elsewhere_tokens = num_elsewhere_tokens  # of its context, whose KV others hold
-        self.told_members = members  # that hold it, where an instance told of it
-        self.is_open = False  # it may grow by more than requests do in the mean
-        self.freeing = False  # FreeKv was sent
-        self.waits = False  # to move away: it is computed, or has no room promised where it is to go
+        self.max_blocks = max(num_blocks, max_blocks)
+        self.num_tokens = num_tokens
+        self.transfer_id = transfer_id
+        self.granules = NOTHING
+        self.tenant, self.share = tenant, share
+        self.num_elsewhere_tokens = num_elsewhere_tokens
+        self.told_members = members
+        self.is_open = False
+        self.freeing = False
+        self.waits = False
 
     @property
     def num_own_tokens(self) -> int:
-        """Those of `num_tokens` whose KV no others hold."""
+        """Number of tokens whose KV no shard holder has."""
         return self.num_tokens - self.num_elsewhere_tokens
 
 
 @dataclass(slots=True)
 class AllocationSums:
-    """Sums over the holds on one instance."""
+    """Sums over the allocations on one instance.
+
+    ``num_waiting_blocks`` hold KV that waits to move away, and ``num_part_blocks`` shards of contexts that decode
+    elsewhere. ``num_prefilling`` counts prompts that are computed here, or whose KV has not moved away.
+    ``num_seats_taken`` counts requests that decode here, or will. ``long_prefill_tokens`` counts long prompts in
+    prefill by length, ``num_with_tpot`` residents by TPOT target, and ``slo_tpots_s`` are these targets.
+    """
 
     num_taken_blocks: int = 0
     num_promised_blocks: int = 0
-    num_waiting_blocks: int = 0  # of KV that waits to move away
+    num_waiting_blocks: int = 0
     num_resident_blocks: int = 0
-    num_part_blocks: int = 0  # of contexts that decode elsewhere
-    num_prefilling: int = 0  # prompts that are computed here, or whose KV waits to move away
+    num_part_blocks: int = 0
+    num_prefilling: int = 0
     num_decoding: int = 0
-    num_seats_taken: int = 0  # by those that decode here, or will
+    num_seats_taken: int = 0
     num_long_decoding: int = 0
-    long_prefill_tokens: Counter[int] = field(default_factory=Counter[int])  # long prompts in prefill, by their length
-    num_with_tpot: Counter[float | None] = field(default_factory=Counter[float | None])  # residents by their own target
-    slo_tpots_s: frozenset[float | None] = frozenset()  # of the above
+    long_prefill_tokens: Counter[int] = field(default_factory=Counter[int])
+    num_with_tpot: Counter[float | None] = field(default_factory=Counter[float | None])
+    slo_tpots_s: frozenset[float | None] = frozenset()
 
     @classmethod
     def of(cls, allocations: Iterable[Allocation]) -> Self:
-        """Counted anew."""
+        """Return the sums over ``allocations``, counted from scratch."""
         sums = cls()
         for allocation in allocations:
             sums.count(allocation, 1)
@@ -100,12 +120,12 @@ class AllocationSums:
         return sums
 
     def defer(self, allocation: Allocation, waits: bool) -> None:
-        """Whether KV that is to move away waits for that, from now on."""
+        """Mark (or unmark) an allocation as waiting to move away, and count its blocks."""
         allocation.waits = waits
         self.num_waiting_blocks += allocation.num_blocks if waits else -allocation.num_blocks
 
     def count(self, allocation: Allocation, sign: int) -> None:
-        """A hold begins (1) or ends (-1)."""
+        """Add (``sign`` 1) or subtract (-1) an allocation. Its waiting blocks are counted by `defer` alone."""
         kind, num_blocks = allocation.kind, allocation.num_blocks
         if allocation.long_tokens and kind is AllocationKind.RESIDENT:
             self.num_long_decoding += sign

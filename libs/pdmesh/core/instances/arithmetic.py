@@ -1,8 +1,8 @@
-"""Arithmetic classes in a mesh: which instances may join, and the warning where there are several classes.
+"""Arithmetic classes in a mesh: the condition for instances to join, and the warning about several classes.
 
-Two instances of one class compute the same bits from the same tokens. So a request that moves from one to the other
-draws the same tokens. The core prefers to keep a request in its class (`pdmesh.core.steps.placing`,
-`pdmesh.core.copies.decode_moves`); nothing here decides where requests go.
+Two instances of one class compute the same bits from the same tokens. So a request that moves between them draws the
+same tokens. `pdmesh.core.steps.placing` and `pdmesh.core.copies.decode_moves` prefer to keep a request in its class;
+nothing here places requests.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pdmesh.model import InstanceId, InstanceProfile
 
 
 def why_not_joins(instance: InstanceProfile, others: Iterable[InstanceProfile]) -> str | None:
-    """Why an instance may not serve beside ``others``, in one sentence; None if it may.
+    """Return a sentence on why an instance may not serve beside ``others``; None if it may.
 
-    Instances of one model must be of one class if one of them is deterministic. Who was there first decides which
-    class that is; an instance of the same name is the one that registers again, and is left out.
+    Instances of one model must be of one class if one of them is deterministic. An instance of the same name is left
+    out: it is an earlier process of the registering instance.
     """
     for other in others:
         if other.instance_id == instance.instance_id or other.model != instance.model:
@@ -32,7 +32,7 @@ def why_not_joins(instance: InstanceProfile, others: Iterable[InstanceProfile]) 
 
 
 def several_classes(class_of: Mapping[InstanceId, str]) -> str | None:
-    """What a mesh whose instances are of several classes does not promise, in one sentence; None of one class."""
+    """Return a warning for a mesh whose instances are of several classes; None with one class."""
     members: dict[str, list[InstanceId]] = {}
     for instance_id, arithmetic in class_of.items():
         members.setdefault(arithmetic, []).append(instance_id)

@@ -1,7 +1,7 @@
-"""Pairs that could not reach each other lately, though both are there: work goes around them for a while.
+"""Pairs of peers that could not reach each other lately, though both are alive: work goes around them for a while.
 
 A pair is two instances between which a transfer of KV failed, or a gateway and an instance whose tokens stopped coming.
-Nobody else knows of it: each of them reports to the scheduler as ever.
+The scheduler learns of a pair only by that failure: both peers go on reporting to the scheduler.
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ from collections.abc import Collection, Set
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.model import Request
 
-#: The oldest of more are forgotten.
+#: Most remembered pairs; the oldest are forgotten.
 MAX_PAIRS = 4096
 
 _NOBODY: Set[str] = frozenset()
 
 
 class CutPairs:
-    """Ids of instances and gateways, by the peer that they could not reach, or that could not reach them."""
+    """Partitioned pairs of instances and gateways, by the id of either peer."""
 
     def __init__(self, memory_s: float) -> None:
         """A pair is remembered for ``memory_s``; with 0 none is."""
         self._memory_s = memory_s
-        self._until_s: dict[tuple[str, str], float] = {}  # the oldest first
+        #: Time at which each pair is forgotten, the oldest pair first.
+        self._until_s: dict[tuple[str, str], float] = {}
         self._others: dict[str, set[str]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._until_s)
 
     def note(self, one: str, other: str, now_s: float) -> None:
-        """Remember a pair that could not reach each other."""
+        """Remember a pair for ``memory_s`` from now on, and forget the oldest pair if there are too many."""
         if not self._memory_s:
             return
         self.forgive(one, other)
@@ -41,7 +42,7 @@ class CutPairs:
             self.forgive(*next(iter(self._until_s)))
 
     def forgive(self, one: str, other: str) -> None:
-        """Forget a pair that has reached each other."""
+        """Forget a pair, for example because its peers reached each other."""
         if self._until_s.pop(_pair(one, other), None) is None:
             return
         for own, peer in ((one, other), (other, one)):
@@ -50,22 +51,25 @@ class CutPairs:
                 del self._others[own]
 
     def forget(self, one: str) -> None:
-        """Forget what is known of an instance or gateway that is gone."""
+        """Forget all pairs of an instance or gateway that is gone."""
         for other in list(self._others.get(one, ())):
             self.forgive(one, other)
 
     def expire(self, now_s: float) -> None:
-        """Forget what is long ago."""
+        """Forget the pairs whose time is over."""
         while self._until_s and next(iter(self._until_s.values())) <= now_s:
             self.forgive(*next(iter(self._until_s)))
 
     def of(self, one: str) -> Set[str]:
-        """Return those that it could not reach."""
+        """Return the ids of the peers that could not reach ``one``, or that it could not reach."""
         return self._others.get(one, _NOBODY)
 
 
 def have_way(request: Request, instances: Collection[InstanceState], cut: CutPairs) -> bool:
-    """Whether there are instances for a request that reach each other and its gateway, as far as is known."""
+    """Whether usable instances for a request reach each other and its gateway, as far as is known.
+
+    Without a usable instance whose role decodes, one that decodes locally is enough.
+    """
     unheard = cut.of(request.gateway_id)
     heard = [each for each in instances if each.is_usable and each.instance_id not in unheard]
     decoders = [each for each in heard if each.role_decodes]

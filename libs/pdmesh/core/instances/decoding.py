@@ -1,4 +1,4 @@
-"""What instances that decode hold together, kept by those that changed: whoever asks does not look at all of them."""
+"""Sums over the instances that decode, updated by changed instances only: a query does not look at all of them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from pdmesh.core.instances.instance import InstanceState
 from pdmesh.model import InstanceId, Request
 from pdmesh.policy.handover import Decoding, RunAhead
 
-#: Rates are summed as whole numbers of so many a second, so that sums come back to 0.
+#: Unit of summed rates, per second. Whole multiples are summed, so that sums return to exactly 0.
 _RATE_UNIT = 1e-9
 
 
 class _Sums(NamedTuple):
-    """What decodes, and what is free, on one instance or several."""
+    """Decoding requests and free capacity of one instance or several.
+
+    ``token_rate`` is the rate of all decodes, in `_RATE_UNIT`.
+    """
 
     num_requests: int = 0
     num_blocks: int = 0
     num_free_seats: int = 0
     num_free_blocks: int = 0
-    token_rate: int = 0  # of all that decode, in `_RATE_UNIT`
+    token_rate: int = 0
 
     def plus(self, other: _Sums, sign: int) -> _Sums:
         return _Sums(*[mine + sign * more for mine, more in zip(self, other, strict=True)])
@@ -34,13 +37,14 @@ class _Kind:
 
 
 class DecodingSums:
-    """Sums over instances that take requests to decode, by what they could take; empty without a ``rule``."""
+    """Sums over instances that take requests to decode, one for each kind of instance; empty without a ``rule``."""
 
     def __init__(self, rule: RunAhead | None) -> None:
         self._rule = rule
         self._kinds: dict[tuple[object, ...], _Kind] = {}
         self._known: dict[InstanceId, tuple[tuple[object, ...], _Sums]] = {}
-        self._changed: dict[InstanceId, InstanceState | None] = {}  # since somebody asked
+        #: Instances that changed since the last query.
+        self._changed: dict[InstanceId, InstanceState | None] = {}
 
     def look_at(self, instance_id: InstanceId, instance: InstanceState | None) -> None:
         """Note that an instance changed; None if it is gone."""
@@ -49,10 +53,14 @@ class DecodingSums:
         if instance is None or instance.role_decodes or instance_id in self._known:
             self._changed[instance_id] = instance
         else:
-            self._changed.pop(instance_id, None)  # perhaps of the process before it
+            # An earlier process of the same name may have decoded.
+            self._changed.pop(instance_id, None)
 
     def decoding(self, kv_group: str, mean_tokens: float, request: Request | None = None) -> Decoding | None:
-        """Together, where there is one of the KV group that could take ``request``; each draws so many tokens more."""
+        """Return the decodes and free capacity of a KV group's instances, assuming ``mean_tokens`` more per decode.
+
+        With ``request``, only kinds of instance that could ever take it. None without such an instance.
+        """
         sums = _Sums()
         kinds = self._of(kv_group, request)
         for kind in kinds:

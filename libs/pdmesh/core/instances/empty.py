@@ -1,4 +1,4 @@
-"""What an instance could take if it were empty: what its profile and role alone decide."""
+"""Capacity of an empty instance, as its profile and role alone decide it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.model import InstanceProfile, Request, Role, num_blocks_for
 from pdmesh.policy.on_demand import first_tokens
 
-#: Of a prompt that is longer than an instance's whole room, so many ranges are held there at once, or half of the room
-#: if that is less: one that is computed, and those that are on their way to where it decodes.
+#: Most ranges that an instance holds at once of a prompt longer than its whole room, or half of the room if that is
+#: less. One range is being computed, and the others are on their way to the decode instance.
 MOST_RANGES_HELD = 3
 
 
 class EmptyInstance:
-    """An instance without requests."""
+    """An instance without requests.
+
+    KV moves only inside a ``kv_group``: equal layouts and equal weights. ``part_blocks``: blocks of one range of a
+    spread context. ``prefills_locally``: a decode instance may compute prompts of its own decodes. ``decodes_locally``:
+    a prefill instance may decode its own prompts.
+    """
 
     def __init__(self, profile: InstanceProfile, growth: Growth) -> None:
-        """``growth`` says what requests are admitted with where they decode."""
+        """``growth`` decides how many blocks a request is admitted with for its output."""
         self.profile = profile
         self.instance_id = profile.instance_id
         # Looked up at each event, and a profile is no compiled class.
@@ -24,13 +29,12 @@ class EmptyInstance:
         self.max_model_len = profile.max_model_len
         self.max_num_seqs = profile.max_num_seqs
         self.max_kv_tokens = profile.max_kv_tokens
-        self.part_blocks = profile.max_kv_tokens // self.block_size  # of a range of a context that is spread
+        self.part_blocks = profile.max_kv_tokens // self.block_size
         self.weights = profile.weights
-        # KV moves only inside a group: equal layouts, and equal weights.
         self.kv_group = f"{profile.model} {profile.kv_layout} {profile.weights}"
         self._growth = growth
-        self.prefills_locally = False  # a decode instance that may compute prompts of its own decodes
-        self.decodes_locally = False  # a prefill instance that may decode its own prompts
+        self.prefills_locally = False
+        self.decodes_locally = False
         self._take_role(profile.role)
 
     def _take_role(self, role: Role) -> None:
@@ -40,54 +44,55 @@ class EmptyInstance:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What decides what it could take if it were empty."""
+        """Everything that decides which requests the empty instance could take. Equal for interchangeable instances."""
         return self.role, self.decodes_locally, self.kv_group, self.num_blocks, self.max_model_len, self.max_kv_tokens
 
     def num_prefill_blocks(self, request: Request) -> int:
         return num_blocks_for(request.num_prompt_tokens, self.block_size)
 
     def gives_back(self, request: Request) -> bool:
-        """Whether a prompt is longer than the room here: ranges of it are given back once they are where it decodes."""
+        """Whether the prompt is longer than the room here, so that its ranges are freed once they have moved away."""
         if not 0 < self.part_blocks <= self.num_blocks:
             return False
         return self.num_prefill_blocks(request) > self.num_blocks and self.num_parts(request) > 0
 
     def num_prompt_blocks(self, request: Request) -> int:
-        """Return the blocks that a prompt holds at once where it is computed."""
+        """Return the most blocks that a prompt holds at once on the instance that computes it."""
         if not self.gives_back(request):
             return self.num_prefill_blocks(request)
         return min(MOST_RANGES_HELD * self.part_blocks, max(self.part_blocks, self.num_blocks // 2))
 
     def num_parts(self, request: Request) -> int:
-        """Return how many other instances hold the first ranges of a request's prompt while it decodes, one each.
+        """Return how many shard holders a spread context has while it decodes, one for each of the first ranges.
 
-        The last range, full or not, and what is drawn are where it decodes.
+        The last range, full or not, and the output are on the decode instance.
         """
         if not self.max_kv_tokens or request.ends_with_prompt:
             return 0
         return (request.num_prompt_tokens - 1) // self.max_kv_tokens
 
     def most_parts(self, request: Request) -> int:
-        """Return `num_parts` of a prompt that all of its output belongs to."""
+        """Return `num_parts` of the request resumed with its whole output in the prompt."""
         if not self.max_kv_tokens or request.ends_with_prompt:
             return 0
         return (request.max_total_tokens - 1) // self.max_kv_tokens
 
     def num_first_blocks(self, request: Request) -> int:
-        """Return the blocks that a request is admitted with where it decodes."""
+        """Return the blocks that a request is admitted with on its decode instance."""
         if not self._growth.on_demand:
             return self.num_decode_blocks(request)
         num_blocks = num_blocks_for(first_tokens(request, self.block_size), self.block_size)
         return num_blocks - self.num_parts(request) * self.part_blocks
 
     def num_decode_blocks(self, request: Request) -> int:
-        """Return the blocks that a request may come to hold where it decodes."""
+        """Return the most blocks that a request may need on its decode instance."""
         return self.num_home_blocks(request, self.num_parts(request))
 
     def num_home_blocks(self, request: Request, num_parts: int) -> int:
-        """Return the same of a context whose first ranges others hold, so many.
+        """Return `num_decode_blocks` of a context whose first ``num_parts`` ranges other instances hold.
 
-        On demand no more than there are, if these are two ranges: one that is full is handed on as the next one grows.
+        On demand at most the instance's blocks, or two ranges if these are more: a full range moves to another
+        instance while the next one grows.
         """
         num_blocks = num_blocks_for(request.max_total_tokens, self.block_size) - num_parts * self.part_blocks
         if self.part_blocks and self._growth.on_demand:
@@ -95,11 +100,11 @@ class EmptyInstance:
         return num_blocks
 
     def may_serve(self, request: Request) -> bool:
-        """Whether tokens that are drawn here may follow those that the request has."""
+        """Whether tokens drawn with these weights may continue the request. Any weights may begin a new one."""
         return not request.weights or request.weights == self.weights
 
     def could_prefill(self, request: Request) -> bool:
-        """Whether the prompt fits this instance when it is empty: all of it, or as much as it holds at once."""
+        """Whether the empty instance could compute the prompt: all of it fits, or the ranges that it holds at once."""
         return (
             self.role_prefills
             and self.may_serve(request)
@@ -108,11 +113,11 @@ class EmptyInstance:
         )
 
     def could_decode(self, request: Request) -> bool:
-        """Whether prompt and output fit this instance when it is empty, and it takes KV of others."""
+        """Whether prompt and output fit the empty instance, and its role decodes KV of other instances."""
         return self.role_decodes and self._could_hold(request)
 
     def could_finish(self, request: Request) -> bool:
-        """Return whether an empty instance could hold prompt and output, and may decode its own prompts."""
+        """Whether prompt and output fit the empty instance, and it may decode its own prompts."""
         return (self.role_decodes or self.decodes_locally) and self._could_hold(request)
 
     def _could_hold(self, request: Request) -> bool:
@@ -123,7 +128,7 @@ class EmptyInstance:
         )
 
     def wanted_blocks(self, request: Request) -> tuple[int, bool]:
-        """Return the free blocks that a request needs to decode here, and whether it may come to need more."""
+        """Return the free blocks that a request needs to decode here, and whether it is open (`GrowthSums`)."""
         most = self.num_decode_blocks(request)
         if self._growth.on_demand:
             first = self.num_first_blocks(request)

@@ -14,8 +14,8 @@ from pdmesh.model import Request
 def could_place(request: Request, instances: Collection[InstanceState], *, by_number: bool = True) -> bool:
     """Whether some pair of the instances could take the request if they were empty.
 
-    If contexts are spread, there must be as many instances as the request may come to need: its output is part of the
-    prompt if it is resumed. If not ``by_number``, one instance of each kind is enough, since a lost one soon returns.
+    If contexts are spread, there must be as many instances as the request may need after a resumption, when its output
+    is part of the prompt. Without ``by_number``, one instance of each kind is enough, since a lost one soon returns.
     """
     able = _able(as_placed(request, instances), instances, by_number=by_number)
     return next(able, None) is not None
@@ -27,14 +27,14 @@ def is_held_whole(request: Request, instances: Collection[InstanceState]) -> boo
 
 
 def as_placed(request: Request, instances: Collection[InstanceState]) -> Request:
-    """Return the request as one that decodes elsewhere if it ends with a prompt that no instance holds whole."""
+    """Return the request, changed to always move if it ends with its prompt and no instance could hold that whole."""
     if request.ends_with_prompt and not is_held_whole(request, instances):
         return replace(request, always_moves=True)
     return request
 
 
 def _able(request: Request, instances: Collection[InstanceState], *, by_number: bool = True) -> Iterator[InstanceState]:
-    """Yield the instances that could compute a prompt, if there are others to decode it; see `could_place`."""
+    """Yield the instances that could compute a prompt, if enough others could decode it; see `could_place`."""
     able = Counter([instance.kv_group for instance in instances if instance.could_decode(request)])
     for instance in instances:
         if not instance.could_prefill(request):
@@ -46,7 +46,7 @@ def _able(request: Request, instances: Collection[InstanceState], *, by_number: 
 
 
 def unready_reason(instances: Iterable[InstanceState]) -> str | None:
-    """Why no request can be served now; None if one can."""
+    """Return a phrase for users on why no request can be served now; None if one can."""
     takers = [instance for instance in instances if instance.is_usable]
     if can_serve(takers):
         return None

@@ -1,12 +1,12 @@
-"""Granules that are kept and that no live request has: whose they are, and which go first when room is needed.
+"""Idle granules: cached, in no live request's chain. Their tenants, and their order of eviction.
 
-Each tenant has a line, the longest unused first. From a tenant nothing is taken while that would leave it less than its
-share of what stays idle: so nobody flushes what others keep, however much it sends. Of those that have more the longest
-unused granule goes.
+Each tenant has a line, the longest unused granule first. No eviction leaves a tenant less than its share of the
+granules that stay idle. So no tenant flushes the cache of others, however much it sends. Of the tenants with more than
+their share, the longest unused granule goes first.
 
-What is behind a granule must not outlive it, and a chain can be several tenants' where these share. So what several
-have used goes after what one alone has, and what nobody is known to have used goes first: as an instance registers, it
-says what it keeps, and not whose that is. Whoever uses the end of a chain uses its beginning.
+A granule must not outlive the granules before it in its chain, and tenants may share the beginning of a chain. So
+granules that several tenants used go after granules of one tenant. Granules without a known user go first: an instance
+that registers reports its cache without the tenants. A user of the end of a chain is a user of the beginning, too.
 """
 
 from __future__ import annotations
@@ -19,34 +19,39 @@ from typing import Final
 
 from pdmesh.model import PrefixHash
 
-#: Tenants with nothing there are forgotten when there are twice as many lines, and so many more, as at the last time.
+#: Tenants without granules and requests are forgotten when the number of lines exceeds twice the last number by this.
 _SPARE_LINES: Final = 64
 
 
 class IdleLine:
-    """A tenant's idle granules on one instance, and what stands for those of nobody, or of several."""
+    """The idle granules of one tenant on one instance; also used for granules of no known or of several tenants.
+
+    In these cases ``tenant`` is None. ``num_live`` counts the tenant's live requests, or its granules in use: the line
+    is not forgotten while there are any. ``granules`` maps each granule to the number at which it was added, in order.
+    """
 
     # Not a dataclass: mypyc would leave __init__ to the interpreter.
     def __init__(self, tenant: str | None = None) -> None:
-        self.tenant = tenant  # None: nobody's, or several tenants'
+        self.tenant = tenant
         self.share = 1
-        self.num_live = 0  # requests of it that are there, or granules that are used: it is not forgotten
-        # With when each came, in order. (An OrderedDict finds its first entry at once after many deletions in front.)
+        self.num_live = 0
+        # An OrderedDict finds its first entry at once after many deletions in front.
         self.granules: OrderedDict[PrefixHash, int] = OrderedDict()
 
     @property
     def first(self) -> tuple[int, PrefixHash]:
-        """When its longest unused granule came, and that."""
+        """The longest unused granule, after the number at which it was added."""
         granule, number = next(iter(self.granules.items()))
         return number, granule
 
 
 class IdleGranules:
-    """Keeps the idle granules of one instance, and says which go first."""
+    """The idle granules of one instance, in lines by tenant. ``line_by_granule`` must not be changed from outside."""
 
     def __init__(self) -> None:
         self.unknown, self.shared = IdleLine(), IdleLine()
-        self.line_by_granule: dict[PrefixHash, IdleLine] = {}  # to be looked at alone: a call for each granule is slow
+        # Public, because a call for each granule is slow.
+        self.line_by_granule: dict[PrefixHash, IdleLine] = {}
         self._tenants: dict[str, IdleLine] = {}
         self._num_added = 0
         self._num_known_lines = 0
@@ -58,11 +63,11 @@ class IdleGranules:
         return granule in self.line_by_granule
 
     def lines(self) -> dict[PrefixHash, IdleLine]:
-        """Return all of them, with whose they are."""
+        """Return the line of each granule, as a copy."""
         return dict(self.line_by_granule)
 
     def line_of(self, tenant: str | None, share: int) -> IdleLine:
-        """Return the line of a tenant, for a request of it; None: nobody knows whose that is."""
+        """Return the line of a tenant, created if necessary, and set its share; for None the line without a tenant."""
         if tenant is None:
             return self.unknown
         line = self._tenants.get(tenant)
@@ -75,23 +80,26 @@ class IdleGranules:
         return line
 
     def line_like(self, line: IdleLine, others: IdleGranules) -> IdleLine:
-        """Return the line here of whose granules are in a line of others."""
+        """Return the line here that corresponds to ``line`` of ``others``."""
         return self.shared if line is others.shared else self.line_of(line.tenant, line.share)
 
     def used_by(self, before: IdleLine, line: IdleLine) -> IdleLine:
-        """Return whose a granule is that was one's before, and is used by another now, or by the same."""
+        """Return the new line of a granule of line ``before`` that is used by ``line`` now.
+
+        The shared line if both are known and differ.
+        """
         if before is line or before is self.unknown:
             return line
         return before if line is self.unknown else self.shared
 
     def add(self, granule: PrefixHash, line: IdleLine) -> None:
-        """Add one that was used just now."""
+        """Add a granule that was used just now."""
         self._num_added += 1
         line.granules[granule] = self._num_added
         self.line_by_granule[granule] = line
 
     def add_all(self, granules: Iterable[tuple[PrefixHash, IdleLine]]) -> None:
-        """Add some that were used just now, in this order, with whose they are."""
+        """Add granules that were used just now, in this order, each to its line."""
         number, line_by_granule = self._num_added, self.line_by_granule
         for granule, line in granules:
             number += 1
@@ -100,13 +108,13 @@ class IdleGranules:
         self._num_added = number
 
     def remove(self, granule: PrefixHash) -> IdleLine:
-        """Take one out, and return whose it was."""
+        """Remove a granule, and return its line."""
         line = self.line_by_granule.pop(granule)
         del line.granules[granule]
         return line
 
     def take(self, number: int) -> dict[PrefixHash, IdleLine]:
-        """Take so many out, or all there are: those that go first, with whose they were."""
+        """Remove ``number`` granules, or all if there are fewer, by order of eviction. Return each with its line."""
         number = min(number, len(self.line_by_granule))
         taken = self._take_first(self.unknown, number)
         taken |= self._take_fairly(number - len(taken))
@@ -140,12 +148,13 @@ class IdleGranules:
         return taken
 
     def clear(self) -> None:
+        """Remove all granules. The lines remain."""
         for line in (self.unknown, self.shared, *self._tenants.values()):
             line.granules.clear()
         self.line_by_granule.clear()
 
     def check_integrity(self, name: str) -> None:
-        """AssertionError names what does not balance."""
+        """Check that the lines agree with the index and are in order; AssertionError names the difference."""
         lines = [self.unknown, self.shared, *self._tenants.values()]
         assert sum([len(line.granules) for line in lines]) == len(self.line_by_granule), (
             f"{name}: idle granules without a line"

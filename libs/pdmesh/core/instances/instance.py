@@ -1,4 +1,4 @@
-"""What the core knows of one instance: what it holds, and what is in flight there."""
+"""State of one instance in the core: its allocations, prompts, and plans in flight."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from pdmesh.policy.latency_profile import device_class_of
 from pdmesh.policy.switching import SwitchTimes
 from pdmesh.policy.views import InstanceView
 
-#: By how much the context of residents must move, relative to what is known of it, for plans to be made by it.
+#: Least relative change of the residents' context share that is taken over.
 _CONTEXT_MOVED = 0.05
 
 
 class InstanceState(OccupiedInstance):
-    """What the core knows of one instance."""
+    """State of one instance in the core.
+
+    ``plans`` are in flight, and ``urgent_plan_id`` is the plan among them that overtakes the others. ``turned_s``: when
+    the oldest of them began, as far as is known. ``prefills`` are placed here, with tokens not yet planned. Instances
+    of one ``device_class`` are equally fast. KV that moves inside an ``exact_group`` continues with the same bits.
+    """
 
     def __init__(
         self,
@@ -31,25 +36,23 @@ class InstanceState(OccupiedInstance):
         next_plan_id: int = 0,
         draining: bool = False,
     ) -> None:
-        """``changed`` takes note of every change; ``number`` is the instance's place among those that joined.
-
-        ``kept_where`` is the index of all instances.
-        """
+        """``changed`` records every change. ``number`` identifies the instance in ``kept_where``, the mesh's index."""
         kept_where = KeptWhere() if kept_where is None else kept_where
         super().__init__(profile, growth, changed=changed, kept_where=kept_where, number=number, draining=draining)
-        self.device_class = device_class_of(profile)  # instances of one device class are equally fast
+        self.device_class = device_class_of(profile)
         self.num_stages = profile.num_stages
         self.switches = SwitchTimes()
         self.arithmetic = profile.arithmetic
-        self.exact_group = f"{self.kv_group} {profile.arithmetic}"  # what moves inside it goes on with the same bits
+        self.exact_group = f"{self.kv_group} {profile.arithmetic}"
         self.next_plan_id = next_plan_id
-        self.plans: dict[int, StepPlan] = {}  # in flight
-        self.turned_s = 0.0  # when the first of these began, as far as is known
+        self.plans: dict[int, StepPlan] = {}
+        self.turned_s = 0.0
         self.batching = BatchingState()
-        self.urgent_plan_id: int | None = None  # of the one among them that overtakes the others
-        self.prefills: list[RequestState] = []  # placed here, with tokens not yet planned
+        self.urgent_plan_id: int | None = None
+        self.prefills: list[RequestState] = []
         self.num_queued_tokens = 0
-        self._context_share = 1.0  # of the residents' room, that they attend to; the whole of it until reported
+        #: Share of the residents' room that they attend to; all of it until reported.
+        self._context_share = 1.0
         self._view: InstanceView | None = None
         self._change()
 
@@ -65,11 +68,11 @@ class InstanceState(OccupiedInstance):
         return len(self.plans) - (self.urgent_plan_id is not None)
 
     def has_step_slot(self, plans_in_flight: int) -> bool:
-        """Whether it can be given another regular plan, if an instance of one stage may have so many at once."""
+        """Whether another regular plan may be sent. An instance of one stage may have ``plans_in_flight``."""
         return self.num_regular_plans < plans_in_flight + self.num_stages - 1
 
     def begin_plan(self, plan: StepPlan, now_s: float) -> None:
-        """A plan is sent."""
+        """Record a plan that is sent."""
         if not self.plans:
             self.turned_s = now_s
         self.next_plan_id = plan.plan_id + 1
@@ -80,7 +83,7 @@ class InstanceState(OccupiedInstance):
         self._change()
 
     def end_plan(self, plan_id: int, now_s: float) -> StepPlan | None:
-        """The plan, if it was in flight."""
+        """End a plan in flight, with its prompt tokens, and return it; None if it was not in flight."""
         self.turned_s = now_s
         if plan_id == self.urgent_plan_id:
             self.urgent_plan_id = None
@@ -98,11 +101,12 @@ class InstanceState(OccupiedInstance):
         self._change()
 
     def add_prefill(self, state: RequestState) -> None:
+        """Add a prompt that is placed here, with its tokens that are not planned."""
         self.prefills.append(state)
         self.queue_tokens(state.request.num_prompt_tokens - state.num_planned_tokens)
 
     def drop_prefill(self, state: RequestState) -> None:
-        """The request ended: what was not planned of it never will be."""
+        """Remove the prompt of a request that ended, with its tokens that are not planned."""
         self.num_flights += 1
         self._change()
         if state in self.prefills:
@@ -112,7 +116,7 @@ class InstanceState(OccupiedInstance):
     # --- views and checks ---
 
     def note_context(self, num_decodes: float, num_tokens: float) -> None:
-        """A step with ``num_decodes`` of the residents attended to so many tokens of theirs."""
+        """Learn the residents' context share from a step of ``num_decodes`` decodes over ``num_tokens`` of context."""
         room = self.allocated.num_resident_blocks * self.block_size * num_decodes / max(1, self.allocated.num_decoding)
         share = min(1.0, num_tokens / room) if room and num_tokens else self._context_share
         if abs(share - self._context_share) > _CONTEXT_MOVED * self._context_share:
@@ -122,10 +126,11 @@ class InstanceState(OccupiedInstance):
 
     @property
     def view(self) -> InstanceView:
-        """What policies see; rebuilt only after a change."""
+        """The instance as policies see it; rebuilt only after a change."""
         if self._view is None:
             long_tokens = self.allocated.long_prefill_tokens
-            self._view = InstanceView(  # in the order of its fields: keywords take twice as long, for each placement
+            # Positional, since keywords take twice as long, for each placement.
+            self._view = InstanceView(
                 self.instance_id,
                 self.role,
                 self.num_blocks,
@@ -152,7 +157,7 @@ class InstanceState(OccupiedInstance):
         return self._view
 
     def check_integrity(self) -> None:
-        """AssertionError names the numbers that do not balance."""
+        """Check allocations, urgent plans and queued tokens; AssertionError names the numbers that do not balance."""
         self.check_occupied()
         name = self.instance_id
         urgent = [plan_id for plan_id, plan in self.plans.items() if plan.urgent]

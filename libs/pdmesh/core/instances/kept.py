@@ -1,15 +1,15 @@
-"""KV that stays for other requests: which granules are kept where, which requests use them, and which go first.
+"""Prefix cache of one instance: the cached granules, the requests that use them, and the order of eviction.
 
-The core is the truth of this, as of all state: a granule is *kept* on an instance from when it is known to be computed
-there, or to have landed, until a command says to *drop* it. What live requests there have in their chains is *in use*
-and never dropped; all else is *idle* and counts as free: it goes when a command takes its blocks, the longest unused of
-tenants first that have more than their share (`pdmesh.core.instances.idle`). A chain is let go of from its tail to its
-head, so leaves go before parents, and what is kept of a chain is always its beginning.
+The core decides about caches, as about all state. A granule is cached (*kept*) from when it is known to be computed on
+the instance, or to have landed, until a command says to *drop* it. Granules in live requests' chains are *in use* and
+never dropped. All others are *idle* and count as free: they are dropped when a command takes their blocks, in the order
+of `pdmesh.core.instances.idle`. A chain is evicted from its tail to its head. So the cached granules of a chain are
+always its beginning.
 
-Of two requests that compute the same granule at once the first one's is kept. The other's blocks stay its own, and it
-counts as a user all the same, so that both sides agree whatever crosses on the way.
+If two requests compute the same granule at once, the first one's copy is cached. The other request's blocks stay its
+own, and it counts as a user all the same, so that core and instance agree whatever messages cross on the way.
 
-Where an instance has an offload tier (`pdmesh.core.instances.offloaded`), what goes in the cache goes there.
+If an instance has an offload tier (`pdmesh.core.instances.offloaded`), granules evicted from the cache go there.
 """
 
 from __future__ import annotations
@@ -25,35 +25,48 @@ from pdmesh.plans import NO_EVICTIONS, Evictions
 
 
 class HeldGranules:
-    """The granules of one request on an instance."""
+    """The granules of one request on an instance.
+
+    ``line`` is the line of the request's tenant. The first ``num_computed`` granules are computed. ``kept`` has a bit
+    for each granule that is cached in the request's own or shared blocks. ``num_lost`` counts granules that the
+    instance turned out not to have: it refuses the request, or will.
+    """
 
     # Not a dataclass: mypyc would leave __init__ to the interpreter.
     def __init__(self, chain: Sequence[PrefixHash], line: IdleLine) -> None:
         self.chain = chain
-        self.line = line  # of its tenant
-        self.num_computed = 0  # from the first on
-        self.kept = 0  # a bit for each granule that is kept in this request's own blocks, or those that it shares
-        self.num_lost = 0  # of these, that the instance turned out not to keep: it refuses the request, or will
+        self.line = line
+        self.num_computed = 0
+        self.kept = 0
+        self.num_lost = 0
 
 
 NOTHING = HeldGranules((), IdleLine())
 
 
 class KeptHere:
-    """What one instance keeps."""
+    """Prefix cache of one instance, as the core knows it.
+
+    ``granule_blocks`` is 0 if the instance caches nothing. ``last_begun`` is the mesh-wide number of the last request
+    with a chain that began here. ``offloaded`` is the offload tier, None without one.
+    """
 
     def __init__(self, where: KeptWhere, number: int, block_size: int, num_offload_granules: int = 0) -> None:
-        """``number`` is the instance's, of which there is one at a time; its tier holds ``num_offload_granules``."""
-        self.granule_blocks = blocks_of_granule(block_size)  # 0: nothing is kept
+        """``number`` is the instance's number in the index ``where``; its tier holds ``num_offload_granules``."""
+        self.granule_blocks = blocks_of_granule(block_size)
         self._where = where
         self._bit = 1 << number
-        self._users: dict[PrefixHash, int] = {}  # live requests; also of what is not kept, or not yet
-        self._in_use: dict[PrefixHash, IdleLine] = {}  # by whose they are
+        #: Number of live requests of each granule, also of granules that are not cached yet.
+        self._users: dict[PrefixHash, int] = {}
+        #: Line of each cached granule in use.
+        self._in_use: dict[PrefixHash, IdleLine] = {}
         self._idle = IdleGranules()
-        self._num_held = 0  # kept granules in blocks of live requests, as often as they have them
-        self.last_begun = 0  # the number of the last request with a chain, in the order in which they began anywhere
-        self._orphans: dict[PrefixHash, None] = {}  # kept there for nothing: to be dropped
-        self.offloaded: OffloadedHere | None = None  # where there is a tier
+        #: Number of cached granules in blocks of live requests; a shared one counts for each request.
+        self._num_held = 0
+        self.last_begun = 0
+        #: Granules that the instance has but no request can use, since an earlier one of the chain is missing.
+        self._orphans: dict[PrefixHash, None] = {}
+        self.offloaded: OffloadedHere | None = None
         if num_offload_granules and self.granule_blocks:
             self.offloaded = OffloadedHere(where.offloaded, self._bit, num_offload_granules)
 
@@ -67,7 +80,7 @@ class KeptHere:
 
     @property
     def num_saved_blocks(self) -> int:
-        """Return how many fewer blocks are taken than live requests have, each counted by itself, since they share."""
+        """Number of blocks saved by sharing: the sum of the live requests' blocks less the blocks that are taken."""
         num_stranded = sum([granule in self._users for granule in self._orphans]) if self._orphans else 0
         return (self._num_held - len(self._in_use) - num_stranded) * self.granule_blocks
 
@@ -75,7 +88,7 @@ class KeptHere:
         return granule in self._in_use or granule in self._idle
 
     def depth(self, chain: Sequence[PrefixHash], most: int) -> int:
-        """How many of the first ``most`` granules of a chain are kept."""
+        """Return how many of the first ``most`` granules of a chain are cached, by bisection."""
         low, high = 0, 0 if self.is_empty else most
         while low < high:
             middle = (low + high + 1) // 2
@@ -86,7 +99,7 @@ class KeptHere:
         return low
 
     def num_loadable(self, chain: Sequence[PrefixHash], num_kept: int) -> int:
-        """Return how many granules behind the first ``num_kept`` of a chain the tier has."""
+        """Return how many consecutive granules after the first ``num_kept`` of a chain the tier has."""
         offloaded = self.offloaded
         if offloaded is None:
             return 0
@@ -98,9 +111,10 @@ class KeptHere:
     def begin(
         self, chain: Sequence[PrefixHash], num_reused: int, tenant: str | None = None, share: int = 1
     ) -> HeldGranules:
-        """A request begins that shares the first ``num_reused`` granules of its chain, and none behind these.
+        """Begin a request that shares the first ``num_reused`` granules of its chain, and return its granules.
 
-        What it loads from the tier is in its own blocks, and kept once a chunk behind it is computed.
+        Granules that the request loads from the tier are in its own blocks, and cached once a later chunk is computed.
+        `NOTHING` without a chain or a cache.
         """
         if not self.granule_blocks or not chain:
             return NOTHING
@@ -111,12 +125,14 @@ class KeptHere:
         held.kept = (1 << num_reused) - 1
         for granule in chain[:num_reused]:
             if granule not in self:
-                self._keep(granule, held.line)  # of a request that was here before we were
+                # Cached by a request from before this scheduler's start.
+                self._keep(granule, held.line)
             self._use(granule, held.line)
         users, idle, is_idle = self._users, self._idle, self._idle.line_by_granule
         for granule in chain[num_reused:]:
             users[granule] = users.get(granule, 0) + 1
-            if granule in is_idle:  # kept, and computed again: it may be found there
+            # Cached, but computed again: the instance may find it cached.
+            if granule in is_idle:
                 self._in_use[granule] = idle.used_by(idle.remove(granule), held.line)
         self._num_held += num_reused
         if self.offloaded is not None:
@@ -124,7 +140,7 @@ class KeptHere:
         return held
 
     def claim(self, held: HeldGranules, tenant: str, share: int) -> None:
-        """It becomes known whose a request is: what it has is used by that tenant, as what it draws will be."""
+        """Set the tenant of a request once it is known: the tenant counts as a user of the request's granules."""
         if held is NOTHING:
             return
         line = self._idle.line_of(tenant, share)
@@ -139,21 +155,25 @@ class KeptHere:
             self.offloaded.use(held.chain, line, idle)
 
     def num_idle_blocks_of(self, chain: Sequence[PrefixHash]) -> int:
-        """How many blocks a chain has here that nobody uses."""
+        """Return how many cached blocks of a chain are idle."""
         return sum([granule in self._idle for granule in chain]) * self.granule_blocks
 
     def num_shared_blocks(self, held: HeldGranules) -> int:
-        """How many blocks of a request stay taken when it ends, since others have them, too."""
+        """Return how many cached blocks of a request stay taken when it ends, because other requests use them."""
         shared = [granule for index, granule in enumerate(held.chain) if held.kept >> index & 1]
         return sum([self._users[granule] > 1 for granule in shared]) * self.granule_blocks
 
     def computed(self, held: HeldGranules, num_granules: int) -> None:
-        """Note that so many granules of a request are computed here, or have landed."""
+        """Cache the first ``num_granules`` of a request, which are computed here or have landed.
+
+        A granule that is cached already is not cached again, but counts as used by the request's tenant.
+        """
         start, in_use, idle = held.num_computed, self._in_use, self._idle
         is_idle = idle.line_by_granule
         part = held.chain[start:num_granules]
         for granule in part if self._orphans else ():
-            if granule in self._orphans:  # what is before it is kept, too, now
+            # The earlier granules of the chain are cached now.
+            if granule in self._orphans:
                 del self._orphans[granule]
                 self._keep(granule, held.line)
         fresh = [granule for granule in part if granule not in in_use and granule not in is_idle]
@@ -167,15 +187,15 @@ class KeptHere:
                 elif granule in in_use:
                     in_use[granule] = idle.used_by(in_use[granule], held.line)
         self._where.add_all(fresh, self._bit)
-        in_use.update(dict.fromkeys(fresh, held.line))  # by this request
+        in_use.update(dict.fromkeys(fresh, held.line))
         self._num_held += len(fresh)
         held.num_computed = max(start, num_granules)
 
     def drew(self, granules: Sequence[PrefixHash], num_known: int, tenant: str | None = None, share: int = 1) -> None:
-        """A request that gives back its blocks drew ``granules``, which are behind its chain, and stay.
+        """Cache the ``granules`` of a request that frees its blocks, including granules of its output.
 
-        The first ``num_known`` of them were kept there already. What is not known here any more was dropped while this
-        was on its way: nothing behind it is of use.
+        The first ``num_known`` of them were cached already. If one of these is unknown here, it was dropped while the
+        report was on its way. Then later granules are useless, and the next command drops them.
         """
         if not self.granule_blocks or not granules:
             return
@@ -187,14 +207,15 @@ class KeptHere:
                 self._orphans[granule] = None
         for granule in reversed(granules[:num_whole]):
             if granule in idle:
-                idle.add(granule, idle.used_by(idle.remove(granule), line))  # what is behind must not outlive it
+                # Later granules of the chain must not outlive this one.
+                idle.add(granule, idle.used_by(idle.remove(granule), line))
             elif granule in self._in_use:
                 self._in_use[granule] = idle.used_by(self._in_use[granule], line)
             else:
                 self._keep(granule, line)
 
     def end(self, held: HeldGranules) -> None:
-        """A request gives back its blocks, but for what is kept."""
+        """End a request: its cached granules without another user become idle."""
         if held is NOTHING:
             return
         self._num_held -= held.kept.bit_count()
@@ -226,10 +247,13 @@ class KeptHere:
             before = self._idle.remove(granule)
         self._in_use[granule] = self._idle.used_by(before, line)
 
-    # --- what is given up ---
+    # --- eviction ---
 
     def make_room(self, num_granules: int) -> Evictions:
-        """Give up so many idle granules, or all there are, and what is kept there for nothing."""
+        """Evict ``num_granules`` idle granules, or all if there are fewer, and all orphans; return them.
+
+        With an offload tier, evicted granules are offloaded as far as there is room.
+        """
         orphans, idle = self._take_orphans(), self._idle
         if num_granules <= 0:
             return Evictions(drop=orphans) if orphans else NO_EVICTIONS
@@ -241,9 +265,9 @@ class KeptHere:
         return Evictions(drop=orphans + room.drop, offload=room.offload, evict=room.evict)
 
     def _take_orphans(self) -> tuple[PrefixHash, ...]:
-        """Return what is kept there for nothing: the next command drops it.
+        """Remove and return the orphans, which the next command drops.
 
-        But for what a live request has in its chain: perhaps it computed it meanwhile, and found it there.
+        An orphan in a live request's chain remains: the request may have found it on the instance meanwhile.
         """
         if not self._orphans:
             return ()
@@ -258,12 +282,13 @@ class KeptHere:
         held: Iterable[HeldGranules],
         offloaded: Sequence[PrefixHash] | None = None,
     ) -> None:
-        """The instance keeps exactly this, the longest unused first; ``held`` is what live requests have there.
+        """Replace the cache by the instance's report, the longest unused granule first.
 
-        ``offloaded`` is what its tier has; None: what is known of that holds.
+        ``held`` are the live requests' granules; ones that the report lacks count as lost. ``offloaded`` is the tier's
+        report; None leaves the tier as it is.
 
-        But for news of what live requests have in their chains: it could not be dropped for the room that they were
-        promised. The instance gives it up itself if it must.
+        A reported granule in a live request's chain that was unknown before is left out: it could not be dropped for
+        the room that the request was promised. The instance drops it by itself if necessary.
         """
         if self.offloaded is not None and offloaded is not None:
             self.offloaded.replace(offloaded, self._users)
@@ -284,12 +309,12 @@ class KeptHere:
             self._num_held += each.kept.bit_count()
 
     def lose_offloaded(self, granules: Iterable[PrefixHash]) -> None:
-        """The tier has these no more, for a reason of its own."""
+        """Remove granules that the tier lost or dropped by itself."""
         if self.offloaded is not None:
             self.offloaded.lose(granules)
 
     def clear(self) -> None:
-        """Forget all: nothing is kept any more."""
+        """Remove all granules from cache and tier."""
         self._forget()
         if self.offloaded is not None:
             self.offloaded.clear()
@@ -302,7 +327,7 @@ class KeptHere:
         self._num_held = 0
 
     def check_integrity(self, name: str, held: Sequence[HeldGranules]) -> None:
-        """AssertionError names what does not balance; ``held`` is what live requests have there."""
+        """Check users, index and chains against the live requests' granules; AssertionError names the difference."""
         users, num_held = Counter[PrefixHash](), 0
         for each in held:
             users.update(each.chain)

@@ -1,4 +1,4 @@
-"""The index of what is kept where: a bit for each instance and granule, so that one walk down a chain tells of all."""
+"""Index of cached granules: one bit for each instance and granule, so one walk down a chain finds all holders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pdmesh.model import PrefixHash
 
 
 class GranuleIndex:
-    """Which instances have a granule: a bit for each, that of its number."""
+    """The instances that have each granule, as a mask: bit n stands for the instance with number n."""
 
     def __init__(self) -> None:
         self._masks: dict[PrefixHash, int] = {}
@@ -20,7 +20,7 @@ class GranuleIndex:
         self._masks[granule] = self._masks.get(granule, 0) | bit
 
     def add_all(self, granules: Sequence[PrefixHash], bit: int) -> None:
-        """Note granules that an instance has from now on."""
+        """Add granules to an instance, given by its bit."""
         masks = self._masks
         for granule in granules:
             masks[granule] = masks.get(granule, 0) | bit
@@ -29,7 +29,7 @@ class GranuleIndex:
         self.discard_all((granule,), bit)
 
     def discard_all(self, granules: Iterable[PrefixHash], bit: int) -> None:
-        """Note granules that an instance has no more."""
+        """Remove granules of an instance, given by its bit. Each granule must be in the index."""
         masks = self._masks
         for granule in granules:
             mask = masks.pop(granule) & ~bit
@@ -37,7 +37,7 @@ class GranuleIndex:
                 masks[granule] = mask
 
     def depths(self, chain: Sequence[PrefixHash], most: int) -> dict[int, int]:
-        """How many of the first ``most`` granules are where, by the instance's number; only where some are."""
+        """Return how many of the first ``most`` granules each instance has, by number; only instances with some."""
         found: dict[int, int] = {}
         masks = self._masks
         left = masks.get(chain[0], 0) if most > 0 else 0
@@ -52,12 +52,12 @@ class GranuleIndex:
         return found
 
     def of(self, bit: int) -> set[PrefixHash]:
-        """What one instance has. For checks: it looks at all."""
+        """Return the granules of one instance. Slow, for checks: looks at the whole index."""
         return {granule for granule, mask in self._masks.items() if mask & bit}
 
 
 class KeptWhere(GranuleIndex):
-    """Which instances keep a granule in their caches, and in ``offloaded`` which ones do in their tiers."""
+    """The instances with each granule in their caches, and in ``offloaded`` the instances with it in their tiers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,12 +65,12 @@ class KeptWhere(GranuleIndex):
         self._num_requests = 0
 
     def number_request(self) -> int:
-        """Return the number of a request with a chain that begins on an instance, from 1 on."""
+        """Return the next number, from 1 on, for a request with a chain that begins on an instance."""
         self._num_requests += 1
         return self._num_requests
 
     def depths_with_tiers(self, chain: Sequence[PrefixHash], most: int) -> dict[int, int]:
-        """Return how many of the first ``most`` granules are where, in its cache or its tier."""
+        """Return how many of the first ``most`` granules each instance has in its cache or its tier, by number."""
         found: dict[int, int] = {}
         masks, others = self._masks, self.offloaded._masks
         left = masks.get(chain[0], 0) | others.get(chain[0], 0) if most > 0 else 0

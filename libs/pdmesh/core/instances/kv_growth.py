@@ -1,6 +1,6 @@
-"""What requests that are given KV on demand will still need: of the mesh, and of one instance's.
+"""Predicted growth of requests that are given KV on demand, in the mesh and on one instance.
 
-Kept as sums that follow each change, so that asking costs the same however many there are.
+Sums follow each change, so the cost of a query does not depend on the number of requests.
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ from dataclasses import dataclass
 
 from pdmesh.policy.on_demand import RemainingTokens, Room, risk_score, safe_room
 
-#: Instances hear of another mean when it has moved by this share.
+#: Least relative change of the mean that is passed on to instances.
 _NEWS = 0.05
 
 
 class Growth:
-    """What is known of remaining lengths. ``on_demand``: requests are admitted with room for a part of their output."""
+    """Observed remaining lengths of requests.
+
+    ``on_demand``: requests are admitted with room for only a part of their output. ``risk`` is the accepted risk that
+    the residents of an instance outgrow its blocks.
+    """
 
     def __init__(self, *, on_demand: bool = False, risk: float = 0.01) -> None:
         self.on_demand = on_demand
@@ -23,12 +27,12 @@ class Growth:
         self.mean_tokens = self._remaining.mean
 
     def drew(self, num_tokens: int) -> bool:
-        """A request drew so many tokens more. Whether the mean is another one now."""
+        """Count tokens that a request drew. Return whether the mean changed enough to tell the instances."""
         self._remaining.drew(num_tokens)
         return self._has_moved()
 
     def ended(self, num_tokens: int) -> bool:
-        """A request ended, that drew so many tokens since it was heard of. Whether the mean is another one now."""
+        """Count a request that ended, and the tokens since its last report. Return whether the mean changed enough."""
         self._remaining.drew(num_tokens)
         self._remaining.ended()
         return self._has_moved()
@@ -43,9 +47,9 @@ class Growth:
 
 @dataclass(slots=True)
 class GrowthSums:
-    """Sums over one instance's requests: those that may grow by more than the mean are *open*, others bounded.
+    """Sums over one instance's requests. *Open* requests may grow by more than the mean, *bounded* ones may not.
 
-    A bounded one counts with all that it may come to, an open one with what it has and is likely to need.
+    A bounded request counts with the most blocks it may need, an open one with its blocks and its likely growth.
     """
 
     _num_open: int = 0
@@ -54,6 +58,7 @@ class GrowthSums:
     _bounded_blocks: int = 0
 
     def count(self, num_blocks: int, max_blocks: int, *, is_open: bool, sign: int) -> None:
+        """Add (``sign`` 1) or remove (-1) a request."""
         if is_open:
             self._num_open += sign
             self._open_blocks += sign * num_blocks
@@ -62,7 +67,7 @@ class GrowthSums:
             self._bounded_blocks += sign * max_blocks
 
     def room(self, num_blocks: int, block_size: int, growth: Growth) -> Room:
-        """Blocks with which one more request may begin, of ``num_blocks`` in all."""
+        """Return the blocks with which one more request may begin, of ``num_blocks`` in all; negative for none."""
         return safe_room(
             num_blocks - self._bounded_blocks,
             self._num_open,

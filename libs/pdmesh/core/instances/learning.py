@@ -1,4 +1,4 @@
-"""How the core's latency models follow the mesh: from what instances measured of themselves, and from their steps."""
+"""Learning of the core's latency models, from the instances' own measurements and from their steps."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ MAX_LENT_SHARE = 0.05
 
 
 class LatencyLearner:
-    """Keeps a model for each make of instance: those that compute the same model on the same hardware.
+    """Latency models by device class: instances that compute the same model on the same hardware.
 
-    ``model`` is of the first make that prefills; until there is one, of any. Each call that takes note of something
-    says whether a model is another one now.
+    ``model`` belongs to the first device class that prefills; until there is one, to the first of any. ``num_stages``
+    is the number of the first instance that prefills, or else of any. Each method that learns returns whether a model
+    has changed.
     """
 
     def __init__(self, prior: LinearLatencyModel, learning: LatencyLearning) -> None:
-        self.num_stages = 1  # of the first instance that prefills, or else of any
+        self.num_stages = 1
         self._prior = prior
         self._learning = learning
         self._of_device_class: dict[str, Refinement] = {}
-        self._timed_prefill: set[str] = set()  # device classes of which an instance that prefills has timed itself
+        #: Device classes in which an instance that prefills has timed itself.
+        self._timed_prefill: set[str] = set()
         self._main = ""
         self._main_prefills = False
         self._stages_are_known = False
@@ -46,12 +48,15 @@ class LatencyLearner:
         return {device_class: refinement.model for device_class, refinement in self._of_device_class.items()}
 
     def estimate(self, device_class: str) -> LinearLatencyModel:
-        """What is known by now of a make, to the last steps: `model` waits until predictions have moved by more."""
+        """Return the latest estimate for a device class. `model` changes only when predictions have moved by enough."""
         refinement = self._of_device_class.get(device_class)
         return self.model if refinement is None else refinement.estimate
 
     def joined(self, profile: InstanceProfile) -> bool:
-        """Start from the first instance of a make that prefills and timed itself; until there is one, from any."""
+        """Learn from a new instance's measurements of itself. Return whether a model or `num_stages` has changed.
+
+        The first instance of a device class that prefills and timed itself decides; until there is one, the latest.
+        """
         device_class = device_class_of(profile)
         has_moved = self._note_stages(profile)
         if self._learning is not LatencyLearning.MEASURED or device_class in self._timed_prefill:
@@ -72,7 +77,7 @@ class LatencyLearner:
         return self.num_stages != before
 
     def step_done(self, instance: InstanceState, plan: StepPlan, event: StepDone) -> bool:
-        """Take note of a planned step, and of the decode steps that the instance made by itself before it."""
+        """Learn from a planned step, and from the decode steps that the instance made by itself before it."""
         moved = event.own_steps is not None and self.own_steps(instance, event.own_steps)
         computed = {(chunk.request_id, chunk.epoch): chunk.num_tokens for chunk in event.chunks}
         chunks = tuple(
@@ -91,7 +96,7 @@ class LatencyLearner:
         return self._observe(instance, shape, event.duration_s, event.lent_share) or moved
 
     def own_steps(self, instance: InstanceState, own: OwnDecodeSteps) -> bool:
-        """Take note of decode steps that an instance made by itself, as of so many equal ones."""
+        """Learn from decode steps that an instance made by itself, as from equal steps of their mean size."""
         instance.switches.decoded(own.began_s, own.ended_s)
         number = max(1, own.num_steps)
         shape = StepShape((), own.num_tokens / number, own.num_context_tokens / number)
@@ -112,6 +117,6 @@ class LatencyLearner:
         return refinement.observe(shape, seconds)
 
     def _consider(self, device_class: str, can_prefill: bool) -> None:
-        """Make a make that is new the main one, if none yet prefills."""
+        """Make a new device class the main one, unless the main one prefills."""
         if not self._main_prefills:
             self._main, self._main_prefills = device_class, can_prefill

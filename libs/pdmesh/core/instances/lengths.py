@@ -1,4 +1,4 @@
-"""Whole numbers, kept sorted, for whoever asks for the least or the greatest of many that come and go."""
+"""Sorted whole numbers that come and go, for queries of the least and the greatest."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Lengths:
         insort(self._sorted, length)
 
     def remove(self, length: int) -> None:
-        """One of this length, which must be there."""
+        """Remove one entry of this length. AssertionError if there is none."""
         index = bisect_left(self._sorted, length)
         assert self._sorted[index] == length, f"there is no {length}"
         del self._sorted[index]
 
     @property
     def least(self) -> int:
-        """0 if there is none."""
+        """The least length; 0 without one."""
         return self._sorted[0] if self._sorted else 0
 
     @property
     def greatest(self) -> int:
-        """0 if there is none."""
+        """The greatest length; 0 without one."""
         return self._sorted[-1] if self._sorted else 0
 
     def all(self) -> list[int]:

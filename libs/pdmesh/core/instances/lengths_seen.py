@@ -1,4 +1,4 @@
-"""Lengths of the requests that ended lately, and what exclusive batching makes of them."""
+"""Lengths of the requests that ended lately, and the step costs and threshold of exclusive batching for them."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from collections import deque
 from pdmesh.policy.batching_theory import LengthMoments, StepCosts, Threshold, renewal_threshold, tried_threshold
 from pdmesh.policy.latency import LinearLatencyModel
 
-#: Requests that are remembered.
+#: Number of remembered requests.
 WINDOW = 500
 
-#: With fewer nothing is decided.
+#: Least number of remembered requests for a decision.
 MIN_REQUESTS = 32
 
-#: New ones after which thresholds are looked for again: a tenth of the lengths has changed.
+#: New requests after which thresholds are searched again: a tenth of the lengths has changed.
 _PER_SEARCH = 50
 
 
 class LengthsSeen:
-    """A sliding window, in whole numbers, so that sums do not depend on their order."""
+    """Sliding window of request lengths. Sums are whole numbers, so they do not depend on the order."""
 
     def __init__(self) -> None:
         self._lengths: deque[tuple[int, int, int]] = deque()
-        self._computed = self._computed_squares = self._histories = 0  # of prompts
+        self._computed = self._computed_squares = self._histories = 0
         self._prompts = self._prompt_squares = self._outputs = self._output_squares = 0
         self._num_seen = 0
-        self._thresholds: dict[tuple[int, float], Threshold] = {}  # the best by slots and rounds, and computed for what
+        #: Best thresholds by slots and rounds, valid for `_ratio` and about `_computed_at` requests.
+        self._thresholds: dict[tuple[int, float], Threshold] = {}
         self._computed_at = 0
         self._ratio = 0.0
 
     def add(self, num_reused_tokens: int, num_computed_tokens: int, num_decoded_tokens: int) -> None:
-        """Count a request. ``num_decoded_tokens`` are the output but for its first token."""
+        """Count a request. ``num_decoded_tokens``: output tokens without the first one, which prefill draws."""
         self._count(num_reused_tokens, num_computed_tokens, num_decoded_tokens, 1)
         self._lengths.append((num_reused_tokens, num_computed_tokens, num_decoded_tokens))
         self._num_seen += 1
@@ -55,7 +56,7 @@ class LengthsSeen:
 
     @property
     def moments(self) -> LengthMoments:
-        """Return the moments of a window in which enough was seen."""
+        """Moments of the lengths. Requires `is_enough`."""
         number = len(self._lengths)
         mean = self._prompts / number
         mean_computed = self._computed / number
@@ -67,12 +68,13 @@ class LengthsSeen:
         )
 
     def costs(self, model: LinearLatencyModel, switch_s: float) -> StepCosts:
-        """Return the costs of steps of these lengths."""
+        """Return the costs of steps for these lengths. Requires `is_enough`."""
         number = len(self._lengths)
         prompt = self._prompts / number
         computed = max(1, self._computed)
         squares, history = self._computed_squares / computed, self._histories / computed
-        age = self._output_squares / (2 * self._outputs)  # mean of a decode, over the decodes of all requests
+        # Mean number of drawn tokens at a decode, over the decodes of all requests.
+        age = self._output_squares / (2 * self._outputs)
         return StepCosts(
             switch_s=switch_s,
             decode_step_s=model.decode_a_s,
@@ -83,10 +85,11 @@ class LengthsSeen:
         )
 
     def threshold(self, costs: StepCosts, num_slots: float, rounds: float = 1.0) -> Threshold:
-        """Return the best threshold for these outputs, whatever their law. Only the ratio of two costs matters to it.
+        """Return the best threshold for these outputs, whatever their distribution.
 
-        Each prompt that is computed makes room for ``rounds`` outputs, one after the other: where other instances
-        compute some prompts, these take seats without a prefill phase.
+        Of ``costs`` only the ratio of switch and decode step matters; a result is cached while that ratio is about the
+        same. Each computed prompt is followed by ``rounds`` outputs, one after the other: requests whose prompts other
+        instances compute take seats without a prefill phase.
         """
         ratio = costs.switch_s / costs.decode_step_s
         if self._num_seen - self._computed_at >= _PER_SEARCH or abs(ratio - self._ratio) > 0.1 * self._ratio:
@@ -102,5 +105,5 @@ class LengthsSeen:
 
 
 def _rounded(num_slots: float) -> int:
-    """Round to the nearest twelfth, so that instances with nearly as many slots share a result."""
+    """Round to the nearest power of 1.08 above 12, so that instances with nearly as many slots share a result."""
     return max(1, round(num_slots if num_slots < 12 else 1.08 ** round(math.log(num_slots) / math.log(1.08))))

@@ -1,8 +1,7 @@
-"""How fast KV went from host to host of late, as instances report of transfers that happened.
+"""Measured rates of KV transfers between hosts, from the transfers that instances report.
 
-A link is a pair of hosts, in one direction. Nothing is known of one before its first transfer, nor once the last is
-long ago: it is then taken for as fast as any, so that a link that was slow is tried again. Inside a host KV is copied
-from cache to cache: no link is as fast.
+A link is a pair of hosts, in one direction. A link without a recent transfer is unknown and counts as fast, so that a
+formerly slow link is tried again. Inside a host KV is copied from cache to cache, which is faster than any link.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from typing import NamedTuple
 from pdmesh.model import InstanceId, InstanceProfile
 from pdmesh.policy.views import InstanceView
 
-#: With less, the time of a transfer says little of its link.
+#: Smallest transfer that counts: the time of a smaller one says little about its link.
 MIN_BYTES = 1 << 20
 
-#: Transfers that the rate of a link is the median of: one that shared it, or waited, does not count much.
+#: Number of transfers whose median is the rate of a link: a transfer that shared the link or waited has little weight.
 NUM_TRANSFERS = 7
 
-#: A link without a transfer for so long is not known any more.
+#: Time without a transfer after which a link is forgotten.
 MEMORY_S = 60.0
 
-#: The oldest of more are forgotten.
+#: Most remembered links; the ones longest without a transfer are forgotten.
 MAX_LINKS = 4096
 
-#: A link is slow for some KV if that takes at least so much longer than over the fastest, by time and by factor.
+#: A link is slow for some KV if the transfer takes longer than over the fastest link, by this time and by this factor.
 SLOW_S = 0.1
 SLOW_FACTOR = 2.0
 
@@ -36,9 +35,9 @@ _NOBODY: Set[InstanceId] = frozenset()
 
 
 class LinkRate(NamedTuple):
-    """What is known of a link: for people."""
+    """Measured rate of a link, for display. ``source`` and ``destination`` name hosts, or instances of unknown host."""
 
-    source: str  # host, or an instance that does not say where it is
+    source: str
     destination: str
     bytes_per_s: float
     num_transfers: int
@@ -54,6 +53,7 @@ class _Link:
         self.last_s = 0.0
 
     def note(self, bytes_per_s: float, now_s: float) -> None:
+        """Add a transfer, and update the median rate."""
         self.rates.append(bytes_per_s)
         self.bytes_per_s = sorted(self.rates)[len(self.rates) // 2]
         self.num_transfers += 1
@@ -61,21 +61,22 @@ class _Link:
 
 
 class MeasuredLinks:
-    """The links between the hosts of a mesh."""
+    """The links between the hosts of a mesh. ``are_uneven``: some link is much slower than the fastest one."""
 
     def __init__(self) -> None:
         self._hosts: dict[InstanceId, str] = {}
-        self._links: dict[tuple[str, str], _Link] = {}  # the one without a transfer for the longest time first
+        #: The links, the one longest without a transfer first.
+        self._links: dict[tuple[str, str], _Link] = {}
         self._fastest = 0.0
-        self.are_uneven = False  # whether one is much slower than another
+        self.are_uneven = False
 
     def joined(self, profile: InstanceProfile) -> None:
-        """Note where an instance is; one that does not say is a host of its own."""
+        """Record the host of an instance. An instance of unknown host counts as a host of its own."""
         self._hosts[profile.instance_id] = profile.host or profile.instance_id
         self._compare()
 
     def left(self, instance_id: InstanceId) -> None:
-        """Forget where an instance was. What is known of its host's links is true for the next one there."""
+        """Forget the host of an instance. The host's links stay known for the next instance there."""
         self._hosts.pop(instance_id, None)
         self._compare()
 
@@ -87,7 +88,7 @@ class MeasuredLinks:
         duration_s: float,
         now_s: float,
     ) -> None:
-        """Take note of KV that went from one instance to another in ``duration_s``; 0 if that is not known."""
+        """Record a transfer of KV. Ignored if it is small, ``duration_s`` is 0 (unknown), or a host is unknown."""
         if destination_id is None or num_bytes < MIN_BYTES or duration_s <= 0.0:
             return
         source, destination = self._hosts.get(source_id), self._hosts.get(destination_id)
@@ -110,12 +111,15 @@ class MeasuredLinks:
             self._compare()
 
     def between(self, source_id: InstanceId, destination_id: InstanceId) -> float | None:
-        """Return the bytes a second from one instance to another; None: not known."""
+        """Return the rate in bytes per second from one instance to another; None if it is unknown."""
         link = self._links.get((self._hosts.get(source_id, ""), self._hosts.get(destination_id, "")))
         return None if link is None else link.bytes_per_s
 
     def slow_from(self, source_id: InstanceId, num_bytes: int, among: Collection[InstanceId]) -> Set[InstanceId]:
-        """Return those of some instances to which KV takes much longer than over the fastest link, or inside a host."""
+        """Return the ids in ``among`` to which ``num_bytes`` take much longer than over the fastest link.
+
+        If two instances share a host, copies inside a host are the fastest.
+        """
         if not self.are_uneven:
             return _NOBODY
         least_s = num_bytes / self._fastest
@@ -128,7 +132,7 @@ class MeasuredLinks:
 
     @property
     def rates(self) -> list[LinkRate]:
-        """What is known of each link."""
+        """The measured rate of each known link, by name."""
         return [LinkRate(*key, link.bytes_per_s, link.num_transfers) for key, link in sorted(self._links.items())]
 
     def _compare(self) -> None:
@@ -140,12 +144,13 @@ class MeasuredLinks:
 
 @dataclass(frozen=True, slots=True)
 class LinksAsMeasured:
-    """Rates for predictions: what was measured, and what is configured for links that nothing is known of."""
+    """Rates for predictions: the measured rate of a link, and the configured one for an unknown link."""
 
     measured: MeasuredLinks
     configured_bytes_per_s: float
 
     def bytes_per_s(self, source: InstanceView, destination: InstanceView | None) -> float:
+        """Return the rate from ``source`` to ``destination``; the configured rate without a ``destination``."""
         if destination is None:
             return self.configured_bytes_per_s
         measured = self.measured.between(source.instance_id, destination.instance_id)

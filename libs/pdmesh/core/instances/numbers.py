@@ -1,4 +1,4 @@
-"""Small numbers for what comes and goes: each newcomer gets the least that is free."""
+"""Pool of small numbers for objects that come and go: each new object gets the least free number."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from heapq import heappop, heappush
 
 
 class Numbers:
-    """Gives out 1, 2, 3, …; a number that was given back goes to the next newcomer, the least first."""
+    """Pool of the numbers 1, 2, 3, …; returned numbers are used again first, the least of them before others."""
 
     def __init__(self) -> None:
         self._next = 1
-        self._free: list[int] = []  # a heap of those below `_next` that were given back
+        #: Heap of the returned numbers, all below `_next`.
+        self._free: list[int] = []
 
     def take(self) -> int:
-        """Return the least number that nobody has, in logarithmic time."""
+        """Take and return the least free number, in logarithmic time."""
         if self._free:
             return heappop(self._free)
         self._next += 1
         return self._next - 1
 
     def give_back(self, number: int) -> None:
-        """Let the next newcomer have a number that `take` gave."""
+        """Return a taken number to the pool."""
         heappush(self._free, number)
 
     def check_integrity(self, taken: Iterable[int]) -> None:
-        """Compare with the numbers that are taken; AssertionError names what differs."""
+        """Compare with the numbers that are taken; AssertionError names the difference."""
         numbers = sorted([*self._free, *taken])
         assert numbers == list(range(1, self._next)), f"numbers {numbers} are free or taken, of 1 to {self._next - 1}"

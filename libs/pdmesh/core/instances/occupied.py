@@ -1,7 +1,7 @@
-"""What requests have of an instance's blocks and seats, and what fits beside them.
+"""Blocks and seats that requests hold on an instance, and the room beside them.
 
-It follows the core's own commands: blocks are taken at AdmitPrefill or ExpectCopy and given back only at
-KvReleased, so they never promise blocks that a worker has not yet freed.
+The numbers follow the core's own commands. Blocks are taken at AdmitPrefill or ExpectCopy and freed only at KvReleased,
+so the core never promises blocks that a worker has not yet freed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ from pdmesh.policy.on_demand import Room
 
 
 class OccupiedInstance(EmptyInstance):
-    """An instance with what its requests have, and whether it takes new ones."""
+    """An instance with the allocations of its requests, its cache, and its willingness to take new requests.
+
+    ``draining``: the worker is leaving. ``closed``: an operator lets no new request in. ``shut``: not even requests
+    that its weights began. ``num_flights`` counts changes of the plans in flight, of their requests, and of the
+    decodes. ``low``: requests that asked for more blocks than there were. ``num_quarantined_blocks``: reported blocks
+    that the worker cannot use either.
+    """
 
     def __init__(
         self,
@@ -51,19 +57,20 @@ class OccupiedInstance(EmptyInstance):
         self._granule_bytes = GRANULE_TOKENS * layout.token_bytes
         self.number = number
         self.draining = draining
-        self.closed = False  # by an operator
-        self.shut = False  # closed to requests that its weights began, too
+        self.closed = False
+        self.shut = False
         self.reachable = True
         self.suspected = False
-        self.num_flights = 0  # changes of what is in flight, of the requests in it, and of the decodes beside it
+        self.num_flights = 0
         self.allocations: dict[RequestKey, Allocation] = {}
-        self.low: dict[RequestKey, None] = {}  # have asked for more than there was
+        self.low: dict[RequestKey, None] = {}
         self.allocated = AllocationSums()
         self._growing = GrowthSums()
         self.kept = KeptHere(kept_where, number, self.block_size, profile.num_offload_granules)
-        self.num_quarantined_blocks = 0  # as reported; a worker cannot use them either
+        self.num_quarantined_blocks = 0
         self._room: Room | None = None
-        self._decode_tokens = self._prompt_tokens = 0  # what there is room for, and whether that has been counted
+        #: Tokens of the largest request that could decode here, and of the largest prompt. Valid if `_knows_room`.
+        self._decode_tokens = self._prompt_tokens = 0
         self._knows_room = False
         self._changed = changed
 
@@ -71,15 +78,15 @@ class OccupiedInstance(EmptyInstance):
         self._knows_room = False
         self._changed[self.instance_id] = None
 
-    # --- what requests take and give back ---
+    # --- allocations ---
 
     def take(
         self, key: RequestKey, allocation: Allocation, chain: Sequence[PrefixHash] = (), num_reused: int = 0
     ) -> None:
-        """Give a request its blocks.
+        """Record the allocation of a request.
 
-        ``chain`` are granules of its prompt. The first ``num_reused`` are cached, and their blocks are shared, or they
-        come from the tier.
+        ``chain`` are the granules of the request's prompt. The first ``num_reused`` are cached, and their blocks are
+        shared.
         """
         allocation.granules = self.kept.begin(chain, num_reused, allocation.tenant, allocation.share)
         self.allocations[key] = allocation
@@ -93,9 +100,10 @@ class OccupiedInstance(EmptyInstance):
         self._count(allocation, 1)
 
     def hand_on(self, key: RequestKey, max_blocks: int) -> None:
-        """Let another instance hold the first range of what a resident has here.
+        """Move the first range of a resident's context here to another instance.
 
-        What is kept of its prompt is in that range, and this request's no longer.
+        The cached granules of the prompt are in that range, so the request no longer uses them. ``max_blocks`` is the
+        new upper limit of the request's blocks.
         """
         allocation = self.allocations[key]
         self._count(allocation, -1)
@@ -107,7 +115,7 @@ class OccupiedInstance(EmptyInstance):
         self._count(allocation, 1)
 
     def keep(self, key: RequestKey, num_blocks: int, max_blocks: int) -> None:
-        """What was to move away stays, with room for its output and a seat."""
+        """Let KV that should have moved away stay, with room for the output and a seat."""
         self.defer(key, False)
         allocation = self.allocations[key]
         self._count(allocation, -1)
@@ -119,14 +127,14 @@ class OccupiedInstance(EmptyInstance):
         self._count(allocation, 1)
 
     def defer(self, key: RequestKey, waits: bool) -> None:
-        """Whether KV that is to move away waits for that."""
+        """Mark (or unmark) an allocation as waiting for its receiver. Only leaving allocations can wait."""
         allocation = self.allocations.get(key)
         if allocation is not None and allocation.kind is AllocationKind.LEAVING and allocation.waits != waits:
             self.allocated.defer(allocation, waits)
             self._change()
 
     def settle(self, key: RequestKey) -> None:
-        """The KV is whole and in place: what was promised, or computed to stay, is a resident."""
+        """Make a promised or local allocation a resident: its KV is complete."""
         allocation = self.allocations.get(key)
         if allocation is not None and allocation.kind in (AllocationKind.PROMISED, AllocationKind.LOCAL):
             self._count(allocation, -1)
@@ -134,7 +142,7 @@ class OccupiedInstance(EmptyInstance):
             self._count(allocation, 1)
 
     def leave(self, key: RequestKey) -> None:
-        """The request decodes elsewhere: what it still has here is soon given back."""
+        """Make a resident leave: the request decodes elsewhere now, and its blocks here are freed soon."""
         allocation = self.allocations.get(key)
         self.low.pop(key, None)
         if allocation is not None and allocation.kind is AllocationKind.RESIDENT:
@@ -149,9 +157,10 @@ class OccupiedInstance(EmptyInstance):
         drawn: Sequence[PrefixHash] = (),
         num_known: int = 0,
     ) -> Allocation | None:
-        """Give back what a request holds for a transfer; None if that is nothing.
+        """Remove and return the allocation of a request, or return None if it has none for this transfer.
 
-        ``drawn`` are granules that stay, of which the first ``num_known`` were kept before.
+        ``drawn`` are granules of prompt and output that stay cached in any case. The first ``num_known`` of them were
+        cached before.
         """
         allocation = self.allocations.get(key)
         if drawn:
@@ -168,36 +177,36 @@ class OccupiedInstance(EmptyInstance):
         return allocation
 
     def num_freed_blocks(self, allocation: Allocation) -> int:
-        """How many blocks are free once a request gives back what it has: all but those that others have, too."""
+        """Return how many blocks become free with the allocation: all blocks that no other request shares."""
         return allocation.num_blocks - self.kept.num_shared_blocks(allocation.granules)
 
-    # --- what is kept for other requests ---
+    # --- the cache ---
 
     def num_kept_granules(self, request: Request) -> int:
-        """How many granules of a request's prompt are kept here, and need not be computed."""
+        """Return how many granules of a request's prompt are cached here; 0 for a prompt that is streamed out."""
         if not request.prefix or self.kept.is_empty or self.gives_back(request):
             return 0
         chain = request.chain
         return self.kept.depth(chain, len(chain))
 
     def computed(self, key: RequestKey, num_tokens: int) -> None:
-        """So many tokens of a prompt, from the first on, are computed here, or have landed."""
+        """Note that the first ``num_tokens`` of a request's prompt are computed here, or have landed."""
         allocation = self.allocations.get(key)
         if allocation is not None and allocation.granules.chain:
             self.kept.computed(allocation.granules, num_tokens // GRANULE_TOKENS)
 
     def load_s(self, num_granules: int) -> float:
-        """Return how long loading so many granules from the tier takes."""
+        """Return the predicted time to load ``num_granules`` from the tier."""
         return num_granules * self._granule_bytes / self.profile.load_bytes_per_s
 
     def make_room(self) -> Evictions:
-        """What is to be given up so that all that was taken finds free blocks: of what is kept and not used."""
+        """Evict as many idle granules as the allocated blocks need, and return them for the next command."""
         kept = self.kept
         num_short = kept.num_idle_blocks - self.num_free_blocks if kept.num_idle_blocks else 0
         return kept.make_room(num_blocks_for(num_short, kept.granule_blocks) if num_short > 0 else 0)
 
     def replace_kept(self, granules: Sequence[PrefixHash], offloaded: Sequence[PrefixHash] | None = None) -> None:
-        """The instance says what it keeps, in its cache and, unless that is None, in its tier."""
+        """Replace the recorded cache by the instance's report; also the recorded tier, unless ``offloaded`` is None."""
         held = [allocation.granules for allocation in self.allocations.values()]
         self.kept.replace(granules, held, offloaded)
         self._room = None
@@ -217,24 +226,24 @@ class OccupiedInstance(EmptyInstance):
         self._change()
 
     def shard(self, num_blocks: int, first_block: int = 0) -> KvShard:
-        """So many blocks of a request from a first one on, all layers and heads of them, as held here."""
+        """Return the shard with ``num_blocks`` blocks of a request from ``first_block`` on, in all layers and heads."""
         part = KvPart(IndexRange(first_block, first_block + num_blocks), self._layers, self._heads)
         return KvShard(instance_id=self.instance_id, part=part)
 
-    # --- what fits ---
+    # --- room ---
 
     @property
     def num_free_blocks(self) -> int:
-        """What is kept and not used is among them."""
+        """Number of free blocks, including idle cached ones. Negative if more are taken or quarantined than exist."""
         return self.num_blocks - self.num_taken_blocks - self.num_quarantined_blocks
 
     @property
     def num_taken_blocks(self) -> int:
-        """Number of blocks that requests have, those that they share counted once."""
+        """Number of blocks that requests hold; shared blocks count once."""
         return self.allocated.num_taken_blocks - self.kept.num_saved_blocks
 
     def _count_room(self) -> None:
-        """Count the room for one more request; only after a change, and when asked."""
+        """Count the room for one more request. Called on demand after a change."""
         self._knows_room = True
         self._decode_tokens = self._prompt_tokens = 0
         room = int(max(self.room)) * self.block_size
@@ -254,17 +263,20 @@ class OccupiedInstance(EmptyInstance):
 
     @property
     def takes_decodes(self) -> bool:
-        """Whether it has a seat for one more, whatever the memory."""
+        """Whether one more decode may come here, as far as role, state and seats decide. Memory is not considered."""
         return self.takes_new and self.role_decodes and self.has_seat
 
     @property
     def has_seat(self) -> bool:
-        """Whether one more request can stay here to its end."""
+        """Whether a seat is free."""
         return self.allocated.num_seats_taken < self.max_num_seqs
 
     @property
     def room(self) -> Room:
-        """Blocks for one more request, at an accepted risk for those that grow. An empty instance takes any."""
+        """Blocks for one more request. On demand, the growth of the residents is counted, at the accepted risk.
+
+        An instance without allocations offers all free blocks.
+        """
         free = max(0, self.num_free_blocks)
         if not self._growth.on_demand or not self.allocations:
             return Room(free, free)
@@ -275,13 +287,13 @@ class OccupiedInstance(EmptyInstance):
         return self._room
 
     def can_stay(self, request: Request) -> bool:
-        """Whether the request fits now, its whole context, with a seat."""
+        """Whether the whole context of the request fits now, with a seat, without other shard holders."""
         return not self.num_parts(request) and self.can_decode(request)
 
     def can_decode(self, request: Request) -> bool:
-        """Whether the request fits now, with a seat: all of it, or on demand what it is admitted with.
+        """Whether the request fits now, with a seat: its whole context, or on demand the tokens it is admitted with.
 
-        Of a context that is spread, its last range and its output do.
+        Of a spread context only the last range and the output must fit.
         """
         if (request.request_id, request.epoch) in self.allocations or not self.may_serve(request):
             return False
@@ -295,11 +307,11 @@ class OccupiedInstance(EmptyInstance):
         return wanted - num_held_blocks <= (self.room.open if is_open else self.room.bounded)
 
     def can_keep(self, request: Request) -> bool:
-        """Whether the request, whose prompt is held here to move away, can decode here instead."""
+        """Whether the request, whose computed prompt should move away from here, can decode here instead."""
         return self.role_decodes and self._has_room_to_keep(request)
 
     def can_keep_locally(self, request: Request) -> bool:
-        """Whether a prefill instance can decode the request, whose prompt it holds to move away."""
+        """Whether a prefill instance that decodes locally can decode the request, whose prompt should move away."""
         return self.decodes_locally and self._has_room_to_keep(request)
 
     def _has_room_to_keep(self, request: Request) -> bool:
@@ -313,9 +325,9 @@ class OccupiedInstance(EmptyInstance):
         return self._has_room_for(request, allocation.num_blocks)
 
     def can_finish(self, request: Request) -> bool:
-        """Whether a request that these weights began fits here now, to be computed and decoded.
+        """Whether a request that these weights began can be computed and decoded here now.
 
-        Also while an operator empties the instance, and whether or not it prefills: no other instance may be left.
+        Also while an operator empties the instance, and whatever its prefill role: no other instance may be left.
         """
         return self.is_open_to_begun and not self.suspected and self._has_room_to_finish(request)
 
@@ -338,7 +350,8 @@ class OccupiedInstance(EmptyInstance):
     def can_take_over(self, key: RequestKey, num_blocks: int, max_blocks: int, spare_blocks: int | None = None) -> bool:
         """Whether a request that decodes elsewhere fits now, with ``num_blocks`` of the ``max_blocks`` it may need.
 
-        ``spare_blocks`` are to be free then, whatever those that are here will come to need; None: as for a new one.
+        With ``spare_blocks``, that number must remain free, and the growth of the residents is not considered. With
+        None the rules of a new request hold.
         """
         if key in self.allocations or not self.takes_decodes or max_blocks > self.num_blocks:
             return False
@@ -348,15 +361,15 @@ class OccupiedInstance(EmptyInstance):
         return num_blocks <= self.room.open if is_open else max_blocks <= self.room.bounded
 
     def may_add_waiting(self, num_blocks: int, share: float) -> bool:
-        """Whether a prompt may begin of which so many blocks will wait, if ``share`` of all may. One may, of any size.
+        """Whether a prompt may begin whose ``num_blocks`` will wait for a receiver, if at most ``share`` of all may.
 
-        A prompt with room promised is one of 0 blocks: it may while what waits is within the bound.
+        A prompt of any size may if no block waits yet. A prompt with promised room has 0 waiting blocks.
         """
         waiting = self.allocated.num_waiting_blocks
         return not waiting or waiting + num_blocks <= share * self.num_blocks
 
     def can_prefill(self, request: Request) -> bool:
-        """Whether the prompt fits now: all of it, or as much as it holds at once."""
+        """Whether the prompt fits now: all of it, or the ranges that the instance holds at once if it streams out."""
         if not self._knows_room:
             self._count_room()
         return (
@@ -368,41 +381,42 @@ class OccupiedInstance(EmptyInstance):
 
     @property
     def takes_prompts(self) -> bool:
-        """Whether prompts are placed on it, to compute them here."""
+        """Whether prompts may be placed here by role and state."""
         return self.takes_new and self.role_prefills
 
     @property
     def has_long(self) -> bool:
-        """Whether it computes or decodes a long request."""
+        """Whether the instance computes or decodes a long request."""
         return self.allocated.num_long_decoding > 0 or bool(self.allocated.long_prefill_tokens)
 
     @property
     def longest_prefill_tokens(self) -> int:
-        """Length of the longest long prompt computed here, or whose KV waits to move away; 0 without one."""
+        """Tokens of the longest long prompt that is computed here, or whose KV has not moved away; 0 without one."""
         return max(self.allocated.long_prefill_tokens, default=0)
 
     @property
     def is_usable(self) -> bool:
-        """Whether requests may wait for it."""
+        """Whether requests may wait for this instance."""
         return self.reachable and not self.draining and not self.closed
 
     @property
     def is_open_to_begun(self) -> bool:
-        """Whether requests may wait for it that were begun by its weights, as long as no operator's time is up."""
+        """Whether requests that its weights began may wait for this instance, until an operation's time is up."""
         return self.reachable and not self.draining and not self.shut
 
     @property
     def takes_new(self) -> bool:
+        """Whether new requests may come here now."""
         return self.is_usable and not self.suspected
 
-    # --- whether it takes requests ---
+    # --- states that decide whether requests come here ---
 
     def set_draining(self, draining: bool) -> None:
         self.draining = draining
         self._change()
 
     def set_closed(self, closed: bool, *, shut: bool = False) -> None:
-        """Let nothing new come here; if it is ``shut``, not even what its weights alone can finish."""
+        """Close (or open) the instance to new requests; if ``shut``, also to requests that its weights began."""
         self.closed, self.shut = closed, shut
         self._change()
 
@@ -420,7 +434,7 @@ class OccupiedInstance(EmptyInstance):
         self._change()
 
     def hear_of_growth(self) -> None:
-        """The mean that requests grow by is another one."""
+        """Recount the room after a change of the mean growth of requests."""
         self._room = None
         self._change()
 
@@ -429,12 +443,12 @@ class OccupiedInstance(EmptyInstance):
         self._change()
 
     def set_local_work(self, *, prefills: bool, decodes: bool) -> None:
-        """Say whether a decode instance may prefill, and a prefill instance decode, what stays there."""
+        """Set whether a decode instance may prefill, and a prefill instance decode, requests that stay there."""
         self.prefills_locally, self.decodes_locally = prefills, decodes
         self._change()
 
     def check_occupied(self) -> None:
-        """AssertionError names the numbers of blocks and seats that do not balance."""
+        """Check blocks, seats, growth sums and cache; AssertionError names the numbers that do not balance."""
         name = self.instance_id
         allocated, taken = AllocationSums.of(self.allocations.values()), self.num_taken_blocks
         assert allocated == self.allocated, f"{name}: the allocations hold {allocated}, recorded: {self.allocated}"

@@ -1,9 +1,10 @@
-"""KV in an instance's host memory and on its disk, for requests to come: the *offload tier* behind the cache.
+"""The *offload tier* behind an instance's cache: KV in host memory and on disk, for later requests.
 
-What the cache has no room for goes there (*offloaded*), and what a request can use of it comes back (*loaded*); it
-stays in the tier as well, so that giving it up in the cache again costs no copy. The core is the truth of this, too:
-its commands say what is offloaded, loaded, and *evicted* for room. The tier has lines of its tenants like those of the
-cache (`pdmesh.core.instances.idle`). What live requests have in their chains is never evicted: it may be on its way.
+Granules that the cache has no room for are *offloaded*, and granules that a request can use are *loaded*. A loaded
+granule stays in the tier as well, so that evicting it from the cache again costs no copy. The core decides about the
+tier, too: its commands say which granules are offloaded, loaded, and *evicted* for room. The tier has lines by tenant,
+as the cache has (`pdmesh.core.instances.idle`). Granules in live requests' chains are never evicted: a load of them may
+be under way.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from pdmesh.plans import Evictions
 
 
 class OffloadedHere:
-    """What the tier of one instance keeps, ``capacity`` granules at most."""
+    """Granules in the tier of one instance, at most ``capacity``."""
 
     def __init__(self, where: GranuleIndex, bit: int, capacity: int) -> None:
-        """``bit`` is the instance's in the index."""
+        """``bit`` is the bit of the instance in the index ``where``."""
         self.capacity = capacity
         self._where = where
         self._bit = bit
-        self._in_use: dict[PrefixHash, IdleLine] = {}  # in live requests' chains, by whose they are
+        #: Line of each granule in a live request's chain.
+        self._in_use: dict[PrefixHash, IdleLine] = {}
         self._idle = IdleGranules()
 
     def __len__(self) -> int:
@@ -34,7 +36,7 @@ class OffloadedHere:
         return granule in self._in_use or granule in self._idle
 
     def use(self, chain: Iterable[PrefixHash], line: IdleLine, of: IdleGranules) -> None:
-        """A request has these in its chain; ``line`` is its tenant's in the cache."""
+        """Mark a live request's granules as in use by the tenant of ``line``, a line of the cache's granules ``of``."""
         idle, in_use = self._idle, self._in_use
         for granule in chain:
             if granule in idle:
@@ -48,16 +50,17 @@ class OffloadedHere:
             mine.num_live += 1
 
     def let_go(self, granule: PrefixHash) -> None:
-        """No live request has it any more."""
+        """Make a granule idle that no live request has any more."""
         line = self._in_use.pop(granule, None)
         if line is not None:
             line.num_live -= 1
             self._idle.add(granule, line)
 
     def take_in(self, given_up: Mapping[PrefixHash, IdleLine], of: IdleGranules) -> Evictions:
-        """Take what is given up in the cache, in this order, and whose that was; as much of its end as there is room.
+        """Offload granules that the cache evicts, given with their lines, and evict idle ones of the tier for room.
 
-        What is here is used last by now.
+        Granules that are in the tier already count as used just now. If there is room for a part only, the last ones
+        are offloaded. Returns the dropped, offloaded and evicted granules, for the command.
         """
         idle = self._idle
         fresh: dict[PrefixHash, IdleLine] = {}
@@ -80,7 +83,7 @@ class OffloadedHere:
         return Evictions(drop=dropped, offload=offloaded, evict=tuple(evicted))
 
     def lose(self, granules: Iterable[PrefixHash]) -> None:
-        """The instance has these no more, for a reason of its own."""
+        """Remove granules that the instance lost or dropped by itself."""
         for granule in granules:
             if granule in self._idle:
                 self._idle.remove(granule)
@@ -91,7 +94,10 @@ class OffloadedHere:
             self._where.discard(granule, self._bit)
 
     def replace(self, kept: Sequence[PrefixHash], users: Mapping[PrefixHash, int]) -> None:
-        """The instance keeps exactly this, the longest unused first; ``users`` are live requests that have it."""
+        """Replace the granules by the instance's report, the longest unused first.
+
+        ``users`` counts the live requests of each granule. A granule known before keeps its line.
+        """
         known = self._idle.lines() | self._in_use
         self.clear()
         for granule in list(dict.fromkeys(kept))[-self.capacity :]:
@@ -104,11 +110,14 @@ class OffloadedHere:
             self._where.add(granule, self._bit)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all granules."""
         self.lose([*self._in_use, *self._idle.lines()])
 
     def check_integrity(self, name: str, users: Mapping[PrefixHash, int]) -> None:
-        """AssertionError names what does not balance; ``users`` are live requests that have each granule."""
+        """Check capacity, users and index; AssertionError names the difference.
+
+        ``users`` counts the live requests of each granule.
+        """
         idle = self._idle.lines().keys()
         self._idle.check_integrity(name)
         assert len(self) <= self.capacity, f"{name}: {len(self)} of {self.capacity} granules offloaded"

@@ -1,6 +1,6 @@
-"""The decode steps that an instance makes by itself: whether it may now, and what it has yet to tell of them.
+"""Decode steps that an instance makes by itself: the hold that forbids them, and the report that is due.
 
-Real workers, simulated and modelled instances all obey this one object, so they hold and report alike.
+Real workers, simulated and modelled instances all use this class, so they hold and report alike.
 """
 
 from __future__ import annotations
@@ -8,20 +8,23 @@ from __future__ import annotations
 from pdmesh.model import OWN_STEPS_PER_REPORT, OwnDecodeSteps
 from pdmesh.plans import StepPlan
 
-#: An instance that holds its decodes, and was planned nothing for so long after its last plan, goes on decoding: the
-#: scheduler has forgotten it, or hangs. Longer than a loaded control path takes, shorter than a lease.
+#: Time after its last plan at which an instance that holds its decodes resumes them: the scheduler has forgotten the
+#: instance, or hangs. Longer than a loaded control path takes, shorter than a lease.
 HOLD_LIMIT_S = 1.0
 
 
 class OwnSteps:
-    """See the module's docstring. Times are on the instance's own clock, in seconds."""
+    """Hold and unreported own steps of one instance. Times are on the instance's own clock, in seconds.
+
+    ``held``: a plan lets the residents decode in planned steps only.
+    """
 
     def __init__(self) -> None:
-        self.held = False  # by a plan: the residents decode in planned steps only
+        self.held = False
         self._made: OwnDecodeSteps | None = None
 
     def planned(self, plan: StepPlan) -> None:
-        """Obey a plan that begins. An urgent one can begin a hold, and ends none: it runs inside another's step."""
+        """Begin or end the hold as a plan says. An urgent plan ends no hold, since it runs inside another's step."""
         self.held = plan.holds_decodes or (plan.urgent and self.held)
 
     def made(
@@ -35,7 +38,7 @@ class OwnSteps:
         num_steps: int = 1,
         lent_share: float = 0.0,
     ) -> None:
-        """Add steps, of which all sizes are sums."""
+        """Add ``num_steps`` steps. Token counts, duration and lent share are sums over these steps."""
         before = self._made
         if before is not None:
             num_steps += before.num_steps
@@ -56,10 +59,10 @@ class OwnSteps:
 
     @property
     def num_left(self) -> int:
-        """Steps until they are to be told of by themselves; 0: now."""
+        """Number of own steps until they are due to be reported without a planned step; 0: now."""
         return OWN_STEPS_PER_REPORT - (0 if self._made is None else self._made.num_steps)
 
     def take(self) -> OwnDecodeSteps | None:
-        """What was made since it was last told of; from now on it is."""
+        """Return the unreported steps, which count as reported from now on; None if there are none."""
         made, self._made = self._made, None
         return made

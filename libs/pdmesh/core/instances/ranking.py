@@ -1,4 +1,4 @@
-"""Instances sorted by a policy's key, by those that changed: nobody looks at all of them to find the first."""
+"""Instances sorted by a policy's key. Only changed instances are sorted again, so finding the first one is cheap."""
 
 from __future__ import annotations
 
@@ -15,36 +15,40 @@ from pdmesh.policy.handover import RunAhead
 from pdmesh.policy.seams import DecodePlacement
 from pdmesh.policy.views import InstanceView
 
-#: Nothing of a request's prompt is kept anywhere.
+#: Cached granules by instance number, for a prompt that is cached nowhere.
 NOTHING_KEPT: Mapping[int, int] = MappingProxyType({})
 
 #: Instances are about as good if the last parts of their keys differ by no more than this share.
 _ALIKE = 0.1
 
-#: So many of these are compared by what they keep.
+#: Most such instances that are compared by their cached granules.
 _MAX_COMPARED = 8
 
-#: An instance behind its key, when it was last given something to keep, and its id, which no two share: so entries
-#: compare without the instances.
+#: Sort entry of an instance: key, number of its last request with a chain, id, and the instance. Ids are unique, so
+#: instances themselves are never compared.
 Ranked = tuple[tuple[float, ...], int, InstanceId, InstanceState]
 
 
 def ranked(instance: InstanceState, key: Callable[[InstanceView], tuple[float, ...]]) -> Ranked:
-    """Return an instance with its place in a line.
+    """Return the sort entry of an instance.
 
-    Of those with equal keys the one comes first that was longest given nothing to keep: if it were always the same
-    one, as it is where ids decide, what it keeps would soon be flushed, and the others' memory would lie idle.
+    Of instances with equal keys the least recently used comes first, by the last request with a chain. If ids decided,
+    one instance would get all requests: its cache would soon be flushed, and the others' memory would stay unused.
     """
     return key(instance.view), instance.kept.last_begun, instance.instance_id, instance
 
 
 class Ranking:
-    """Members are put in their places only when somebody asks, so that what changes often costs little."""
+    """Instances sorted by a key. Changes are sorted in only on a query, so frequent changes cost little.
+
+    ``members`` must not be changed from outside.
+    """
 
     def __init__(self, key: Callable[[InstanceView], tuple[float, ...]]) -> None:
         self._key = key
-        self.members: dict[InstanceId, InstanceState] = {}  # to be looked at alone
-        self._changed: dict[InstanceId, None] = {}  # since the line was last sorted
+        self.members: dict[InstanceId, InstanceState] = {}
+        #: Members that changed since the line was last sorted.
+        self._changed: dict[InstanceId, None] = {}
         self._entries: dict[InstanceId, Ranked] = {}
         self._line: list[Ranked] = []
 
@@ -59,7 +63,7 @@ class Ranking:
             self._changed[instance_id] = None
 
     def line(self) -> list[Ranked]:
-        """The members, sorted. Not to be changed, and good until the next call of `put` or `discard`."""
+        """Return the sorted entries. The caller must not change the list. Valid until the next `put` or `discard`."""
         for instance_id in self._changed:
             old, instance = self._entries.get(instance_id), self.members.get(instance_id)
             new = None if instance is None else ranked(instance, self._key)
@@ -76,16 +80,17 @@ class Ranking:
 
 
 def _are_alike(key: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    """Whether two keys are of one class of load."""
+    """Whether two keys differ only in their last part, and by no more than `_ALIKE`."""
     return key[:-1] == other[:-1] and abs(other[-1] - key[-1]) <= _ALIKE * abs(key[-1])
 
 
 class _ExactGroup:
-    """The instances of one KV group and arithmetic class, and for how many blocks of one more request each has room."""
+    """The instances of one KV group and arithmetic class, with each one's room for one more request, in blocks."""
 
     def __init__(self, placement: DecodePlacement) -> None:
         self._ranking = Ranking(placement.key)
-        self._open, self._bounded = Lengths(), Lengths()  # of those that may grow, and of the others
+        #: Room of each instance for an open request, and for a bounded one (`GrowthSums`).
+        self._open, self._bounded = Lengths(), Lengths()
         self._room_of: dict[InstanceId, tuple[int, int]] = {}
 
     def put(self, instance: InstanceState) -> None:
@@ -99,6 +104,7 @@ class _ExactGroup:
             self._bounded.add(room[1])
 
     def discard(self, instance_id: InstanceId) -> None:
+        """Remove an instance, if it is a member."""
         self._ranking.discard(instance_id)
         self._forget_room(instance_id)
 
@@ -109,7 +115,10 @@ class _ExactGroup:
             self._bounded.remove(room[1])
 
     def members(self, home: InstanceState, request: Request, out: Collection[str]) -> list[InstanceState]:
-        """Those that hold a range each of a context that decodes on ``home``; fewer than it takes if no more can."""
+        """Return shard holders, one range each, for a context that decodes on ``home``; fewer than needed if scarce.
+
+        None of them is in ``out``.
+        """
         key = (request.request_id, request.epoch)
         line = (instance for _, _, _, instance in self._ranking.line())
         able = (
@@ -123,14 +132,15 @@ class _ExactGroup:
         return list(islice(able, home.num_parts(request)))
 
     def first(self, request: Request, depths: Mapping[int, int], avoided: Collection[str] = ()) -> InstanceState | None:
-        """The first with room for the whole request; of those that are about as free, the one that keeps most of it.
+        """Return the first instance with room for the whole request that is not ``avoided``; None without one.
 
-        Nobody is looked at if there is none. It is none of the ``avoided`` ids.
+        Of up to `_MAX_COMPARED` instances with about equal keys, the one with most of the prompt in its cache.
         """
         some = next(iter(self._ranking.members.values()), None)
         if some is None:
             return None
-        wanted, is_open = some.wanted_blocks(request)  # the same anywhere
+        # The same number on each instance of the group.
+        wanted, is_open = some.wanted_blocks(request)
         if wanted > (self._open if is_open else self._bounded).greatest:
             return None
         found: InstanceState | None = None
@@ -153,28 +163,30 @@ class _ExactGroup:
 
 
 class Decoders:
-    """The instances with room for one more request to decode, and a seat.
+    """The instances with room and a seat for one more request to decode, by exact group in the policy's order.
 
-    By exact group, and in it in the order of the policy.
+    ``sums`` also covers decode instances without room.
     """
 
     def __init__(self, placement: DecodePlacement, run_ahead: RunAhead | None) -> None:
-        self.sums = DecodingSums(run_ahead)  # of those without room, too
+        self.sums = DecodingSums(run_ahead)
         self._placement = placement
         self._groups: dict[str, _ExactGroup] = {}
         self._group_of: dict[InstanceId, _ExactGroup] = {}
-        self._changed: dict[InstanceId, InstanceState | None] = {}  # since somebody asked
+        #: Instances that changed since the last query.
+        self._changed: dict[InstanceId, InstanceState | None] = {}
 
     def look_at(self, instance_id: InstanceId, instance: InstanceState | None) -> None:
         """Note that an instance changed; None if it is gone."""
         if instance is None or instance.role_decodes or instance_id in self._group_of:
             self._changed[instance_id] = instance
         else:
-            self._changed.pop(instance_id, None)  # perhaps of the process before it
+            # An earlier process of the same name may have decoded.
+            self._changed.pop(instance_id, None)
         self.sums.look_at(instance_id, instance)
 
     def catch_up(self) -> None:
-        """Look at those that changed now, so that it need not be done when somebody asks."""
+        """Look at the changed instances now, so that the next query need not."""
         for instance_id, instance in self._changed.items():
             self._look_at(instance_id, instance)
         self._changed.clear()
@@ -193,9 +205,9 @@ class Decoders:
                 del self._group_of[instance_id]
 
     def firsts(self, request: Request, depths: Mapping[int, int] = NOTHING_KEPT) -> dict[str, InstanceState]:
-        """The first of every exact group with room for the whole request, where there is one.
+        """Return the first instance with room for the whole request in each exact group that has one.
 
-        ``depths`` say how much of its prompt is kept where, by the instance's number.
+        ``depths``: cached granules of the prompt, by the instance's number.
         """
         self.catch_up()
         firsts: dict[str, InstanceState] = {}
@@ -208,7 +220,7 @@ class Decoders:
     def first_in(
         self, exact_group: str, request: Request, depths: Mapping[int, int], avoided: Collection[str]
     ) -> InstanceState | None:
-        """The first of one exact group that is none of the ``avoided`` ids."""
+        """Return the first instance of one exact group with room for the whole request that is not ``avoided``."""
         self.catch_up()
         group = self._groups.get(exact_group)
         return None if group is None else group.first(request, depths, avoided)
@@ -216,10 +228,10 @@ class Decoders:
     def spread(
         self, source: InstanceState, request: Request, avoided: Collection[str] = ()
     ) -> tuple[InstanceState | None, list[InstanceState]]:
-        """Where a request decodes whose context is spread, and who holds its first ranges, in their order.
+        """Return the decode instance for a spread context, and the shard holders of its first ranges, in order.
 
-        All are in the exact group of ``source``, which computes its prompt, and none is ``source``. It decodes on none
-        of ``avoided``, which its gateway may not hear: those that only hold ranges send it nothing.
+        All are in the exact group of ``source``, which computes the prompt, and none is ``source``. (None, []) if there
+        are too few. The decode instance is not ``avoided``: its gateway must reach it, unlike the shard holders.
         """
         out = {source.instance_id, *avoided}
         home = self.first_in(source.exact_group, request, NOTHING_KEPT, out)
@@ -229,7 +241,7 @@ class Decoders:
         return (None, []) if len(members) < home.num_parts(request) else (home, members)
 
     def across(self, firsts: dict[str, InstanceState], source: InstanceState) -> InstanceState | None:
-        """The first that ``source`` can send KV to though it is of another arithmetic class; of what `firsts` gave."""
+        """Return the first of ``firsts`` that ``source`` can send KV to, in any arithmetic class; None without one."""
         others = [first for first in firsts.values() if first.kv_group == source.kv_group]
         key = self._placement.key
         return min(others, default=None, key=lambda first: (key(first.view), first.instance_id))

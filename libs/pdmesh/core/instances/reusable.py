@@ -1,4 +1,4 @@
-"""What of a prompt's KV need not be computed where: it is kept in the cache, or worth loading from the tier."""
+"""Reusable KV of a prompt on each instance: cached granules, and offloaded ones that are worth loading."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from pdmesh.policy.reuse import ReuseCost
 
 
 class Reusable(NamedTuple):
-    """Granules of a prompt, from its first on, by the instance's number; only where there are some."""
+    """Reusable granules of a prompt, by the instance's number; only instances with some.
 
-    depths: Mapping[int, int]  # that need not be computed
-    loads: Mapping[int, int]  # of these, to be loaded
+    ``depths``: number of first granules that need not be computed. ``loads``: how many of these must be loaded.
+    """
+
+    depths: Mapping[int, int]
+    loads: Mapping[int, int]
 
 
 def reusable(

@@ -1,7 +1,7 @@
-"""The weights identities in a mesh: the one that new requests are placed on, and the sentence for people on several.
+"""Weights identities in a mesh: the choice for new requests, and the notice to operators of several identities.
 
-KV and tokens never pass from one identity to another. A request without tokens may be computed by any. One with tokens
-goes on where its identity is.
+KV and tokens never pass from one identity to another. A request without tokens may be computed by any identity; one
+with tokens continues on instances of its identity.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ NUM_COUNTED = 1000
 
 @dataclass(frozen=True, slots=True)
 class RevisionView:
-    """The instances of one weights identity."""
+    """The instances of one weights identity.
+
+    ``share`` is the share of the latest new requests, 0 to 1. ``takes_new``: new requests are placed on this identity.
+    """
 
     weights: str
     instance_ids: tuple[InstanceId, ...]
-    share: float  # share of the latest new requests, 0 to 1
-    takes_new: bool  # new requests are placed here
+    share: float
+    takes_new: bool
 
 
 class NewRequestShares:
-    """Counts the latest new requests by the weights that they were placed on."""
+    """Counts of the latest new requests, by the weights that they were placed on."""
 
     def __init__(self) -> None:
         self._latest: deque[str] = deque()
@@ -60,7 +63,7 @@ def can_serve(instances: Collection[InstanceState]) -> bool:
 def weights_for_new(instances: Collection[InstanceState]) -> str | None:
     """Return the newest identity whose usable instances can serve a request; None if there is none.
 
-    Identities with a pair come first, and then identities whose prefill instances would decode everything.
+    An identity with a prefill and a decode role comes before any whose prefill instances would decode everything.
     """
     members = [[each for each in members if each.is_usable] for members in _newest_first(instances)]
     able = next(filter(have_pair, members), None) or next(filter(can_serve, members), None)
@@ -77,10 +80,10 @@ def role_that_new_weights_lack(instances: Collection[InstanceState]) -> Role | N
 
 
 def _newest_first(instances: Collection[InstanceState]) -> list[list[InstanceState]]:
-    """Return the instances of each identity.
+    """Return the instances of each identity, the newest identity first.
 
-    An identity is as old as the process of its first instance that is there, so that an instance which is started
-    again does not make its weights new. Of two equally old ones the later by name comes first.
+    An identity is as old as its oldest running process, so a restarted instance does not make its weights new. Of two
+    equally old identities the later by name comes first.
     """
     members: dict[str, list[InstanceState]] = {}
     for each in instances:
@@ -102,7 +105,10 @@ def revisions(instances: Collection[InstanceState], shares: NewRequestShares) ->
 
 
 def several_revisions(model: str, shares: Mapping[str, tuple[int, float]]) -> str | None:
-    """Return a sentence on a model that several identities serve, from their instances and shares; None of one."""
+    """Return a sentence on a model that several identities serve; None if there is only one.
+
+    ``shares``: number of instances and share of the latest new requests, by identity.
+    """
     if len(shares) < 2:
         return None
     parts = [
