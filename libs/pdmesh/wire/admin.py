@@ -1,4 +1,4 @@
-"""One question to a scheduler's Admin method, and its answer."""
+"""Questions to a scheduler's Admin method, and their answers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from pdmesh.wire.scheduler_channel import scheduler_addresses
 
 ADMIN_METHOD = "/pdmesh.v1.Scheduler/Admin"
 _DEADLINE_S = 5.0
-_CHECK_DEADLINE_S = 10.0  # while instances try each other
+# Longer, because instances try each other.
+_CHECK_DEADLINE_S = 10.0
 
-#: Answers, though no good ones: asked again they are the same.
+#: Status codes that repeat if the question is asked again.
 _REFUSALS = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
@@ -33,10 +34,10 @@ class QuestionRefused(PdmeshError):
 async def ask_scheduler(
     address: str, security: SecurityConfig, question: messages.AdminRequest
 ) -> messages.AdminResponse:
-    """Ask the scheduler's Admin method one question and return its answer; of several schedulers, the one that leads.
+    """Ask the leading scheduler one question and return its answer.
 
-    ``address`` is as in `MeshConfig.scheduler_address`. Raises InstanceUnavailable, QuestionRefused, ProtocolError, or
-    PdmeshError with the scheduler's reason for saying no.
+    ``address`` is as in `MeshConfig.scheduler_address`. Raises InstanceUnavailable if no leader answers,
+    QuestionRefused, ProtocolError, or PdmeshError with the scheduler's reason for a refusal.
     """
     left = list(scheduler_addresses(address)) or [address]
     asked: set[str] = set()
@@ -63,7 +64,7 @@ async def ask_scheduler(
 
 
 async def ask_one(address: str, security: SecurityConfig, question: messages.AdminRequest) -> messages.AdminResponse:
-    """Do what `ask_scheduler` does with one scheduler, whose answer may be that it stands by, or says no."""
+    """Ask one scheduler, as `ask_scheduler` does. The answer may also be a `StandingBy` or an `AdminError`."""
     async with open_operator_channel(address, security) as channel:
         call: Any = channel.unary_unary(ADMIN_METHOD)
         try:

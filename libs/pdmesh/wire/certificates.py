@@ -1,7 +1,7 @@
 """A service's certificate, key and authority, read again once their files have changed.
 
-Connections that are open go on with what they began with. What cannot be used (half of a new pair is written, or the
-two do not belong together) is said, and what was there before stays in use.
+Open connections keep their certificates. If new files cannot be used (half of a new pair is written, or the two do not
+match), this is logged, and the previous certificates stay in use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pdmesh.watched_file import WatchedFile
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """Contents of the files, in PEM."""
+    """Contents of the certificate files, in PEM."""
 
     certificate: bytes
     key: bytes
@@ -35,7 +35,7 @@ class CertificateFiles:
     """The files of ``security.tls_cert``, ``tls_key`` and ``tls_ca``. For any thread."""
 
     def __init__(self, security: SecurityConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError if there are none, or one cannot be read."""
+        """Raises ConfigError if none are configured, or one cannot be read."""
         if security.tls_cert is None or security.tls_key is None:
             raise ConfigError("no certificate is configured: set security.tls_cert and security.tls_key")
         self._certificate, self._key, self._authority = security.tls_cert, security.tls_key, security.tls_ca
@@ -52,7 +52,7 @@ class CertificateFiles:
         self.current = self._read()
 
     def renewed(self) -> Certificates | None:
-        """Return what is in the files if that is new, and can be used; None: go on as before."""
+        """Return the files' contents if they are new and usable; else None, and `current` stays."""
         with self._lock:
             if not any(file.has_changed() for file in self._files):
                 return None
@@ -62,7 +62,7 @@ class CertificateFiles:
                 context.load_cert_chain(self._certificate, self._key)
                 if certificates.authority is not None:
                     context.load_verify_locations(cadata=certificates.authority.decode())
-            except (ConfigError, OSError, ValueError) as error:  # of which ssl.SSLError is one
+            except (ConfigError, OSError, ValueError) as error:  # ssl.SSLError is an OSError
                 late_logger().warning("new certificates cannot be used; the ones before stay", reason=str(error))
                 return None
             if certificates == self.current:
@@ -77,9 +77,9 @@ class CertificateFiles:
 
 
 def server_credentials(files: CertificateFiles, on_handshake: Callable[[], None]) -> grpc.ServerCredentials:
-    """Return credentials that look at each handshake whether there are new certificates.
+    """Return credentials that look for new certificates at each handshake.
 
-    ``on_handshake`` hears of it first, on a thread of gRPC's.
+    ``on_handshake`` is called first, on a thread of gRPC's.
     """
     configuration: Any = grpc.ssl_server_certificate_configuration
 
@@ -99,7 +99,7 @@ def server_credentials(files: CertificateFiles, on_handshake: Callable[[], None]
 
 
 def channel_credentials(certificates: Certificates) -> grpc.ChannelCredentials:
-    """Return credentials of a client, for the connections of one channel."""
+    """Return a client's credentials for the connections of one channel."""
     return grpc.ssl_channel_credentials(
         root_certificates=certificates.authority,
         private_key=certificates.key,
@@ -108,7 +108,7 @@ def channel_credentials(certificates: Certificates) -> grpc.ChannelCredentials:
 
 
 def keep_renewed(context: ssl.SSLContext, security: SecurityConfig) -> None:
-    """Look at each handshake of a server's ``context`` for new certificates; connections after it are shown them."""
+    """Let a server's ``context`` look for new certificates at each handshake, and use them in later ones."""
     files = CertificateFiles(security)
 
     def look(_connection: object, _name: object, of: ssl.SSLContext) -> None:
@@ -119,10 +119,10 @@ def keep_renewed(context: ssl.SSLContext, security: SecurityConfig) -> None:
 
 
 def expires_at(path: Path | None) -> float | None:
-    """Return when a certificate ends, in Unix time; None if there is none, or it cannot be read."""
+    """Return when a certificate expires, in Unix time; None if there is none, or it cannot be read."""
     if path is None:
         return None
-    from cryptography import x509  # few processes ask
+    from cryptography import x509  # imported late: rarely needed
 
     try:
         return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc.timestamp()

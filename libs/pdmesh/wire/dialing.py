@@ -1,6 +1,6 @@
-"""Addresses of our services as another service sees them: from where they are dialled, and whether a process listens.
+"""Addresses of the mesh's services, as seen from another service: the route to them, and whether a process listens.
 
-Blocking or not, nothing here waits for longer than a limit.
+Every function, blocking or not, returns within a time limit.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import anyio
 from pdmesh.errors import ConfigError
 from pdmesh.host import is_loopback
 
-#: For a host to refuse a connection; one that is off the network never does.
+#: Time limit for a host to refuse a connection. A host that is off the network never does.
 DIAL_LIMIT_S = 2.0
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of a gRPC target such as ``name:port``, ``dns:///name:port`` or the first of ``ipv4:a:1,b:2``.
+    """Return the host and port of a gRPC target: ``name:port``, ``dns:///name:port`` or the first of ``ipv4:a:1,b:2``.
 
-    Raises ValueError for what has no port.
+    Raises ValueError if there is no port.
     """
     scheme, separator, rest = address.partition(":")
     if separator and scheme in ("dns", "ipv4", "ipv6"):
@@ -31,9 +31,9 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def own_host_towards(address: str) -> str:
-    """Return the address of the interface by which this host reaches a service's. It sends nothing.
+    """Return this host's address on the interface that leads to a service's address, without sending anything.
 
-    Raises ConfigError if the name cannot be looked up now, or names this machine alone.
+    Raises ConfigError if the name cannot be resolved now, or leads to this machine's loopback.
     """
     try:
         host, port = split_address(address)
@@ -49,12 +49,12 @@ def own_host_towards(address: str) -> str:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether a bind to ``host`` listens on all interfaces, so that it is no address to dial."""
+    """Whether a bind to ``host`` listens on all interfaces, so that no peer can dial it."""
     return host in ("", "0.0.0.0", "::", "[::]")
 
 
 async def is_refused(address: str) -> bool:
-    """Whether a connection to ``address`` is refused: its host lives, but no process listens there any more."""
+    """Whether a connection to ``address`` is refused: the host is up, but no process listens there."""
     try:
         host, port = split_address(address)
         with anyio.move_on_after(DIAL_LIMIT_S):

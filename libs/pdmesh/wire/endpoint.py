@@ -1,4 +1,4 @@
-"""gRPC servers and channels of our services: where they listen, and which peers they trust."""
+"""gRPC servers and channels of the mesh's services: where they listen, and which peers they trust."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pdmesh.wire.rejected_peers import StrangerKind, Strangers
 
 
 def check_bind(host: str, security: SecurityConfig, *, what: str, has_key: bool) -> None:
-    """Refuse a bind wider than loopback without TLS and a key. Raises ConfigError."""
+    """Raise ConfigError for a bind beyond loopback without TLS and a key, unless the network is trusted."""
     if is_loopback(host) or security.trusted_network:
         return
     missing = [
@@ -39,10 +39,10 @@ def check_bind(host: str, security: SecurityConfig, *, what: str, has_key: bool)
 
 
 def bind_socket(host: str, port: int, *, setting: str) -> socket.socket:
-    """Return a socket that holds a TCP port and does not listen yet. Raises ConfigError if it cannot have the port."""
+    """Return a socket that holds a TCP port and does not listen yet. Raises ConfigError for an unavailable port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        # Said to be TCP's: asyncio takes Nagle's algorithm from accepted connections of no other sockets.
+        # Declared as TCP, because otherwise asyncio does not disable Nagle's algorithm for accepted connections.
         holder = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except OSError as error:
         raise cannot_listen(host, port, error, setting=setting) from error
@@ -56,7 +56,7 @@ def bind_socket(host: str, port: int, *, setting: str) -> socket.socket:
 
 
 def cannot_listen(host: str, port: int, error: OSError, *, setting: str) -> ConfigError:
-    """Return the error for a port that cannot be had, with what to do about it; ``setting`` names the port."""
+    """Return the error for a port that is not available, with advice. ``setting`` names the port."""
     match error.errno:
         case errno.EADDRINUSE:
             advice = f"another process uses it; stop that (`pdmesh down` if it is a mesh), or set {setting} to another"
@@ -82,20 +82,20 @@ TOKEN_METADATA = "pdmesh-token"
 OPERATOR_METADATA = "pdmesh-operator-token"
 
 
-#: How often a channel that waits for its peer looks for new certificates: the peer may want those.
+#: Interval in which a channel that waits for its peer looks for new certificates, which the peer may require.
 LOOK_S = 2.0
 
 
 class MeshChannel:
-    """A channel to one of our services, whose calls carry the mesh token."""
+    """A channel to a service of the mesh. Its calls carry the mesh token."""
 
     def __init__(self, address: str, security: SecurityConfig, tokens: Mapping[str, str]) -> None:
-        """Open a channel, with TLS if and only if we are configured with it. Raises ConfigError."""
+        """Open a channel, with TLS if and only if it is configured. Raises ConfigError."""
         self._address = address
         self._server_name = security.tls_server_name
         self._files = None if security.tls_cert is None else CertificateFiles(security)
         self._channel = self._open()
-        # As gRPC wants it: text of ASCII, so any token fits.
+        # gRPC requires ASCII text, and hexadecimal digits fit any token.
         self._metadata = tuple((name, token.encode().hex()) for name, token in tokens.items() if token)
 
     async def __aenter__(self) -> Self:
@@ -107,7 +107,7 @@ class MeshChannel:
     async def channel_ready(self) -> None:
         """Wait until the channel is connected, however long that takes.
 
-        Where our certificate, key or authority have changed since, it is another one. No call may be under way.
+        If the certificate, key or authority has changed, open a new channel first. No call may be under way.
         """
         while True:
             await self._renew()
@@ -128,7 +128,7 @@ class MeshChannel:
         return grpc.aio.secure_channel(self._address, credentials, options=(*GRPC_OPTIONS, *named))
 
     async def connect(self) -> bool:
-        """Try to connect as `channel_ready` does; False as soon as that has failed."""
+        """Try to connect, as `channel_ready` does. Return False as soon as the attempt has failed."""
         await self._renew()
         state = self._channel.get_state(try_to_connect=True)
         while state is not grpc.ChannelConnectivity.READY:
@@ -148,7 +148,7 @@ class MeshChannel:
 
 
 def refusal(code: grpc.StatusCode, message: str) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return a handler that ends a call, of whatever kind, before it reads a message of it."""
+    """Return a handler that ends a call of any kind before a message is read."""
 
     async def refuse(_requests: Any, context: Any) -> None:
         await context.abort(code, message)
@@ -156,12 +156,12 @@ def refusal(code: grpc.StatusCode, message: str) -> grpc.RpcMethodHandler[Any, A
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-#: Whether a call of this method, with this metadata, may come in without the mesh token.
+#: Returns whether a call of this method, with this metadata, is accepted without the mesh token.
 Admits = Callable[[str, Mapping[str, str]], bool]
 
 
 class _Doorkeeper(grpc.aio.ServerInterceptor):
-    """Looks at the token in a call's metadata, in constant time: a stranger has not one message read."""
+    """Checks the token in a call's metadata, in constant time. No message of a refused call is read."""
 
     def __init__(self, security: SecurityConfig, admits: Admits, strangers: Strangers) -> None:
         self._token = security.mesh_token.encode().hex()
@@ -187,7 +187,7 @@ class _Doorkeeper(grpc.aio.ServerInterceptor):
 
 
 def _noting(handler: Any, strangers: Strangers) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return a handler of our services that notes who calls; they have handlers of two kinds."""
+    """Return a handler that notes each caller, for the two kinds of handlers of the services."""
     behaviour = handler.stream_stream or handler.unary_unary
 
     async def handle(request: Any, context: Any) -> Any:
@@ -200,7 +200,7 @@ def _noting(handler: Any, strangers: Strangers) -> grpc.RpcMethodHandler[Any, An
 
 
 def is_ours(metadata: Mapping[str, str], token_hex: str) -> bool:
-    """Whether a call's metadata shows the mesh token, given in hexadecimal digits. Compares in constant time."""
+    """Whether a call's metadata has the mesh token, given in hexadecimal digits. Compares in constant time."""
     return hmac.compare_digest(metadata.get(TOKEN_METADATA, "").encode(), token_hex.encode())
 
 
@@ -211,7 +211,10 @@ def metadata_of(details: grpc.HandlerCallDetails) -> dict[str, str]:
 
 
 def check_kv_devices(devices: str, config: TransferConfig, security: SecurityConfig) -> None:
-    """Refuse to send KV over an untrusted network, because UCX has neither TLS nor keys. Raises ConfigError."""
+    """Raise ConfigError if KV would be sent over an untrusted network, because UCX has neither TLS nor keys.
+
+    Raises it too if KV shall be encrypted and there is no mesh token.
+    """
     if config.encrypt and not security.mesh_token:
         raise ConfigError("transfer.encrypt makes its keys of security.mesh_token: set that on every service")
     beyond = [device for device in devices.split(",") if device.strip() not in {"", "lo"}]
@@ -240,9 +243,9 @@ async def serving(
 ) -> AsyncGenerator[int]:
     """Serve generic ``methods`` of ``service`` within the block, and yield the port. Raises ConfigError.
 
-    ``setting`` names the port in the error if it cannot be had. A call without the mesh token is accepted only if
-    ``admits`` says so. ``strangers`` counts who is refused. When the block is left, new calls are refused and running
-    ones are cancelled, after ``grace_s`` if given.
+    ``setting`` names the port in the error if it is not available. A call without the mesh token is accepted only if
+    ``admits`` returns True. ``strangers`` counts refused peers. When the block is left, new calls are refused and
+    running ones are cancelled, after ``grace_s`` if given.
     """
     check_bind(host, security, what=service, has_key=bool(security.mesh_token))
     strangers = strangers or Strangers()
@@ -276,16 +279,16 @@ def bind(
             return server.add_secure_port(address, server_credentials(CertificateFiles(security), on_handshake))
         return server.add_insecure_port(address)
     except RuntimeError as error:
-        bind_socket(host, port, setting=setting).close()  # says why, which gRPC does not
+        bind_socket(host, port, setting=setting).close()  # raises an error with the reason
         raise ConfigError(f"cannot listen on {address}: {error} ({setting})") from error
 
 
 def open_channel(address: str, security: SecurityConfig) -> MeshChannel:
-    """Open a channel to one of our services, with TLS if and only if we are configured with it."""
+    """Open a channel to a service of the mesh, with TLS if and only if it is configured."""
     return MeshChannel(address, security, {TOKEN_METADATA: security.mesh_token})
 
 
 def open_operator_channel(address: str, security: SecurityConfig) -> MeshChannel:
-    """Open a channel for an operator: one of `open_channel` that also shows the operator's token."""
+    """Open a channel for an operator: as `open_channel`, but calls also carry the operator's token."""
     tokens = {TOKEN_METADATA: security.mesh_token, OPERATOR_METADATA: security.operator_token}
     return MeshChannel(address, security, tokens)

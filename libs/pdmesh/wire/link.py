@@ -1,12 +1,12 @@
-"""One side of a long-lived frame stream: a bounded outbox, a writer, and decoded frames to read.
+"""A side of a long-lived frame stream: a bounded outbox, a writer, and decoded frames to read.
 
-`FrameLink` hides whether it is the client's or the server's end of a gRPC stream. ``post`` never blocks: messages that
+A `FrameLink` is the same for the client's and the server's end of a gRPC stream. ``post`` never blocks: messages that
 are posted while a frame is being sent leave together in the next frames, so a burst costs few gRPC messages.
 """
 
 from __future__ import annotations
 
-import asyncio  # for an exception that grpc.aio lets out
+import asyncio
 import math
 import struct
 from collections import deque
@@ -29,19 +29,19 @@ SendT = TypeVar("SendT")
 RecvT = TypeVar("RecvT")
 T = TypeVar("T")
 
-#: A frame may carry a prompt of 1M tokens (4 MB) and more; what is larger is refused by gRPC before it is read.
+#: Maximum size of a frame, enough for a prompt of several million tokens. gRPC refuses larger ones before reading them.
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 
-#: A frame as long as this takes no further message, so that only a single message can be longer than a frame may be.
+#: A frame of this size takes no further message. Only a single message can make it exceed `MAX_FRAME_BYTES`.
 FRAME_BYTES = 1024 * 1024
 
-#: msgpack's array with a 32-bit count, which is filled in last.
+#: msgpack's head of an array, with a 32-bit count that is filled in last.
 _FRAME_HEAD = b"\xdd\0\0\0\0"
 
-#: Messages waiting in one outbox. A peer that lets so many pile up is not reading.
+#: Maximum number of messages in an outbox. A peer with a full outbox is not reading.
 MAX_QUEUED_MESSAGES = 65_536
 
-#: Keepalive: a peer that does not answer for this long is gone (half-open TCP).
+#: Options of all channels and servers. Keepalive ends connections to peers that do not answer (half-open TCP).
 GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
@@ -51,12 +51,13 @@ GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.so_reuseport", 0),
-    ("grpc.enable_http_proxy", 0),  # a proxy of the environment is for the internet, not for our own services
-    # gRPC's own waits between connection attempts; its defaults (1 s to 2 min) would outlast a restart's grace.
+    # A proxy of the environment is for the internet, not for the mesh's services.
+    ("grpc.enable_http_proxy", 0),
+    # Waits between connection attempts. gRPC's defaults (1 s to 2 min) would outlast a restart's grace.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # A service that was started again elsewhere has another address under its name; the default is 30 s.
+    # A service restarted elsewhere has another address under its name. The default is 30 s.
     ("grpc.dns_min_time_between_resolutions_ms", 250),
 )
 
@@ -73,7 +74,7 @@ class FrameLink(Generic[SendT, RecvT]):
     """A typed, framed, bidirectional stream.
 
     Run `pump` in a task group; it returns when `close` was called and the outbox is drained, and raises
-    `InstanceUnavailable` when the peer is gone. Read with ``async for messages in link.frames()``.
+    `InstanceUnavailable` when the stream breaks. Read with ``async for messages in link.frames()``.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class FrameLink(Generic[SendT, RecvT]):
         interval_s: float = 0.0,
         finish: Callable[[], Awaitable[Any]] | None = None,
     ) -> None:
-        """``interval_s`` is the least time between the beginnings of two frames."""
+        """``interval_s`` is the minimum time between the starts of two frames. ``finish`` half-closes the stream."""
         self._write = write
         self._read = read
         self._finish = finish
@@ -116,7 +117,7 @@ class FrameLink(Generic[SendT, RecvT]):
         self._wake.set()
 
     async def pump(self) -> None:
-        """Write frames until the link is closed and its outbox empty."""
+        """Write frames until the link is closed and its outbox empty. Raises InstanceUnavailable on a broken stream."""
         next_s = -math.inf
         try:
             while not (self._closed and not self._outbox):
@@ -131,12 +132,12 @@ class FrameLink(Generic[SendT, RecvT]):
                 await _of_call(self._write(self._next_frame()))
             if self._finish is not None:
                 await _of_call(self._finish())
-        except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:  # the last: RPC finished
+        except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:  # the last: RPC has ended
             self._closed = True
             raise InstanceUnavailable(f"the peer's stream broke: {_describe(error)}") from error
 
     def _next_frame(self) -> bytes:
-        """The first messages of the outbox, as many as one frame takes."""
+        """Remove and encode the first messages of the outbox, as many as one frame takes."""
         frame = bytearray(_FRAME_HEAD)
         num_messages = 0
         while self._outbox and len(frame) < FRAME_BYTES:
@@ -159,22 +160,22 @@ class FrameLink(Generic[SendT, RecvT]):
                 return
             try:
                 yield self._decoder.decode(data)
-            except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is no UTF-8
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: invalid UTF-8
                 raise ProtocolError(f"malformed frame of {len(data)} bytes: {error}") from error
 
 
 async def _of_call(operation: Awaitable[T]) -> T:
-    """Await what a gRPC call does. Raises InstanceUnavailable for a call that was cancelled while nobody cancelled us.
+    """Await an operation of a gRPC call. Raises InstanceUnavailable if the call was cancelled, but not this task.
 
     grpc.aio answers a cancellation with a new, bare CancelledError, and raises one for a call that has been cancelled
-    already. Task groups do not know it for their own: it would unwind the whole service, without an error.
+    already. Task groups do not recognise these as their own, so they would unwind the whole service without an error.
     """
     try:
         return await operation
     except asyncio.CancelledError:
-        await anyio.lowlevel.checkpoint_if_cancelled()  # raises the cancellation of our own scope, if it was that
+        await anyio.lowlevel.checkpoint_if_cancelled()  # raises if this scope is cancelled
         task = asyncio.current_task()
-        if task is None or task.cancelling():  # so gRPC's server ends a handler
+        if task is None or task.cancelling():  # gRPC's server ends a handler
             raise
         raise InstanceUnavailable("the call was cancelled") from None
 
@@ -194,7 +195,7 @@ async def open_link(
     max_queued: int = MAX_QUEUED_MESSAGES,
     interval_s: float = 0.0,
 ) -> AsyncGenerator[FrameLink[Any, Any]]:
-    """Yield the client's end of a stream; the call is cancelled when the block is left."""
+    """Yield the client's end of a stream. The call is cancelled when the block is left."""
     call = channel.stream_stream(method)()
     try:
         yield FrameLink(
@@ -214,12 +215,13 @@ def serve_link(
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """Return a generic handler that passes the server's end of each stream, with the peer's name, to ``serve``.
 
-    A `ProtocolError`, even one raised inside a task group, ends only that stream, with INVALID_ARGUMENT and the reason.
+    A `ProtocolError`, even one raised inside a task group, ends only its stream, with INVALID_ARGUMENT and the reason.
+    An `InstanceUnavailable` ends it with UNAVAILABLE. A peer that ``rule`` refuses gets PERMISSION_DENIED.
     """
 
     async def handle(_requests: Any, context: Any) -> None:
         link: FrameLink[Any, Any] = FrameLink(write=context.write, read=context.read, receive_type=receive_type)
-        # With the first message they would be a part of its write, and while that is under way no call can be aborted.
+        # Otherwise the first message's write sends the metadata, and no call can be aborted during a write.
         await context.send_initial_metadata(())
         if rule is not None and (why_not := rule.why_not(context)) is not None:
             rule.strangers.refuse(StrangerKind.ROLE)

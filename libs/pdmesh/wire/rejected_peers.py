@@ -1,4 +1,4 @@
-"""Counts who was refused at a service's port: strangers, and services that are configured wrongly."""
+"""Counts of peers that a service's ports refuse: foreign ones, and misconfigured services of the mesh."""
 
 from __future__ import annotations
 
@@ -8,34 +8,38 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from enum import StrEnum
 
-#: A peer that is let in makes a call at once. One that has made none for so long did not get through the handshake.
+#: Time without a call after which a handshake counts as failed. An accepted peer makes a call at once.
 HANDSHAKE_S = 10.0
 
-#: The oldest of more are judged, or forgotten.
+#: Maximum number of remembered handshakes and peers. Beyond it the oldest count as failed, or are forgotten.
 MAX_REMEMBERED = 1024
 
 
 class StrangerKind(StrEnum):
-    """What a peer lacked that was refused."""
+    """The reason why a peer was refused.
 
-    HANDSHAKE = "handshake"  # had no certificate, one of another authority, an expired one, or no TLS at all
-    TOKEN = "token"  # another than the mesh's, or none
-    ROLE = "role"  # a certificate of this role
+    * HANDSHAKE: the peer had no TLS, no certificate, an expired one, or one of another authority.
+    * TOKEN: the peer had no mesh token, or a wrong one.
+    * ROLE: the peer had no certificate of the required role.
+    """
+
+    HANDSHAKE = "handshake"
+    TOKEN = "token"
+    ROLE = "role"
 
 
 class Strangers:
-    """Counts refusals of one service, over all its ports. For any thread.
+    """Counts of refused peers of one service, over all its ports. For any thread.
 
-    gRPC refuses a peer without a word to us if the handshake fails. So a connection counts as refused if no call came
-    of it.
+    gRPC refuses a peer silently if the handshake fails. So a handshake counts as failed if no call follows it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._refused: Counter[StrangerKind] = Counter(dict.fromkeys(StrangerKind, 0))
-        self._began_s: deque[float] = deque()  # of handshakes that no call has come of
-        self._peers: OrderedDict[str, None] = OrderedDict()  # by address: those that have made one
+        self._began_s: deque[float] = deque()  # handshakes without a call
+        self._peers: OrderedDict[str, None] = OrderedDict()  # addresses that have made a call
 
     def connected(self) -> None:
         """Note that a peer begins its handshake."""
@@ -44,7 +48,7 @@ class Strangers:
             self._began_s.append(self._clock())
 
     def called(self, peer: str) -> None:
-        """Note a call, by gRPC's name for the connection it came on."""
+        """Note a call from ``peer``, gRPC's name for a connection. A new peer completes the oldest handshake."""
         with self._lock:
             is_new = peer not in self._peers
             self._peers[peer] = None
@@ -61,13 +65,13 @@ class Strangers:
 
     @property
     def refused(self) -> dict[StrangerKind, int]:
-        """How many were refused, by the reason."""
+        """Number of refused peers, by reason."""
         with self._lock:
             self._judge(MAX_REMEMBERED)
             return dict(self._refused)
 
     def _judge(self, max_waiting: int) -> None:
-        """Count handshakes that no call can be expected of any more."""
+        """Count handshakes as failed that are too old, or more than ``max_waiting``."""
         until_s = self._clock() - HANDSHAKE_S
         while self._began_s and (len(self._began_s) > max_waiting or self._began_s[0] <= until_s):
             self._began_s.popleft()

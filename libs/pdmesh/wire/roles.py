@@ -1,7 +1,7 @@
-"""Roles in certificates: what a service may be, as the authority that signed its certificate says.
+"""Roles in certificates: the permissions of a service, as set by the authority that signed its certificate.
 
-A role is a URI among the certificate's subject alternative names, ``spiffe://pdmesh/worker``. A certificate that names
-none says nothing of roles: with `SecurityConfig.tls_roles` its owner is refused, else it may be anything.
+A role is a URI among the certificate's subject alternative names, ``spiffe://pdmesh/worker``. A certificate without a
+role is refused with `SecurityConfig.tls_roles`; otherwise its owner may have any role.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PREFIX = "spiffe://pdmesh/"
 
 
 class ServiceRole(StrEnum):
-    """Roles that open streams to others."""
+    """Roles of services that open streams to others."""
 
     WORKER = "worker"
     GATEWAY = "gateway"
@@ -26,14 +26,20 @@ class ServiceRole(StrEnum):
 
 
 class RoleRule(NamedTuple):
-    """Which roles may open a stream of one kind."""
+    """The role that may open a stream of one kind.
+
+    With ``is_needed``, certificates without any role are refused, too. ``strangers`` counts refused peers.
+    """
 
     role: ServiceRole
-    is_needed: bool  # also of those whose certificate names no role
-    strangers: Strangers  # counts those that may not
+    is_needed: bool
+    strangers: Strangers
 
     def why_not(self, context: Any) -> str | None:
-        """Why the peer of a gRPC call may not, if so. Without TLS of both sides, only the mesh token counts."""
+        """Return why the peer of a gRPC call is refused; None if it is accepted.
+
+        Without mutual TLS every peer is accepted here, because only the mesh token counts.
+        """
         facts = context.auth_context()
         if "x509_common_name" not in facts and "x509_subject_alternative_name" not in facts:
             return None

@@ -1,8 +1,8 @@
-"""The way to the scheduler that leads, for workers and gateways: one address, or several of which one leads.
+"""The connection of workers and gateways to the leading scheduler, at one of several addresses.
 
-A scheduler that stands by names the leader, and is asked again if it knows none: it may be the next. Leaders have
-*terms*, each higher than all before. Who has heard of one refuses those of before, which were stopped or cut off
-and do not know yet that another one leads.
+A standby scheduler names the leader. If it knows no leader, it is asked again, because it may lead next. Leaders have
+*terms*, each higher than all before. A client that knows of a term refuses earlier leaders, which were stopped or cut
+off and do not know yet that another scheduler leads.
 """
 
 from __future__ import annotations
@@ -22,48 +22,50 @@ from pdmesh.wire.session import ANSWER_LIMIT_S
 
 WelcomeT = TypeVar("WelcomeT", WelcomeWorker, WelcomeGateway)
 
-#: For one of several addresses to accept a connection, and for its welcome: another one may lead meanwhile.
+#: Time limits for one of several addresses to accept a connection and to send its welcome: another may lead meanwhile.
 CONNECT_LIMIT_S = 1.0
 WELCOME_LIMIT_S = 2.0
 
-#: After all addresses were tried in vain.
+#: Pause after all addresses were tried in vain.
 ROUND_PAUSE_S = 0.2
 
 
 def scheduler_addresses(setting: str) -> tuple[str, ...]:
-    """Return the addresses of a `MeshConfig.scheduler_address`; a target of gRPC, such as ``ipv4:a:1,b:2``, is one."""
+    """Return the addresses of a `MeshConfig.scheduler_address`. A gRPC target, such as ``ipv4:a:1,b:2``, is one
+    address.
+    """
     if setting.startswith(("ipv4:", "ipv6:", "dns:", "unix:")):
         return (setting,)
     return tuple(address.strip() for address in setting.split(",") if address.strip())
 
 
 class SchedulerChannel:
-    """A channel to whichever scheduler leads. Made by `open_scheduler_channel`.
+    """A channel to the leading scheduler. Made by `open_scheduler_channel`.
 
-    Implements `pdmesh.wire.session.ReadyChannel`: each `channel_ready` tries another address than the one before, or
-    that which was named.
+    Implements `pdmesh.wire.session.ReadyChannel`: each `channel_ready` tries the leader that was named, or else the
+    next address. ``unreached_leader`` is the address of a leader that fell silent, or could not be reached since it was
+    named.
     """
 
     def __init__(self, addresses: Sequence[str], security: SecurityConfig) -> None:
         self._addresses = tuple(addresses)
         self._security = security
         self._channels: dict[str, MeshChannel] = {}
-        self._num_tried = 0  # of the addresses, over and over
-        self._next: str | None = None  # to be tried before the others
-        self._is_silent = False  # whether the connection to that leader should be opened again
-        self._named_by: str | None = None  # standby that named the address in use, or the next
-        self._address = ""  # in use
-        #: Leader that cannot be reached, since it was named, or was silent.
+        self._num_tried = 0
+        self._next: str | None = None  # tried before the other addresses
+        self._is_silent = False  # the connection to that leader must be reopened
+        self._named_by: str | None = None  # standby that named `_address` or `_next`
+        self._address = ""
         self.unreached_leader = ""
-        self._term = 0  # the highest that was heard of
+        self._term = 0  # highest known term
 
     @property
     def answer_limit_s(self) -> float:
-        """Seconds that the first message on a stream may take."""
+        """Time limit in seconds for the first message on a stream."""
         return ANSWER_LIMIT_S if len(self._addresses) == 1 else WELCOME_LIMIT_S
 
     async def channel_ready(self) -> None:
-        """Wait until a scheduler is connected: one that was named, or the next of the addresses."""
+        """Wait until a scheduler is connected: the leader that was named, or one of the addresses."""
         if len(self._addresses) == 1 and self._next is None:
             self._address = self._addresses[0]
             await self._channel(self._address).channel_ready()
@@ -85,9 +87,10 @@ class SchedulerChannel:
         return self._channel(self._address).stream_stream(method)
 
     def check(self, first: object, kind: type[WelcomeT]) -> WelcomeT:
-        """Return a scheduler's first message, which is to be a welcome.
+        """Return a scheduler's first message, which must be a welcome of type ``kind``.
 
-        Raises InstanceUnavailable if it does not lead, or not any more, and ProtocolError for anything else.
+        Raises InstanceUnavailable if the scheduler does not lead, or a later leader is known. Raises ProtocolError for
+        any other message.
         """
         if isinstance(first, StandingBy):
             self._next = first.leader or self._address
@@ -106,7 +109,7 @@ class SchedulerChannel:
         return welcome
 
     def fell_silent(self) -> None:
-        """Note that the leader in use has said nothing for too long."""
+        """Note that the leader in use has been silent for too long: its connection is opened again."""
         self.unreached_leader = self._address
         self._is_silent = True
 
@@ -141,7 +144,7 @@ class SchedulerChannel:
 
 @asynccontextmanager
 async def open_scheduler_channel(setting: str, security: SecurityConfig) -> AsyncGenerator[SchedulerChannel]:
-    """Yield a channel to the scheduler that leads, among the addresses of a `MeshConfig.scheduler_address`."""
+    """Yield a channel to the leading scheduler, among the addresses of a `MeshConfig.scheduler_address`."""
     channel = SchedulerChannel(scheduler_addresses(setting), security)
     try:
         yield channel

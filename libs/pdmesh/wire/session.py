@@ -1,8 +1,8 @@
-"""The life of a long-lived stream between two services, the same for all: registration, welcome, heartbeats, loss.
+"""A long-lived stream between two services: registration, welcome, heartbeats, loss.
 
-The client's end is a `Session`: it registers, is welcomed, sends heartbeats, and begins anew, after a pause, whenever
-the stream ends. The server's end is served by `registration` and `converse`. Every wait for the other side has a time
-limit.
+The client's end is a `Session`: it registers, is welcomed, sends heartbeats, and connects again, after a pause,
+whenever the stream ends. The server's end is served by `registration` and `converse`. Every wait for the other side has
+a time limit.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ SaysT = TypeVar("SaysT", covariant=True)
 HearsT = TypeVar("HearsT", contravariant=True)
 RegistrationT = TypeVar("RegistrationT", bound="Versioned")
 
-#: For the first message of either side, and for the server to hear a client's last.
+#: Time limit for the first message of either side, and for the server to read a client's last one.
 ANSWER_LIMIT_S = 10.0
 
-#: Pauses between attempts: doubled from the first to the last, each cut by a random part, so that a mesh does not knock
-#: all at once. The last is below the scheduler's grace for orphans, so that residents are claimed in time.
+#: Pauses between attempts: doubled from the first to the last, each cut by a random part, so that services do not all
+#: connect at once. The last is below the scheduler's grace for orphans, so that residents are claimed in time.
 FIRST_PAUSE_S = 0.1
 LAST_PAUSE_S = 1.0
 
 
 class Versioned(Protocol):
-    """A registration, which says which protocol version its sender speaks."""
+    """A registration with the protocol version of its sender."""
 
     @property
     def version(self) -> int: ...
@@ -54,27 +54,29 @@ class ReadyChannel(Channel, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a welcome says about heartbeats and silence."""
+    """Intervals that a welcome sets. ``heartbeat_s`` is None for no heartbeats.
 
-    heartbeat_s: float | None = None  # how often to say that we live; None: never
-    #: So many heartbeats without a word back and the stream is given up; None: gRPC's keepalive decides. They do not
-    #: become more while this process stands still.
+    After ``max_unanswered`` heartbeats without any message from the peer, the stream is closed; None: gRPC's keepalive
+    decides. While this process is paused, the count does not grow.
+    """
+
+    heartbeat_s: float | None = None
     max_unanswered: int | None = None
 
 
 class Talk(Protocol[SaysT, HearsT]):
-    """The messages of a client's stream: what it says, and what it does with what it hears."""
+    """The messages of a client's stream: messages to send, and the handling of received ones."""
 
     async def prepare(self) -> None:
         """Get ready to register; awaited before each registration."""
         ...
 
     def opening(self) -> Sequence[SaysT]:
-        """Return the registration, as things are now, and the messages that follow it at once."""
+        """Return the current registration, and the messages that follow it at once."""
         ...
 
     def welcomed(self, welcome: Any) -> Terms:
-        """Return the terms of a welcome, the first message of the server. Raises ProtocolError if it is no welcome."""
+        """Return the terms of the server's first message. Raises ProtocolError if it is no welcome."""
         ...
 
     def heartbeat(self) -> SaysT:
@@ -82,20 +84,23 @@ class Talk(Protocol[SaysT, HearsT]):
         ...
 
     def handle(self, message: HearsT) -> None:
-        """Take a message that came after the welcome."""
+        """Handle a message that came after the welcome."""
         ...
 
     def overflowed(self) -> None:
-        """Note that the peer does not read: messages queued for it are dropped, and the stream begins anew."""
+        """Handle a peer that does not read: the queued messages are dropped, and the session connects again."""
         ...
 
     def lost(self) -> None:
-        """Note that the stream ended, or could not be opened."""
+        """Handle the end of the stream, or a failed attempt to open it."""
         ...
 
 
 class Session(Generic[SendT, RecvT]):
-    """A stream that is kept up whenever possible. Only `run` and `finish` wait."""
+    """A stream that reconnects whenever it ends. Only `run` and `finish` wait.
+
+    ``was_silent`` is set if the last stream was closed because the peer was silent.
+    """
 
     def __init__(
         self,
@@ -108,7 +113,7 @@ class Session(Generic[SendT, RecvT]):
         answer_limit_s: float = ANSWER_LIMIT_S,
         interval_s: float = 0.0,
     ) -> None:
-        """``answer_limit_s`` is for the welcome, ``interval_s`` the least time between two frames."""
+        """``answer_limit_s`` limits the wait for the welcome. ``interval_s`` is the minimum time between two frames."""
         self._channel = channel
         self._answer_limit_s = answer_limit_s
         self._method = method
@@ -118,20 +123,19 @@ class Session(Generic[SendT, RecvT]):
         self._interval_s = interval_s
         self._link: FrameLink[SendT, RecvT] | None = None
         self._scope = anyio.CancelScope()
-        self._pause_s = 0.0  # so far
-        self._num_unanswered = 0  # heartbeats since the peer's last word
-        #: Whether the last stream was given up because the peer was silent, though it was not broken.
+        self._pause_s = 0.0
+        self._num_unanswered = 0  # heartbeats since the peer's last message
         self.was_silent = False
         self._finishing = False
         self._finished = anyio.Event()
 
     def post(self, message: SendT) -> bool:
-        """Queue a message behind the registration; False if there is no stream to carry it."""
+        """Queue a message after the registration. Return False if no stream can carry it."""
         if self._link is None:
             return False
         try:
             self._link.post(message)
-        except InstanceUnavailable:  # the stream broke, and is about to notice
+        except InstanceUnavailable:
             self._link = None
         except OutboxFull as error:
             late_logger().error("a peer does not read its stream; reconnecting", method=self._method, error=str(error))
@@ -141,7 +145,7 @@ class Session(Generic[SendT, RecvT]):
         return self._link is not None
 
     async def run(self) -> None:
-        """Stay connected until cancelled or `finish`."""
+        """Stay connected, reconnecting after pauses, until cancelled or `finish`."""
         while True:
             await self._channel.channel_ready()
             reason, self.was_silent = "the peer ended it", False
@@ -161,14 +165,14 @@ class Session(Generic[SendT, RecvT]):
         self._finished.set()
 
     async def finish(self) -> None:
-        """Post nothing more, and return when the peer has read everything."""
+        """Post no more messages. Return when the peer has read everything, or the stream has ended."""
         self._finishing = True
         if self._link is not None:
             self._link.close()
         await self._finished.wait()
 
     async def _hold(self) -> None:
-        """One stream, until it ends."""
+        """Open one stream and serve it until it ends."""
         talk = self._talk
         await talk.prepare()
         async with (
@@ -183,7 +187,7 @@ class Session(Generic[SendT, RecvT]):
         ):
             for said in talk.opening():
                 link.post(said)
-            self._link = link  # what is posted from here on comes after the registration
+            self._link = link  # `post` queues after the registration
             if self._finishing:
                 link.close()
             tasks.start_soon(link.pump)
@@ -214,7 +218,7 @@ class Session(Generic[SendT, RecvT]):
 
 
 async def _next(frames: AsyncIterator[list[RecvT]], limit_s: float | None) -> list[RecvT] | None:
-    """The next frame, or None at the end of the stream. Raises TimeoutError."""
+    """Return the next frame, or None at the end of the stream. Raises TimeoutError after ``limit_s``."""
     frame: list[RecvT] | None = None
     with anyio.fail_after(limit_s):
         frame = await anext(frames, None)
@@ -227,7 +231,7 @@ async def _next(frames: AsyncIterator[list[RecvT]], limit_s: float | None) -> li
 async def registration(
     frames: AsyncIterator[list[Any]], message_type: type[RegistrationT]
 ) -> tuple[RegistrationT, list[Any]]:
-    """Return the other end's registration and the messages that came in the same frame. Raises ProtocolError."""
+    """Return the peer's registration and the messages that came in the same frame. Raises ProtocolError."""
     with anyio.move_on_after(ANSWER_LIMIT_S):
         match await anext(frames, []):
             case [first, *rest] if isinstance(first, message_type):
@@ -240,7 +244,7 @@ async def registration(
 
 
 class Silence:
-    """How long a peer has said nothing, in ticks of this process: while it stands still, there are none."""
+    """Duration of a peer's silence, in ticks of this process. While this process is paused, the count does not grow."""
 
     def __init__(self, tick_s: float, max_ticks: int) -> None:
         self._tick_s = tick_s
@@ -248,7 +252,7 @@ class Silence:
         self._num_ticks = 0
 
     def heard(self) -> None:
-        """Note that the peer has said something."""
+        """Note that the peer has sent a message."""
         self._num_ticks = 0
 
     @property
@@ -271,7 +275,7 @@ async def converse(
 ) -> None:
     """Write the link's messages and ``read`` the peer's until the peer ends the stream, or until ``stopping``.
 
-    With ``silence`` the stream is given up once the peer has said nothing for too long; ``read`` tells what was heard.
+    With ``silence`` the stream ends once the peer has been silent for too long; ``read`` must call `Silence.heard`.
     Raises ProtocolError or InstanceUnavailable outside of any exception group, as `pdmesh.wire.link.serve_link`
     expects.
     """

@@ -1,4 +1,4 @@
-"""What all messages between our services are, and the envelope of the core's own words."""
+"""The base of all messages between services, and the envelopes of the core's events and commands."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import msgspec
 from pdmesh.errors import ProtocolError
 from pdmesh.wire.messages.generation import Prompt
 
-if TYPE_CHECKING:  # imported late: commands that ask a scheduler need no event
+if TYPE_CHECKING:
     from pdmesh.core.commands import GatewayCommand, InstanceCommand
     from pdmesh.core.events import GatewayEvent, InstanceEvent
 
-#: Bumped when a peer of the last version could misread us. Checked at registration.
+#: Raised when a peer of the last version could misread a message. Checked at registration.
 PROTOCOL_VERSION = 16
 
 
@@ -24,13 +24,16 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
 
 
 class StandingBy(Message, frozen=True, kw_only=True):
-    """Said instead of a welcome, or an answer, by a scheduler that does not lead."""
+    """The answer of a scheduler that does not lead, instead of a welcome or another answer.
 
-    leader: str  # its address; empty: nobody leads, and it may be this one soon
+    ``leader`` is the leader's address. If it is empty, no scheduler leads, and this one may lead soon.
+    """
+
+    leader: str
 
 
 class EventMessage(Message, frozen=True, kw_only=True):
-    """An event for the scheduling core as whoever raises it says it: its name and its fields.
+    """An event for the scheduling core, as its sender raised it: the name and fields of the event's class.
 
     The event log has events in the same form. A new event needs no message of its own.
     """
@@ -44,19 +47,19 @@ class EventMessage(Message, frozen=True, kw_only=True):
 
     @property
     def event(self) -> InstanceEvent:
-        """What an instance says. Raises ProtocolError if it is nothing that an instance may."""
+        """The instance event. Raises ProtocolError if it is none."""
         return _decoded(_instance_events(), self.name, self.fields)
 
     @property
     def gateway_event(self) -> GatewayEvent:
-        """What a gateway says. Raises ProtocolError if it is nothing that a gateway may."""
+        """The gateway event. Raises ProtocolError if it is none."""
         return _decoded(_gateway_events(), self.name, self.fields)
 
 
 class CommandMessage(Message, frozen=True, kw_only=True):
     """A command as the scheduling core made it, in the form of `EventMessage`.
 
-    ``prompt`` comes with the commands that name a request to an instance for the first time: an `AdmitPrefill`, and the
+    ``prompt`` is set for commands that name a request to an instance for the first time: `AdmitPrefill`, and the
     `ExpectCopy` of a hand-over.
     """
 
@@ -71,12 +74,12 @@ class CommandMessage(Message, frozen=True, kw_only=True):
 
     @property
     def command(self) -> InstanceCommand:
-        """Raises ProtocolError if it is none for an instance."""
+        """The command to an instance. Raises ProtocolError if it is none."""
         return _decoded(_instance_commands(), self.name, self.fields)
 
     @property
     def gateway_command(self) -> GatewayCommand:
-        """Raises ProtocolError if it is none for a gateway."""
+        """The command to a gateway. Raises ProtocolError if it is none."""
         return _decoded(_gateway_commands(), self.name, self.fields)
 
 
@@ -117,5 +120,5 @@ def _decoded(decoders: Mapping[str, msgspec.msgpack.Decoder[SaidT]], name: str, 
         raise ProtocolError(f"unknown message type {name!r}")
     try:
         return decoder.decode(fields)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is no UTF-8
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: invalid UTF-8
         raise ProtocolError(f"malformed {name}: {error}") from error

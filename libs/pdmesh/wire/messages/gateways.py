@@ -1,4 +1,4 @@
-"""What gateways and the scheduler say to each other: ``/pdmesh.v1.Scheduler/Gateway``."""
+"""Messages between gateways and the scheduler: ``/pdmesh.v1.Scheduler/Gateway``."""
 
 from __future__ import annotations
 
@@ -19,44 +19,57 @@ from pdmesh.wire.messages.status_messages import Activity, MeshStatus
 
 
 class RegisterGateway(Message, frozen=True, kw_only=True):
-    """First message of a gateway's stream, also after a reconnect; ``waiting`` is what it still waits for."""
+    """First message of a gateway's stream, also after a reconnect.
+
+    * ``waiting``: requests without an outcome yet.
+    * ``scheduler_id``: the scheduler of its last registration; empty before the first.
+    * ``unbegun``: waiting requests that were sent to that scheduler, without any news since.
+    * ``token_address``: where the gateway takes tokens; empty: unknown.
+    * ``unreached_leader``: address of the leading scheduler, if the gateway cannot reach it.
+    """
 
     gateway_id: GatewayId
     waiting: tuple[tuple[RequestId, Epoch], ...]
-    scheduler_id: str = ""  # whom it was registered with last, if it was
-    unbegun: tuple[RequestId, ...] = ()  # of those waited for: sent to that scheduler, and not heard of since
-    token_address: str = ""  # where it takes tokens; empty: it does not say
-    unreached_leader: str = ""  # address of the leading scheduler, if the gateway cannot reach it
+    scheduler_id: str = ""
+    unbegun: tuple[RequestId, ...] = ()
+    token_address: str = ""
+    unreached_leader: str = ""
     version: int = PROTOCOL_VERSION
 
 
 class GatewayHeartbeat(Message, frozen=True, kw_only=True):
-    """The gateway lives. Answered by a `MeshStatus`."""
+    """The gateway's heartbeat. Answered by a `MeshStatus`."""
 
 
 class OtherChoice(msgspec.Struct, frozen=True, array_like=True):
-    """What tells a choice from the first one of the same prompt."""
+    """The differences of a further choice from the first one of the same prompt."""
 
     request_id: RequestId
     seed: int
 
 
 class Submit(Message, frozen=True, kw_only=True):
-    """One request, or the choices of one prompt, which is sent once: each of them is a request of its own."""
+    """A request, or several choices of one prompt, which is sent once: each choice is a separate request.
+
+    * ``tenant``, ``share``: name and share of the API key of the request.
+    * ``num_tokens_before``: number of tokens in earlier prompts of the same client request.
+    * ``age_s``: for a resumed request, seconds since it was first submitted.
+    * ``unheard_id``: for a request resumed because its tokens stopped coming, the instance that sent them.
+    """
 
     generation: Generation
     priority: int = 0
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
     others: tuple[OtherChoice, ...] = ()
-    tenant: str = ""  # the name of the key that it came with
-    share: int = 1  # of that key
-    num_tokens_before: int = 0  # of the prompts of the same client request that were sent before
-    age_s: float = 0.0  # since it was first submitted, of one that is resumed
-    unheard_id: InstanceId | None = None  # instance whose tokens stopped coming, of one that is resumed for that
+    tenant: str = ""
+    share: int = 1
+    num_tokens_before: int = 0
+    age_s: float = 0.0
+    unheard_id: InstanceId | None = None
 
     def generations(self) -> Iterator[Generation]:
-        """Yield one for every choice; they share the tokens' bytes."""
+        """Yield a generation for every choice. They share the tokens' bytes."""
         first = self.generation
         yield first
         for other in self.others:
@@ -65,19 +78,24 @@ class Submit(Message, frozen=True, kw_only=True):
 
 
 class NextActivity(Message, frozen=True, kw_only=True):
-    """Ask for the next `Activity`, because a page watches the mesh. Each one is asked for by itself."""
+    """A request for the next `Activity`, for a page that watches the mesh. Each one is requested separately."""
 
 
 GatewayUp = RegisterGateway | GatewayHeartbeat | Submit | EventMessage | NextActivity
 
 
 class WelcomeGateway(Message, frozen=True, kw_only=True):
-    """The registration is accepted. Each heartbeat is answered."""
+    """The acceptance of a gateway's registration. Each heartbeat is answered.
 
-    scheduler_id: str  # of this process: one that was started again has another
+    ``scheduler_id`` differs for each process of a scheduler. ``term`` is the term of the leader among several
+    schedulers, higher than all before. After ``silent_beats`` heartbeats without an answer, the gateway looks for a new
+    leader; None: after its own default.
+    """
+
+    scheduler_id: str
     heartbeat_s: float
-    term: int = 0  # of the leader, among several schedulers; higher than those of all before
-    silent_beats: int | None = None  # after so many heartbeats without an answer the leader is given up
+    term: int = 0
+    silent_beats: int | None = None
 
 
 GatewayDown = StandingBy | WelcomeGateway | CommandMessage | MeshStatus | Activity

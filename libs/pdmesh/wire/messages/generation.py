@@ -1,4 +1,4 @@
-"""A request as workers are given it: its tokens, how to draw more, and where they go."""
+"""A request as workers receive it: its tokens, its sampling parameters, and its gateway."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdmesh.model import (
 
 
 def pack_token_ids(token_ids: list[int] | array.array[int]) -> bytes:
-    """Token ids as little-endian int32, four bytes a token: 1M tokens decode without a million objects."""
+    """Return token ids as little-endian int32, four bytes a token: 1M tokens decode without a million objects."""
     packed = array.array("i", token_ids)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -25,7 +25,7 @@ def pack_token_ids(token_ids: list[int] | array.array[int]) -> bytes:
 
 
 def unpack_token_ids(packed: bytes) -> array.array[int]:
-    """Inverse of `pack_token_ids`. Raises ValueError if ``packed`` is not whole tokens."""
+    """Invert `pack_token_ids`. Raises ValueError if ``packed`` is not whole tokens."""
     token_ids = array.array("i")
     token_ids.frombytes(packed)
     if sys.byteorder == "big":
@@ -34,26 +34,36 @@ def unpack_token_ids(packed: bytes) -> array.array[int]:
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All that a worker needs to run a request; the scheduler passes it on without looking inside the tokens.
+    """All that a worker needs to run a request; the scheduler passes it on without looking at the tokens.
 
-    ``token_ids`` is the transcript: the client's prompt and, for a resumed request, the output tokens delivered
-    before. ``params.max_tokens`` and ``min_tokens`` count from the client's prompt, not from here.
+    ``token_ids`` is the packed transcript: the ``num_prompt_tokens`` of the client's prompt and, for a resumed request,
+    the output tokens delivered before. ``params.max_tokens`` and ``min_tokens`` count from the end of the client's
+    prompt.
+
+    * ``request_id`` is made by the gateway: never a client's, never used again, and not guessable.
+    * ``token_address``: host:port of the gateway's Tokens stream.
+    * ``traceparent``: W3C trace context.
+    * ``label``: the client's name for the request, by which people find it; not unique.
+    * ``arithmetic``: class of the instance that drew the last token delivered before.
+    * ``weights``: identity of the weights that drew the tokens delivered before; empty without such tokens.
+    * ``prefix_root``: the root of the granules' hashes; empty: no KV is reused or cached.
+    * ``prefix``: hashes of all full granules of ``token_ids``, in order, for KV of the weights ``prefix_weights``.
     """
 
-    request_id: RequestId  # the gateway's own: never a client's, never used again, not to be guessed
+    request_id: RequestId
     epoch: Epoch
     gateway_id: GatewayId
-    token_address: str  # host:port of the gateway's Tokens stream
-    token_ids: bytes  # see `pack_token_ids`
-    num_prompt_tokens: int  # of them, the client's own; the rest are output tokens delivered before
+    token_address: str
+    token_ids: bytes
+    num_prompt_tokens: int
     params: SamplingParams
-    traceparent: str | None = None  # W3C trace context
-    label: str = ""  # what its client calls it, for people to find it by; several requests may have the same
-    arithmetic: str = ""  # class of the instance that drew the last token delivered before
-    weights: str = ""  # identity of the weights that drew the tokens delivered before; empty: there are none
-    prefix_root: bytes = b""  # what the hashes of its granules begin with; empty: no KV is reused or kept
-    prefix: PrefixHashes = ()  # of all full granules of ``token_ids``, in order
-    prefix_weights: str = ""  # identity of the weights that these are made for
+    traceparent: str | None = None
+    label: str = ""
+    arithmetic: str = ""
+    weights: str = ""
+    prefix_root: bytes = b""
+    prefix: PrefixHashes = ()
+    prefix_weights: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +71,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens delivered before this epoch; the next one has this index."""
+        """Number of output tokens delivered before this epoch, and so the index of the next one."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
@@ -70,12 +80,13 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an instance needs to compute a request's prompt, or to decode it after a hand-over.
+    """A request's prompt, for an instance that computes it or decodes it after a hand-over.
 
     A receiver of KV gets a ``generation`` without tokens, unless sampling, drafts or lost KV need them. The transcript
-    has ``num_context_tokens`` in any case.
+    has ``num_context_tokens`` tokens in any case. ``tail`` holds the packed tokens behind the last full granule, for a
+    receiver that caches the KV it generates.
     """
 
     generation: Generation
     num_context_tokens: int
-    tail: bytes = b""  # packed tokens behind the last full granule, for a receiver that keeps the KV it generates
+    tail: bytes = b""

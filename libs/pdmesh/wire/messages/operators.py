@@ -1,4 +1,4 @@
-"""What operators and other observers ask of the scheduler: ``/pdmesh.v1.Scheduler/Admin``."""
+"""Questions and changes of operators and other observers for the scheduler: ``/pdmesh.v1.Scheduler/Admin``."""
 
 from __future__ import annotations
 
@@ -24,103 +24,126 @@ from pdmesh.wire.messages.workers import PeersChecked
 
 
 class GetStatus(Message, frozen=True, kw_only=True):
-    """Answered by a `MeshStatus`."""
+    """A question for the mesh's state. Answered by a `MeshStatus`."""
 
 
 class CheckMesh(Message, frozen=True, kw_only=True):
-    """Answered by a `MeshChecked`: instances try each other, and the gateways."""
+    """A request to check all connections: instances try each other, and the gateways. Answered by a `MeshChecked`."""
 
 
 class InstanceChecked(msgspec.Struct, frozen=True, kw_only=True):
-    """What one instance found."""
+    """The result of one instance; ``checked`` is None if it did not answer.
+
+    ``clock_offset_s`` is the instance's clock less the scheduler's, and includes the message's latency.
+    """
 
     instance_id: InstanceId
     host: str
-    checked: PeersChecked | None  # None: it did not answer
-    clock_offset_s: float = 0.0  # its clock, less the scheduler's; the message's way is in it
+    checked: PeersChecked | None
+    clock_offset_s: float = 0.0
 
 
 class MeshChecked(Message, frozen=True, kw_only=True):
-    """The answer to `CheckMesh`."""
+    """The answer to `CheckMesh`.
 
-    version: str  # of the scheduler's pdmesh
+    ``version`` is the scheduler's pdmesh. ``gateways`` are the tested ones, with their token addresses.
+    """
+
+    version: str
     certificate_expires_at: float | None
     instances: tuple[InstanceChecked, ...]
-    gateways: tuple[tuple[GatewayId, str], ...]  # that were tried, by their token addresses
+    gateways: tuple[tuple[GatewayId, str], ...]
 
 
 class GetRequest(Message, frozen=True, kw_only=True):
-    """Answered by a `RequestRecord`, or a `RequestList` of several."""
+    """A question for one request. Answered by a `RequestRecord`, or a `RequestList` of several.
 
-    request_id: str  # its id, a response's, a client's label, or how one of these begins
+    ``request_id`` is a request's or response's id, a client's label, or the beginning of one of these.
+    """
+
+    request_id: str
 
 
 class ListRequests(Message, frozen=True, kw_only=True):
-    """Answered by a `RequestList`: those that arrived last, the newest first, without their entries."""
+    """A question for the latest requests. Answered by a `RequestList`, newest first, without their entries."""
 
     limit: int = 20
 
 
 class GetPolicies(Message, frozen=True, kw_only=True):
-    """Answered by `Policies`."""
+    """A question for the policies in use. Answered by `Policies`."""
 
 
 class GetDecisions(Message, frozen=True, kw_only=True):
-    """Ask for decisions from number ``start`` on; answered by `LatestDecisions`."""
+    """A question for the decisions from number ``start`` on. Answered by `LatestDecisions`."""
 
     start: int = 0
 
 
 class SetPolicy(Message, frozen=True, kw_only=True):
-    """Switch the policy bundle while serving."""
+    """A switch of the policy bundle while serving. Answered by `Policies`."""
 
     bundle: str
 
 
 class SetBatching(Message, frozen=True, kw_only=True):
-    """Switch the batching mode while serving, whatever the bundle."""
+    """A switch of the batching mode while serving, for any bundle. Answered by `Policies`.
+
+    ``threshold`` is the share of idle seats at which `eb` ends a decode phase.
+    """
 
     batching: str
-    threshold: float | None = None  # share of idle seats at which `eb` ends a decode phase
+    threshold: float | None = None
 
 
 class StartOperation(Message, frozen=True, kw_only=True):
-    """Answered by an `OperationStatus` once the core has decided: it runs, or was refused."""
+    """The start of an operation. Answered by an `OperationStatus` once the core has started or refused it."""
 
     requested: OperationRequested
 
 
 class StartResize(Message, frozen=True, kw_only=True):
-    """Give the pools other sizes: answered as `StartOperation` is."""
+    """A change of the pools' sizes. Answered as `StartOperation`.
+
+    Roles in ``kept`` stay as large as they are, whatever ``pools`` says. ``timeout_s`` limits the time for requests to
+    leave an instance, and ``start_timeout_s`` the time for an instance to register.
+    """
 
     operation_id: OperationId
     pools: PoolCounts
-    kept: tuple[Role, ...] = ()  # of these as many as there are, whatever ``pools`` says
-    timeout_s: OperationTime  # limit for requests to leave an instance
-    start_timeout_s: OperationTime  # limit for an instance to register
+    kept: tuple[Role, ...] = ()
+    timeout_s: OperationTime
+    start_timeout_s: OperationTime
 
 
 class StartRolling(Message, frozen=True, kw_only=True):
-    """Restart every process, one after the other: answered as `StartOperation` is."""
+    """A restart of every process, one after the other. Answered as `StartOperation`.
+
+    ``timeout_s`` limits the time for requests to leave an instance, and ``start_timeout_s`` the start of an instance
+    beside the last of its kind. ``force`` restarts the last of a kind even if no other serves meanwhile.
+    """
 
     operation_id: OperationId
-    timeout_s: OperationTime  # limit for requests to leave an instance
-    start_timeout_s: OperationTime  # limit for an instance that is started beside the last one
-    force: bool = False  # though nobody does meanwhile what the last of a kind does
+    timeout_s: OperationTime
+    start_timeout_s: OperationTime
+    force: bool = False
 
 
 class CancelOperation(Message, frozen=True, kw_only=True):
-    """Answered by an `OperationStatus`."""
+    """The end of a running operation. Answered by an `OperationStatus`."""
 
     operation_id: OperationId
 
 
 class ListOperations(Message, frozen=True, kw_only=True):
-    """Answered by an `OperationList`, the newest first."""
+    """A question for all operations. Answered by an `OperationList`, newest first."""
 
 
 class WaitOperation(Message, frozen=True, kw_only=True):
-    """Answered by an `OperationStatus`: once it is over, or has not ``num_left`` left, or after ``wait_s``."""
+    """A question for an operation's progress. Answered by an `OperationStatus`.
+
+    The answer comes once the operation is over, once its ``num_left`` differs, or after ``wait_s``.
+    """
 
     operation_id: OperationId
     num_left: int
@@ -145,37 +168,49 @@ AdminRequest = (
     | FollowPools
 )
 
-#: What changes a mesh: for operators, not for everybody who may look.
+#: Requests that change the mesh, which only operators may send.
 Change = SetPolicy | SetBatching | StartOperation | StartResize | StartRolling | CancelOperation
 
 
 class OperationStatus(Message, frozen=True, kw_only=True):
-    """One operation of an operator, and how far it is."""
+    """An operation of an operator, and its progress.
+
+    * ``state``: as in `pdmesh.model.OperationState`.
+    * ``num_left``: number of requests that must leave the instance; for the whole mesh, of instances or processes.
+    * ``began_at``, ``ended_at``: in Unix time.
+    * ``pools``: of a resize, which has no instance. ``request_id``: of a move.
+    * ``needs_actuator``: refused because there is no actuator; ``resize_command`` is a command to use instead, if
+      known.
+    """
 
     operation_id: OperationId
     kind: OperationKind
     instance_id: InstanceId
     role: Role | None
-    state: str  # as in `pdmesh.model.OperationState`
+    state: str
     detail: str
-    num_left: int  # requests that have to leave the instance; instances, or processes, of the whole mesh
-    began_at: float  # Unix time, seconds
+    num_left: int
+    began_at: float
     ended_at: float | None
     timeout_s: float
-    pools: PoolCounts | None = None  # of a resize, which is on no instance
-    needs_actuator: bool = False  # refused since nobody starts and stops processes
-    resize_command: str = ""  # if so, what does, where this is known
-    request_id: RequestId | None = None  # of a move
+    pools: PoolCounts | None = None
+    needs_actuator: bool = False
+    resize_command: str = ""
+    request_id: RequestId | None = None
 
 
 class LatestDecisions(Message, frozen=True, kw_only=True):
-    """A page of the decisions that the scheduler keeps in memory, and the mesh as it was before the oldest."""
+    """A page of the decisions that the scheduler keeps in memory, and the mesh as it was before the oldest.
 
-    header: bytes  # `pdmesh.eventlog.Header` as msgpack
+    ``header`` is a `pdmesh.eventlog.Header` as msgpack, and ``decisions`` are from `pdmesh.decisions.encode_decision`.
+    ``next_start`` is the start of the next page; None after the last.
+    """
+
+    header: bytes
     bundle: str
     profiles: tuple[InstanceProfile, ...]
-    decisions: tuple[bytes, ...]  # `pdmesh.decisions.encode_decision`
-    next_start: int | None  # start of the next page; None after the last
+    decisions: tuple[bytes, ...]
+    next_start: int | None
 
 
 class OperationList(Message, frozen=True, kw_only=True):
@@ -185,58 +220,76 @@ class OperationList(Message, frozen=True, kw_only=True):
 
 
 class RecordEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line of a request's life: when (seconds since its arrival), what, where, and figures."""
+    """A line of a request's record: when (seconds since its arrival), what, where, and figures.
+
+    ``figures`` have their units in their names, for programs.
+    """
 
     at_s: float
     what: str
     instance_id: InstanceId | None = None
     detail: str = ""
-    figures: dict[str, float] = {}  # with their units in their names, for programs
+    figures: dict[str, float] = {}
 
 
 class RequestRecord(Message, frozen=True, kw_only=True):
-    """A request's life as the scheduler heard of it."""
+    """A request's history, as reported to the scheduler.
+
+    * ``label``: the client's name for the request.
+    * ``arrived_at``: in Unix time.
+    * ``num_prompt_tokens``: of the client's own prompt, also for a resumed request.
+    * ``bundle``: the bundle that placed the request; while it waits, the bundle in use when it came.
+    * ``state``: "queued", "prefilling", "decoding", or how the request ended.
+    * ``num_output_tokens``: None until the request has finished.
+    * ``first_token_s``, ``last_token_s``: seconds since the arrival. The first token is drawn when the prompt is
+      computed.
+    * ``slo_met``: whether all targets were met; None without targets, and until the request has finished.
+    """
 
     request_id: str
-    label: str = ""  # what its client calls it
-    arrived_at: float  # Unix time, seconds
-    num_prompt_tokens: int  # the client's own, also of a resumed request
-    bundle: str  # that placed it; while it waits, the one in use when it came
+    label: str = ""
+    arrived_at: float
+    num_prompt_tokens: int
+    bundle: str
     entries: tuple[RecordEntry, ...]
-    state: str = ""  # "queued", "prefilling", "decoding", or how it ended
-    num_output_tokens: int | None = None  # None until it finished
-    # Seconds since its arrival, as the scheduler heard of them.
-    first_token_s: float | None = None  # the prompt was computed, and the first token drawn from it
+    state: str = ""
+    num_output_tokens: int | None = None
+    first_token_s: float | None = None
     last_token_s: float | None = None
-    # Its targets, and whether it kept them all; None without any, and until it finished.
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
     slo_met: bool | None = None
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it has not ended, in its newest epoch."""
+        """Whether the request has not ended in its newest epoch."""
         return self.state in ("", "queued", "prefilling", "decoding")
 
 
 class RequestList(Message, frozen=True, kw_only=True):
-    """All that fit a question: the choices of one HTTP request (``n``, several prompts; ``id-0``, ``id-1`` and so on),
-    requests with the same label, or with ids that begin alike."""
+    """All requests that match a question.
+
+    They are the choices of one HTTP request, or have the same label or the same beginning of their ids. Choices come
+    from ``n`` or several prompts, and have the ids ``id-0``, ``id-1`` and so on.
+    """
 
     requests: tuple[RequestRecord, ...]
 
 
 class Policies(Message, frozen=True, kw_only=True):
-    """The answer to `GetPolicies`, `SetPolicy` and `SetBatching`."""
+    """The answer to `GetPolicies`, `SetPolicy` and `SetBatching`.
 
-    bundle: str  # in use
-    bundles: tuple[str, ...]  # to choose from
-    batching: str = ""  # the mode in use
-    batchings: tuple[str, ...] = ()  # to choose from
+    ``bundle`` and ``batching`` are in use; ``bundles`` and ``batchings`` are the possible ones.
+    """
+
+    bundle: str
+    bundles: tuple[str, ...]
+    batching: str = ""
+    batchings: tuple[str, ...] = ()
 
 
 class AdminError(Message, frozen=True, kw_only=True):
-    """Why a question has no answer, or a change was refused: one sentence."""
+    """The reason why a question has no answer, or a change was refused, in one sentence."""
 
     message: str
 

@@ -1,4 +1,4 @@
-"""What the scheduler tells of the mesh, to gateways and to those who ask."""
+"""The scheduler's reports on the mesh, to gateways and observers."""
 
 from __future__ import annotations
 
@@ -20,48 +20,82 @@ from pdmesh.wire.messages.envelope import Message
 
 
 class InstanceNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What happened to an instance, when, and what happens next."""
+    """The last event of an instance, and its consequence.
 
-    at: float  # Unix time, seconds
-    cause: str  # completes a sentence about the instance, such as "was killed by SIGKILL"
-    next: str = ""  # a clause, such as "its supervisor starts it again"
+    ``at`` is in Unix time. ``cause`` completes a sentence about the instance, such as "was killed by SIGKILL". ``next``
+    is a clause, such as "its supervisor starts it again".
+    """
+
+    at: float
+    cause: str
+    next: str = ""
 
 
 class GoneInstance(Message, frozen=True, kw_only=True):
-    """An instance that was lost or has stopped, and has not joined again."""
+    """An instance that was lost or has stopped, and has not joined again.
+
+    ``state`` is "restarting", "lost" or "left". ``pid`` is its last process.
+    """
 
     instance_id: InstanceId
     role: Role
-    state: str  # "restarting", "lost" or "left"
+    state: str
     note: InstanceNote
-    pid: int = 0  # pid of the last process
+    pid: int = 0
     device: str = ""
     host: str = ""
 
 
 class MeshEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A change of the mesh that operators ask about afterwards."""
+    """A change of the mesh that operators ask about afterwards, at Unix time ``at``.
 
-    at: float  # Unix time, seconds
-    what: str  # "lost", "restarted", "policy set" and the like
-    name: str = ""  # instance, gateway or process
+    ``what`` is "lost", "restarted", "policy set" and the like; ``name`` is an instance, gateway or process. ``away_s``
+    is the time for which an instance that joined again had been away.
+    """
+
+    at: float
+    what: str
+    name: str = ""
     detail: str = ""
-    away_s: float = 0.0  # how long an instance that joined again had been away
+    away_s: float = 0.0
 
 
 class BatchingStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an instance that prefills and decodes does at once."""
+    """The batching of an instance that can prefill and decode.
 
-    mode: str  # "mb" or "eb"
-    phase: str = ""  # of "eb": "prefill" or "decode"
-    idle_share: float = 0.0  # of the seats, at which a decode phase ends
+    * ``mode``: "mb" or "eb". ``phase``: of "eb", "prefill" or "decode".
+    * ``idle_share``: share of idle seats at which a decode phase ends.
+    * ``gain``: predicted throughput of "eb" over "mb", less 1.
+    * ``reason``: why the faster mode is not chosen.
+    """
+
+    mode: str
+    phase: str = ""
+    idle_share: float = 0.0
     num_seats: int = 0
-    gain: float | None = None  # predicted throughput of "eb" over "mb", less 1
-    reason: str = ""  # why the faster mode is not chosen
+    gain: float | None = None
+    reason: str = ""
 
 
 class InstanceStatus(Message, frozen=True, kw_only=True):
-    """One row of `pdmesh status`."""
+    """A row of `pdmesh status`.
+
+    * ``num_free_blocks`` includes the ``num_kept_blocks``, which are cached for later requests.
+    * ``num_offloaded_granules`` of at most ``num_offload_granules`` are in the offload tier.
+    * ``num_taken_blocks``: blocks that are held, or promised to requests on their way.
+    * ``block_size``: in tokens.
+    * ``reachable``: the stream is open; otherwise the instance is lost once its lease ends. ``suspected``: open but
+      silent.
+    * ``arithmetic``: instances of one arithmetic class compute the same bits.
+    * ``weights``: identity of the loaded weights.
+    * ``host``: label of the host; instances with equal labels can share memory.
+    * ``rank_pids``: pids of the ranks, the leader's first; empty for one process.
+    * ``num_stages``: number of pipeline stages of a step.
+    * ``joined_at``: when its process joined, in Unix time.
+    * ``num_restarts``: number of the instance's processes that this scheduler has seen end.
+    * ``note``: why it does not serve, or why its process is new.
+    * ``safe_to_delete``: whether no request is disturbed if the process ends; ``safe_to_delete_why`` gives the reason.
+    """
 
     instance_id: InstanceId
     role: Role
@@ -70,35 +104,35 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     pid: int
     draining: bool
     num_blocks: int
-    num_free_blocks: int  # those that are kept for requests to come among them
+    num_free_blocks: int
     num_held_blocks: int
     num_quarantined_blocks: int
     num_prefilling: int
     num_decoding: int
     num_queued_tokens: int
-    block_size: int = 0  # tokens
+    block_size: int = 0
     num_kept_blocks: int = 0
-    num_offloaded_granules: int = 0  # in its offload tier, of as many as there is room for
+    num_offloaded_granules: int = 0
     num_offload_granules: int = 0
-    num_taken_blocks: int = 0  # held, or promised to requests on their way
-    reachable: bool = True  # its stream is open; else it is given up once its lease ends
-    suspected: bool = False  # its stream is open, and silent
-    batching: BatchingStatus | None = None  # is there if the instance has modes to choose from
+    num_taken_blocks: int = 0
+    reachable: bool = True
+    suspected: bool = False
+    batching: BatchingStatus | None = None
     compute: ComputePath | None = None
-    arithmetic: str = ""  # its class; instances of one class compute the same bits
-    weights: str = ""  # identity of the weights that it loaded
-    host: str = ""  # where its memory can be shared
-    rank_pids: tuple[int, ...] = ()  # of its processes, the leader's first; empty: it is one
-    num_stages: int = 1  # that its steps pass one after the other
-    joined_at: float = 0.0  # Unix time, seconds: when its process joined
-    num_restarts: int = 0  # processes of the instance that this scheduler has seen end
-    note: InstanceNote | None = None  # why it does not serve, or why its process is a new one
-    safe_to_delete: bool = False  # ending the process disturbs no request
+    arithmetic: str = ""
+    weights: str = ""
+    host: str = ""
+    rank_pids: tuple[int, ...] = ()
+    num_stages: int = 1
+    joined_at: float = 0.0
+    num_restarts: int = 0
+    note: InstanceNote | None = None
+    safe_to_delete: bool = False
     safe_to_delete_why: str = ""
 
     @property
     def state(self) -> str:
-        """Say in one word what can be asked of the instance: up, draining, drained, unreachable or silent."""
+        """A word for the instance's state: up, draining, drained, unreachable or silent."""
         if self.draining:
             is_left = self.num_prefilling or self.num_decoding or self.num_queued_tokens or self.num_taken_blocks
             return "draining" if is_left else "drained"
@@ -121,7 +155,7 @@ PlacedT = TypeVar("PlacedT", bound=_Placed)
 def in_order(instances: Iterable[PlacedT]) -> list[PlacedT]:
     """Sort instances by role and name for people to read, ``decode-10`` after ``decode-9``.
 
-    The scheduler tells of instances as they joined, so that one that is started again would change its place.
+    The scheduler lists instances as they joined, so a restarted instance would change its place.
     """
 
     def place(status: PlacedT) -> tuple[int, str]:
@@ -131,44 +165,61 @@ def in_order(instances: Iterable[PlacedT]) -> list[PlacedT]:
 
 
 class TenantStatus(Message, frozen=True, kw_only=True):
-    """What a key, or the keys not told apart, have and had of the mesh."""
+    """Requests and recent share of an API key, or of the remaining keys together.
+
+    ``share`` is the key's share; 0 for several keys. ``recent_share`` is the share of the tokens charged in the last
+    minute, from 0 to 1.
+    """
 
     tenant: str
-    share: int  # of the key; 0 for several
-    num_waiting: int  # in line
+    share: int
+    num_waiting: int
     num_running: int
-    recent_share: float  # share of the tokens charged in the last minute, 0 to 1
+    recent_share: float
 
 
 class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt that instances compute in turn."""
+    """A prompt that a prefill group computes. ``member_ids`` has the leader first.
+
+    ``num_planned_tokens`` are computed or in a plan.
+    """
 
     request_id: RequestId
-    member_ids: tuple[InstanceId, ...]  # the leader first
+    member_ids: tuple[InstanceId, ...]
     num_prompt_tokens: int
-    num_planned_tokens: int  # computed, or in a plan
+    num_planned_tokens: int
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast KV went from one host to another of late."""
+    """Recent speed of KV transfers from one host to another.
 
-    source: str  # a host, or an instance that does not say where it is
+    ``source`` and ``destination`` are hosts, or instances with unknown hosts.
+    """
+
+    source: str
     destination: str
     bytes_per_s: float
     num_transfers: int
 
 
 class RevisionStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The instances of one weights identity."""
+    """The instances of one weights identity.
+
+    ``share`` is the share of the latest new requests, from 0 to 1. ``takes_new`` is set if new requests are placed
+    here.
+    """
 
     weights: str
     instance_ids: tuple[InstanceId, ...]
-    share: float  # share of the latest new requests, 0 to 1
-    takes_new: bool  # new requests are placed here
+    share: float
+    takes_new: bool
 
 
 class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
-    """A metric of the scheduler's that gateways serve, too: samples are the rest of a name, labels and a value."""
+    """A metric of the scheduler that gateways serve, too.
+
+    Each sample is the suffix of its name, its labels and its value.
+    """
 
     name: str
     documentation: str
@@ -177,57 +228,79 @@ class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MeshStatus(Message, frozen=True, kw_only=True):
-    """Pushed to gateways at each change of readiness and at each heartbeat; also what `pdmesh status` prints."""
+    """Sent to gateways at each change of readiness and at each heartbeat. `pdmesh status` prints it, too.
 
-    ready: bool  # a prefill and a decode instance can take a request
-    reason: str  # why not, if not
+    * ``ready``: a prefill and a decode instance can take a request; otherwise ``reason`` says why not.
+    * ``max_model_len``: the smallest of all instances; 0 without instances.
+    * ``num_coming``: instances that served and are away, but are being restarted or may only be silent.
+    * ``pools``: numbers of instances that an operator has asked for; None if none were asked for.
+    * ``groups``, ``links``, ``gone``: possibly only some of many. ``links`` cover the last minute.
+    * ``tenants``, ``services``: for operators only. ``services`` are all processes that `pdmesh up` keeps running.
+    * ``num_parked``: number of waiting requests that fit none of the current instances.
+    * ``metrics``: for gateways only.
+    * ``num_fetched_tokens``: number of tokens whose cached KV was copied to another instance since the scheduler
+      started.
+    * ``new_weights``: identity of the weights that new requests are placed on.
+    * ``revisions``: one for each weights identity.
+    * ``at``: time of this status in Unix time, by the scheduler's clock.
+    * ``events``: the latest, newest last.
+    """
+
+    ready: bool
+    reason: str
     instances: tuple[InstanceStatus, ...]
     num_waiting: int
     num_running: int
     bundle: str
     batching: str = ""
-    max_model_len: int = 0  # smallest of the instances; 0 while there is none
+    max_model_len: int = 0
     num_gateways: int = 0
-    num_coming: int = 0  # instances that served and are away, and are being started again or may only be silent
-    pools: PoolCounts | None = None  # that an operator wants; None if none asked for other ones
-    groups: tuple[GroupStatus, ...] = ()  # some, where there are many
-    tenants: tuple[TenantStatus, ...] = ()  # for operators alone, as is
-    services: tuple[ManagedProcess, ...] = ()  # all that `pdmesh up` keeps running
-    links: tuple[LinkStatus, ...] = ()  # of the last minute; some, where there are many
-    num_parked: int = 0  # of those that wait: what fits none of the instances that are there now
-    metrics: tuple[MetricFamily, ...] = ()  # for gateways alone
-    num_fetched_tokens: int = 0  # whose KV was copied to be kept elsewhere, too, since the scheduler started
-    new_weights: str = ""  # identity of the weights that new requests are placed on
-    revisions: tuple[RevisionStatus, ...] = ()  # one for each weights identity
-    at: float = 0.0  # Unix time of this status by the scheduler's clock, seconds
-    gone: tuple[GoneInstance, ...] = ()  # lost and stopped instances; some, where there are many
-    events: tuple[MeshEvent, ...] = ()  # the latest, the newest last
+    num_coming: int = 0
+    pools: PoolCounts | None = None
+    groups: tuple[GroupStatus, ...] = ()
+    tenants: tuple[TenantStatus, ...] = ()
+    services: tuple[ManagedProcess, ...] = ()
+    links: tuple[LinkStatus, ...] = ()
+    num_parked: int = 0
+    metrics: tuple[MetricFamily, ...] = ()
+    num_fetched_tokens: int = 0
+    new_weights: str = ""
+    revisions: tuple[RevisionStatus, ...] = ()
+    at: float = 0.0
+    gone: tuple[GoneInstance, ...] = ()
+    events: tuple[MeshEvent, ...] = ()
 
 
 class RequestActivity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A request that waits or runs."""
+    """A request that waits or runs.
+
+    ``phase`` is "waiting", "prefilling" or "decoding". ``where`` is the instance that computes the prompt, then the
+    decode instance. ``helpers`` compute the prompt together with the first. ``num_planned_tokens`` of the prompt are
+    computed or in a plan. ``label`` is the client's name for the request.
+    """
 
     id: RequestId
-    label: str = ""  # what its client calls it
-    phase: str  # "waiting", "prefilling" or "decoding"
-    where: tuple[InstanceId, ...]  # where its prompt is computed, then where it decodes
+    label: str = ""
+    phase: str
+    where: tuple[InstanceId, ...]
     num_prompt_tokens: int
-    num_planned_tokens: int  # of the prompt, computed or in a plan
+    num_planned_tokens: int
     age_s: float
-    helpers: tuple[InstanceId, ...] = ()  # that compute its prompt in turn with the first instance
+    helpers: tuple[InstanceId, ...] = ()
 
 
 class StepBar(msgspec.Struct, frozen=True, array_like=True):
-    """A planned step that ended, or decode steps that an instance made by itself one after the other.
+    """A planned step that has ended, or consecutive decode steps that an instance made on its own.
 
-    Times are on the scheduler's clock.
+    Times are on the scheduler's clock. ``num_tokens`` counts prompt tokens, and ``num_decodes`` the decodes of one
+    step.
     """
 
     instance_id: InstanceId
     begin_s: float
     end_s: float
-    num_tokens: int  # of prompts
-    num_decodes: int  # in one step
+    num_tokens: int
+    num_decodes: int
     urgent: bool
 
 
@@ -243,7 +316,10 @@ class KvMove(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ActivityMark(msgspec.Struct, frozen=True, array_like=True):
-    """Something that happened at one moment, as "preempted", "retracted", "restarted", "transfer failed" or "lost"."""
+    """An event of one moment.
+
+    ``what`` is "preempted", "retracted", "restarted", "transfer failed" or "lost", for example.
+    """
 
     instance_id: InstanceId
     at_s: float
@@ -252,9 +328,12 @@ class ActivityMark(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Activity(Message, frozen=True, kw_only=True):
-    """What the mesh does, and did since the last one; only so much of each as one can look at."""
+    """The mesh's current activity, and its activity since the last message. Each list is limited to a visible amount.
 
-    now_s: float  # the scheduler's clock
+    ``now_s`` and all times are on the scheduler's clock.
+    """
+
+    now_s: float
     state: MeshStatus
     requests: tuple[RequestActivity, ...]
     steps: tuple[StepBar, ...]

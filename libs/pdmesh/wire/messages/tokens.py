@@ -1,4 +1,4 @@
-"""What workers stream to gateways: ``/pdmesh.v1.Gateway/Tokens``."""
+"""Messages from workers to gateways, and their answers: ``/pdmesh.v1.Gateway/Tokens``."""
 
 from __future__ import annotations
 
@@ -14,27 +14,33 @@ from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, Message
 
 
 class RegisterTokens(Message, frozen=True, kw_only=True):
-    """First message of a worker's token stream."""
+    """First message of a worker's token stream. ``arithmetic`` and ``weights`` are as in `InstanceProfile`."""
 
     instance_id: InstanceId
-    arithmetic: str = ""  # the instance's class, as in `InstanceProfile`
-    weights: str = ""  # the identity of its weights, likewise
+    arithmetic: str = ""
+    weights: str = ""
     version: int = PROTOCOL_VERSION
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one position. ``logprob`` is that of the token at hand; ``top`` the most likely ones."""
+    """Log-probabilities at one position: ``logprob`` of the token itself, and ``top`` of the most likely tokens."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
 class TokenOut(Message, frozen=True, kw_only=True):
-    """One output token. It is delivered only if ``epoch`` is current, ``index`` is the next one, and it came from the
-    instance whose turn it is: that which opened the epoch, or which the last token named as the next.
+    """An output token, or the end of a generation.
 
-    ``token_id`` is None only if the generation ended without one (``finish_reason`` error or cancelled), or what was
-    asked for is an ``embedding``.
+    The gateway delivers it only if ``epoch`` is current, ``index`` is the next one, and it comes from the instance
+    whose turn it is: the instance that opened the epoch, or the last token's ``next_instance_id``.
+
+    * ``token_id`` is None only if the generation ended without a token (``finish_reason`` error or cancelled), or for
+      an ``embedding``.
+    * ``stop_token_id``: the stop token id that ended the generation; None for eos.
+    * ``next_instance_id``: the instance that sends the next token, if it is another one.
+    * ``num_cached_tokens``: for the token drawn from the prompt, number of prompt tokens whose KV was cached.
+    * ``embedding``: little-endian float32 of the last prompt token, not normalised.
     """
 
     request_id: RequestId
@@ -43,15 +49,15 @@ class TokenOut(Message, frozen=True, kw_only=True):
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # which stop token id ended it; None for eos
-    next_instance_id: InstanceId | None = None  # which sends the token after this one, if it is another instance
-    num_cached_tokens: int = 0  # of one drawn from the prompt: so many of its tokens had their KV here before
+    stop_token_id: int | None = None
+    next_instance_id: InstanceId | None = None
+    num_cached_tokens: int = 0
     error: str | None = None
-    embedding: bytes = b""  # little-endian float32: the last prompt token's, not normalised
+    embedding: bytes = b""
 
 
 class PromptLogprobs(Message, frozen=True, kw_only=True):
-    """Log-probabilities of prompt tokens ``start`` … ``start + len - 1``; the first prompt token has none."""
+    """Log-probabilities of prompt tokens from ``start`` on. The first prompt token has none."""
 
     request_id: RequestId
     epoch: Epoch
@@ -60,34 +66,40 @@ class PromptLogprobs(Message, frozen=True, kw_only=True):
 
 
 class TurnOver(Message, frozen=True, kw_only=True):
-    """The token ``index`` comes from ``next_instance_id``, whoever was named before.
+    """The next sender of a request's tokens.
 
-    It is for the instance whose turn it is to say, or for the one that gave the turn to another that has not spoken
-    since. If that has, two would go on from there: the gateway then goes on under the next epoch.
+    Token ``index`` comes from ``next_instance_id``, whichever instance was named before. The message counts if it comes
+    from the instance whose turn it is, or from the instance that passed the turn to one that has sent nothing since. If
+    that one has sent tokens, two instances would continue: the gateway then resumes the request under the next epoch.
+    ``num`` grows with each message of a sender, so that repeats after a broken stream are recognised.
     """
 
     request_id: RequestId
     epoch: Epoch
     index: int
     next_instance_id: InstanceId
-    num: int  # the sender's next one has a larger one: what it repeats after its stream broke is known by it
+    num: int
 
 
 class TokensHeartbeat(Message, frozen=True, kw_only=True):
-    """The worker is there, whether or not it has tokens to send. The gateway answers it at once."""
+    """The worker's heartbeat, whether or not it has tokens to send. The gateway answers at once."""
 
 
-#: What is said of a request.
+#: Messages about a request.
 TokenMessage = TokenOut | PromptLogprobs | TurnOver
 
 TokensUp = RegisterTokens | TokenMessage | TokensHeartbeat
 
 
 class TokensAccepted(Message, frozen=True, kw_only=True):
-    """The gateway's answer to `RegisterTokens`."""
+    """The gateway's answer to `RegisterTokens`.
 
-    heartbeat_s: float  # how often the worker says that it is there
-    max_unanswered: int  # so many heartbeats without an answer, and the worker opens the stream anew
+    The worker sends a heartbeat every ``heartbeat_s``, and opens a new stream after ``max_unanswered`` without an
+    answer.
+    """
+
+    heartbeat_s: float
+    max_unanswered: int
 
 
 class TokensHeard(Message, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""What workers and the scheduler say to each other: ``/pdmesh.v1.Scheduler/Worker``."""
+"""Messages between workers and the scheduler: ``/pdmesh.v1.Scheduler/Worker``."""
 
 from __future__ import annotations
 
@@ -16,75 +16,96 @@ from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, Even
 
 
 class RegisterWorker(Message, frozen=True, kw_only=True):
-    """First message of a worker's stream, also after a reconnect."""
+    """First message of a worker's stream, also after a reconnect.
+
+    * ``kept``, ``offloaded``: granules cached in the KV cache and in the offload tier, longest unused first.
+    * ``stopping``: the worker takes no new work.
+    * ``dropped``: requests that were dropped since the last registration, and decode nowhere.
+    """
 
     profile: InstanceProfile
     residents: tuple[Resident, ...]
-    kept: PrefixHashes = ()  # for requests to come, those used longest ago first
-    offloaded: PrefixHashes = ()  # in its tier, likewise
-    stopping: bool = False  # it takes no new work
-    dropped: tuple[RequestKey, ...] = ()  # since it was registered last, and they decode nowhere
+    kept: PrefixHashes = ()
+    offloaded: PrefixHashes = ()
+    stopping: bool = False
+    dropped: tuple[RequestKey, ...] = ()
     version: int = PROTOCOL_VERSION
 
 
 class Goodbye(Message, frozen=True, kw_only=True):
-    """The worker is stopping in good order: no lease to wait for."""
+    """The worker's announcement of an orderly stop: its lease need not be waited for."""
 
 
 class PeerProblem(msgspec.Struct, frozen=True, kw_only=True):
-    """A peer that an instance does not reach, or is not reached by."""
+    """A peer that an instance does not reach, or is not reached by.
 
-    kind: str  # "kv to", "kv from" or "tokens to"
+    ``kind`` is "kv to", "kv from" or "tokens to".
+    """
+
+    kind: str
     peer: str
     reason: str
 
 
 class PeersChecked(Message, frozen=True, kw_only=True):
-    """An instance's answer to `CheckPeers`."""
+    """An instance's answer to `CheckPeers`.
+
+    ``wall_time_s`` is the instance's clock when it was asked, and ``certificate_expires_at`` the end of its certificate
+    (None without TLS), both in Unix time. ``version`` is pdmesh's.
+    """
 
     check_id: int
     problems: tuple[PeerProblem, ...]
-    wall_time_s: float  # its clock when it was asked, Unix time
-    version: str  # of pdmesh
-    certificate_expires_at: float | None = None  # Unix time; None without TLS
+    wall_time_s: float
+    version: str
+    certificate_expires_at: float | None = None
 
 
 WorkerUp = RegisterWorker | EventMessage | Goodbye | PeersChecked
 
 
 class WelcomeWorker(Message, frozen=True, kw_only=True):
-    """The registration is accepted."""
+    """The acceptance of a worker's registration.
+
+    ``term`` is the term of the leader among several schedulers, higher than all before. After ``silent_beats``
+    heartbeats without an answer, the worker looks for a new leader; None: gRPC's keepalive decides.
+    """
 
     heartbeat_s: float
-    term: int = 0  # of the leader, among several schedulers; higher than those of all before
-    silent_beats: int | None = None  # after so many heartbeats without an answer the leader is given up
+    term: int = 0
+    silent_beats: int | None = None
 
 
 class PeersHere(Message, frozen=True, kw_only=True):
-    """The data addresses of registered instances.
+    """Data addresses of registered instances.
 
-    Precedes every command that names one of them. The first command of a worker's stream comes behind all addresses.
+    They precede every command that names one of these instances. The first command of a worker's stream follows all
+    addresses.
     """
 
     data_addresses: dict[InstanceId, bytes]
 
 
 class PeerGone(Message, frozen=True, kw_only=True):
-    """An instance was lost, or has begun anew: nobody will answer at this data address any more."""
+    """A data address that no instance answers at any more: the instance was lost or restarted."""
 
     data_address: bytes
 
 
 class CheckPeers(Message, frozen=True, kw_only=True):
-    """See which of these peers you reach; answered by `PeersChecked`. All instances are asked at the same time."""
+    """A request to report which of these peers are reachable; answered by `PeersChecked`.
+
+    All instances are asked at the same time. ``kv_peers`` are other instances with their data addresses, and
+    ``gateways`` have their token addresses.
+    """
 
     check_id: int
-    kv_peers: tuple[tuple[InstanceId, bytes], ...]  # other instances, by their data addresses
-    gateways: tuple[tuple[GatewayId, str], ...]  # by their token addresses
+    kv_peers: tuple[tuple[InstanceId, bytes], ...]
+    gateways: tuple[tuple[GatewayId, str], ...]
 
 
 class SchedulerHeartbeat(Message, frozen=True, kw_only=True):
-    """The leader lives. Sent if the welcome says ``silent_beats``."""
+    """The leader's heartbeat. Sent if the welcome has ``silent_beats``."""
 
 
 WorkerDown = StandingBy | SchedulerHeartbeat | WelcomeWorker | CommandMessage | PeersHere | PeerGone | CheckPeers
