@@ -1,9 +1,9 @@
-"""Contexts that are spread over several instances change their holders while they decode.
+"""Moves of ranges between the holders of contexts that are spread over several instances.
 
 The home is the instance where a context decodes. It hands a full range on to another instance, and an instance that
-stops hands the ranges that it holds to instances that stay. The range is copied while the request decodes. Once it has
-landed, the home gets the new list of members. When the home reports that it asks these members, the previous holder
-frees the range. If the copy fails before that, nothing changes.
+stops hands on the ranges that it holds. The range is copied while the request decodes. Once it has landed, the home
+gets the new list of members. When the home reports that it asks these members, the previous holder frees the range. If
+the copy fails before that, nothing changes.
 
 A range whose holder was lost takes the same way, except that only its tokens are copied. The request is paused, and an
 instance with room for the range computes it again: it asks the holders of earlier ranges, as a decode would. Nothing
@@ -38,17 +38,19 @@ FIND_ROOM_S = 30.0
 
 
 class Parts:
-    """Ranges of contexts, full ones and lost ones, and their ways to their next holders."""
+    """Full ranges and lost ranges of contexts, and their copies to the next holders."""
 
     def __init__(self, mesh: MeshState) -> None:
         self._mesh = mesh
-        self._full: dict[RequestKey, None] = {}  # hold more than a range where they decode
-        self._until_s: dict[RequestKey, float] = {}  # deadlines of lost ranges that no instance computes yet
+        # Requests that hold more than a range where they decode.
+        self._full: dict[RequestKey, None] = {}
+        # Deadlines of lost ranges that no instance computes yet.
+        self._until_s: dict[RequestKey, float] = {}
 
-    # --- who holds too much ---
+    # --- full ranges ---
 
     def grew(self, instance: InstanceState, residents: Iterable[ResidentContext]) -> None:
-        """Requests that decode on an instance have become longer, as it said."""
+        """Note which of the reported residents hold more than a range on the instance."""
         if instance.max_kv_tokens:
             for resident in residents:
                 self._note(instance, (resident.request_id, resident.epoch))
@@ -59,7 +61,7 @@ class Parts:
             self._full[key] = None
 
     def serve(self, leaving: Sequence[InstanceId], placement: DecodePlacement, now_s: float) -> None:
-        """Have computed what was lost; hand on what is full, and what instances that stop hold; after any event."""
+        """Copy lost ranges' tokens, full ranges, and the ranges that ``leaving`` instances hold; after any event."""
         for key, state in list(self._mesh.parts_lost.items()):
             if self._mesh.find(key) is not state or state.lost_part is None:
                 del self._mesh.parts_lost[key]
@@ -83,9 +85,9 @@ class Parts:
             self._give_up(state, home, allocation)
 
     def _give_up(self, state: RequestState, home: InstanceState, allocation: Allocation) -> None:
-        """Let a request start again that cannot go on: it has all of its instance, and nobody takes its full range.
+        """Restart a request that is stuck: it has all room on its instance, and no instance takes its full range.
 
-        Then it waits for as many instances with room as it needs.
+        It then waits for as many instances with room as it needs.
         """
         most_blocks = min(allocation.max_blocks, home.num_blocks - home.num_quarantined_blocks)
         is_stuck = allocation.num_own_tokens > allocation.num_blocks * home.block_size
@@ -105,15 +107,15 @@ class Parts:
             ):
                 self._begin(state, source, state.decode_ids.index(source.instance_id) - 1, placement)
 
-    # --- a range is lost ---
+    # --- lost ranges ---
 
     @property
     def next_deadline_s(self) -> float:
-        """Infinite if no lost range waits for an instance."""
+        """Earliest deadline of a lost range that no instance computes yet; infinite if there is none."""
         return min(self._until_s.values(), default=inf)
 
     def lost_range(self, event: PartLost) -> None:
-        """Replace a holder of a range that gave no answer where the context decodes."""
+        """Replace the holder of a range, which did not answer the decoding instance."""
         state = self._mesh.find((event.request_id, event.epoch))
         if state is None or state.decode_id != event.instance_id or event.number >= len(state.members):
             self._mesh.ignore("PartLost")
@@ -138,15 +140,19 @@ class Parts:
         is_whole = state.outgoing is None and state.lost_part is None
         return state.phase is Phase.DECODING and is_whole and state.num_failed_moves < MAX_FAILED
 
-    # --- a range begins to move ---
+    # --- beginning a copy ---
 
     def _begin(self, state: RequestState, source: InstanceState, number: int, placement: DecodePlacement) -> bool:
-        """Hand a range on to another instance with room, or have it computed there. False if there is none."""
+        """Hand a range on to another instance with room, or let it compute a lost one.
+
+        Returns False if no instance has room. True without a copy means that the range waits for its turn, or for a
+        silent instance.
+        """
         mesh, home_id = self._mesh, state.decode_id
         copies = [each.range_copy for each in mesh.copying.values()]
         under_way = [copy for copy in copies if copy is not None and not copy.has_landed]
         if sum(copy.source_id == source.instance_id for copy in under_way) >= MAX_AT_ONCE:
-            return True  # it waits for its turn
+            return True
         num_coming = Counter([copy.target_id for copy in under_way])
         with_room = [
             each
@@ -164,7 +170,7 @@ class Parts:
         target = mesh.nearest(source, source.part_blocks, able, cut, placement)
         if target is not None:
             self._hand_on(state, source, target, number)
-        return bool(with_room)  # without a target, the range waits for a silent instance, or for its turn there
+        return bool(with_room)
 
     def _hand_on(self, state: RequestState, source: InstanceState, target: InstanceState, number: int) -> None:
         mesh, size = self._mesh, source.part_blocks
@@ -183,23 +189,23 @@ class Parts:
         mesh.expect_kv(target, copy, home_id=state.decode_id, members=before)
         mesh.grant(mesh.broker.offer(copy))
 
-    # --- what instances say of it ---
+    # --- instances' reports ---
 
     def landed(self, state: RequestState) -> None:
-        """The range is where it goes: its request asks for it there from now on."""
+        """Tell the decoding instance the new members: the range has landed."""
         assert state.decode_id is not None
         self._mesh.set_places(state.decode_id, state.key, state.next_members)
 
     def landed_of_prompt(self, state: RequestState, copy: Copy) -> None:
-        """A range of a prompt is where it decodes: where it is computed its room is needed for the next ones."""
+        """Tell the computing instance the holders of landed ranges, so that it frees their blocks for the next ones."""
         num_ranges = copy.num_landed_parts
         if state.gives_back and state.phase is Phase.PREFILLING and num_ranges > state.num_ranges_away:
             self._mesh.set_places(state.prefill_ids[0], state.key, state.members[:num_ranges])
 
     def set(self, event: MembersSet) -> RequestState | None:
-        """The instance where it decodes has done so. Return the request, if that was waited for.
+        """Note that the home asks the new members. Return the request if a copied range waited for this.
 
-        Or the one that computes its prompt has given these ranges back.
+        A report of the instance that computes a long prompt instead counts the ranges that it has freed.
         """
         state = self._mesh.find((event.request_id, event.epoch))
         if state is not None and state.phase is Phase.PREFILLING:
@@ -231,7 +237,7 @@ class Parts:
         state.give_back(len(members))
 
     def _end(self, state: RequestState, copy: Copy, home: InstanceState) -> None:
-        """The range has its next holder, and the instance where it decodes knows."""
+        """Record the range's new holder, which the home knows now, and free the previous holder's copy."""
         if copy.source_id != home.instance_id:
             self._mesh.free(copy.source_id, state.key)
         allocation = home.allocations[state.key]
@@ -242,7 +248,10 @@ class Parts:
         self._note(home, state.key)
 
     def failed(self, key: RequestKey, instance_id: InstanceId, transfer_id: TransferId | None = None) -> bool:
-        """One side of a range's way has given it up, or an instance its room. False if it has no part in one."""
+        """Handle a failure that one side of a range's copy reported. False if the instance has no part in one.
+
+        A lost target restarts the request if the range has landed there. Otherwise the copy ends without effect.
+        """
         state = self._mesh.find(key)
         copy = None if state is None else state.range_copy
         if state is None or copy is None or instance_id not in (copy.source_id, copy.target_id):
@@ -251,35 +260,35 @@ class Parts:
             return False
         if instance_id == copy.target_id:
             self._lose_target(state, copy)
-        elif not copy.has_landed:  # otherwise the source missed the acknowledgement
+        elif not copy.has_landed:
             self._over(state, copy, told_by=instance_id)
         return True
 
     def released(self, instance_id: InstanceId, key: RequestKey) -> None:
-        """An instance has given back a range, or its room for one: perhaps that was on its way there."""
+        """Handle a target that released its room for a range under way."""
         state = self._mesh.find(key)
         if state is not None and state.range_copy is not None and state.range_copy.target_id == instance_id:
             self._lose_target(state, state.range_copy)
 
     def _lose_target(self, state: RequestState, copy: Copy) -> None:
-        """Go on as before; or start again, if perhaps the target is asked by now."""
+        """End the copy without effect. If the range has landed, the target may be asked by now: restart the request."""
         if copy.has_landed:
             self._mesh.restart(state, f"instance {copy.target_id} dropped a part of its KV")
         else:
             self._over(state, copy)
 
     def _over(self, state: RequestState, copy: Copy, *, told_by: InstanceId | None = None) -> None:
-        """End the way of a range that has not landed."""
+        """End the copy of a range that has not landed, without effect."""
         self._mesh.withdraw(copy, told_by=told_by)
         self._mesh.end_copy(state, failed=True)
 
-    # --- instances come and go ---
+    # --- membership ---
 
     def _of_instance(self, instance_id: InstanceId) -> list[tuple[RequestState, Copy]]:
         return [(state, copy) for state, copy in self._mesh.copies_of(instance_id) if copy.plan.is_of_part]
 
     def lost(self, instance_id: InstanceId) -> None:
-        """An instance is gone, or has begun anew: what was on its way there, or from there, is not."""
+        """End the copies to or from a lost instance."""
         for state, copy in self._of_instance(instance_id):
             if copy.target_id == instance_id:
                 self._lose_target(state, copy)
@@ -287,7 +296,11 @@ class Parts:
                 self._over(state, copy)
 
     def joined(self, instance: InstanceState) -> None:
-        """An instance registered, perhaps again: it may not have heard of its requests' members, or we not of that."""
+        """Compare the copies of an instance that registered, perhaps again, with its residents.
+
+        Copies that have not landed end. Its home reports decide whether landed ranges are in use; otherwise they are
+        told again. Full ranges are noted.
+        """
         for state, copy in self._of_instance(instance.instance_id):
             if not copy.has_landed:
                 self._over(state, copy)
@@ -305,7 +318,7 @@ class Parts:
                 self._note(instance, key)
 
     def check_integrity(self) -> None:
-        """AssertionError names what does not balance."""
+        """Raise AssertionError if a copied range has no room at its target."""
         for state in self._mesh.copying.values():
             if (copy := state.range_copy) is not None:
                 held = self._mesh.allocation_of(copy.target_id, state.key)
@@ -314,12 +327,12 @@ class Parts:
 
 
 def _is_full(instance: InstanceState, allocation: Allocation) -> bool:
-    """Whether a range of a context is complete where it decodes, and the next one has begun; the last has no KV yet."""
+    """Whether the resident holds a complete range and more; its last token has no KV yet."""
     return allocation.kind is AllocationKind.RESIDENT and allocation.num_own_tokens - 1 > instance.max_kv_tokens > 0
 
 
 def can_resume(mesh: MeshState, state: RequestState, num_held_tokens: int) -> bool:
-    """Whether there are instances that compute so many tokens that it holds as a prompt, and decode on."""
+    """Whether some instances could compute ``num_held_tokens`` of the request as a prompt, and decode on."""
     num_tokens = min(state.request.max_total_tokens, num_held_tokens)
     num_more = max(0, num_tokens - state.request.num_prompt_tokens)
     resumed = replace(

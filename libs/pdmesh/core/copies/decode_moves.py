@@ -1,10 +1,15 @@
-"""Running decodes move to another instance with their KV, in the same epoch: nothing is computed again.
+"""Moves of running decodes to another instance with their KV, in the same epoch: nothing is computed again.
 
-The target reserves room and a backend; the source decodes on while its KV goes over, stands still for the rest, and
-commits. Before the commit it may go on at any time; after it never by itself. Who goes on is then told by the order of
-the target's reports: *landed* makes it the target; *released* without landed proves that the target never began, and
-the source resumes; *landed*, then *released*, or a target that is gone, is the next epoch (the table is
-in `docs/architecture/moves.md`). The gateway takes tokens from the target because the source's last token names it.
+The target reserves room and a backend. The source decodes on while it sends the KV, pauses for the last part, and
+commits. Before the commit it may continue at any time; after the commit only when told. The order of the target's
+reports decides which side continues:
+
+* *Landed*: the target continues.
+* *Released* without landed: the target never began, and the source resumes.
+* *Landed*, then *released*, or a lost target: the request starts again in the next epoch.
+
+The table is in `docs/architecture/moves.md`. The gateway accepts tokens from the target because the source's last token
+names it.
 """
 
 from __future__ import annotations
@@ -24,24 +29,28 @@ from pdmesh.model import InstanceId, RequestKey, Then, short_weights
 from pdmesh.policy.on_demand import granted_blocks
 from pdmesh.policy.seams import DecodePlacement
 
-#: Away from one instance, or to one, at once: two are sent, and the next are ready.
+#: Largest number of moves from one instance, or to one, at once: two are sent, and the next are ready.
 MAX_AT_ONCE = 4
 
-#: A request whose moves failed so often stays where it is.
+#: A request stays where it is after this many failed moves.
 MAX_FAILED = 3
 
 
 class Moves:
+    """Moves of decoding requests, from their beginning to their end."""
+
     def __init__(self, mesh: MeshState) -> None:
         self._mesh = mesh
-        self._stopping: dict[InstanceId, None] = {}  # said that they are about to stop
+        # Instances that reported that they are about to stop.
+        self._stopping: dict[InstanceId, None] = {}
 
-    # --- one begins ---
+    # --- beginning ---
 
     def why_not(self, state: RequestState, target: InstanceState, spare_blocks: int | None = None) -> str | None:
-        """Why a request cannot move to an instance now, in the words of a sentence that begins with its name.
+        """Return why a request cannot move to an instance now; None if it can.
 
-        ``spare_blocks`` as for `InstanceState.can_take_over`.
+        The text completes a sentence that begins with the request's name. ``spare_blocks`` as for
+        `InstanceState.can_take_over`.
         """
         if state.move is not None:
             return f"is on its way to {state.move.target_id} already"
@@ -74,7 +83,7 @@ class Moves:
         return None
 
     def begin(self, state: RequestState, target: InstanceState) -> Copy:
-        """Move a request to an instance that `why_not` says nothing against."""
+        """Begin a request's move to an instance, for which `why_not` returned None."""
         source, allocation = self._where(state)
         num_blocks = self._num_blocks(source, allocation)
         mesh, chain = self._mesh, () if state.members else state.request.chain
@@ -112,7 +121,7 @@ class Moves:
         return move
 
     def cancel(self, state: RequestState) -> None:
-        """Cancel a request's move, which may have landed all the same."""
+        """Cancel a request's move, which may still have landed."""
         if state.move is not None:
             self._mesh.stop(state.move, Stop.CANCEL)
 
@@ -123,22 +132,26 @@ class Moves:
 
     @staticmethod
     def _num_blocks(source: InstanceState, allocation: Allocation) -> int:
-        """Return the blocks to reserve, with room for what the request draws on the way."""
+        """Return the number of blocks to reserve, with room for tokens drawn during the move."""
         return granted_blocks(allocation.num_blocks * source.block_size, allocation.max_blocks, source.block_size)
 
-    # --- what instances say of it ---
+    # --- instances' reports ---
 
     def sent(self, event: TransferSent) -> None:
-        """Its target has acknowledged all of it, and goes on."""
+        """Let the request decode at its target, which has acknowledged all KV."""
         state = self._of(event)
-        if state is not None and state.move is not None:  # otherwise the target reported the landing first
+        if state is not None and state.move is not None:
             self._mesh.land_move(state)
 
     def failed(self, event: TransferFailed, now_s: float) -> None:
-        """Its source sends no more. What becomes of it is told by the target, if that is there to tell."""
+        """Handle a source that stopped sending.
+
+        If the target holds room, it is told to free it, and its report decides how the request continues. Otherwise a
+        committed request starts again, and an uncommitted one stays at its source.
+        """
         state = self._of(event)
         if state is None:
-            self._mesh.free(event.instance_id, (event.request_id, event.epoch))  # it missed the acknowledgement
+            self._mesh.free(event.instance_id, (event.request_id, event.epoch))
             return
         move = state.move
         if move is None or move.plan.transfer_id != event.transfer_id:
@@ -154,13 +167,13 @@ class Moves:
             self._mesh.end_copy(state, failed=True)
 
     def released(self, instance_id: InstanceId, key: RequestKey) -> None:
-        """An instance has given a request's room back: if it was to move there, it never began there."""
+        """Resume the request at its source if its target released the room: the request never began there."""
         state = self._mesh.find(key)
         if state is not None and state.move is not None and state.move.target_id == instance_id:
             self._resume(state, state.move)
 
     def _of(self, event: TransferSent | TransferFailed) -> RequestState | None:
-        """The request, if it needs the source that reports: it has not landed elsewhere."""
+        """Return the request, if it still needs the reporting source."""
         state = self._mesh.find((event.request_id, event.epoch))
         return state if state is not None and state.needs(event.instance_id) else None
 
@@ -168,20 +181,20 @@ class Moves:
         self._mesh.end_copy(state, failed=True)
         self._mesh.hold(self._where(state)[0], state.key, decodes=True, move_id=move.plan.transfer_id)
 
-    # --- instances come and go ---
+    # --- membership ---
 
     def _of_instance(self, instance_id: InstanceId) -> list[tuple[RequestState, Copy]]:
         return [(state, copy) for state, copy in self._mesh.copies_of(instance_id) if copy.plan.is_move]
 
     def lost(self, instance_id: InstanceId) -> None:
-        """An instance is gone: the sources of what was on its way there say how far they were."""
+        """Forget a lost instance; the sources of moves to it report how far they were."""
         self._stopping.pop(instance_id, None)
         for state, move in self._of_instance(instance_id):
             if move.target_id == instance_id:
                 self._target_is_gone(state, move)
 
     def _target_is_gone(self, state: RequestState, move: Copy) -> None:
-        """Handle a target that is gone: only the source knows whether the request may have begun there."""
+        """Handle a lost target: only the source knows whether the request may have begun there."""
         move.given_up = True
         if move.committed is None:
             self._mesh.stop(move, Stop.CANCEL)
@@ -191,15 +204,17 @@ class Moves:
             self._mesh.end_copy(state, failed=True)
 
     def suspected(self, instance_id: InstanceId) -> None:
-        """An instance is silent: what was to move there goes on where it is, if it can."""
+        """Cancel the moves to a silent instance, so that their requests continue where they are, if they can."""
         for _, move in self._of_instance(instance_id):
             if move.target_id == instance_id:
                 self._mesh.stop(move, Stop.CANCEL)
 
     def joined(self, instance_id: InstanceId, *, stopping: bool, is_another: bool) -> None:
-        """An instance registered, perhaps again: it has dropped what had not landed, and moves no more of its own.
+        """End the moves of an instance that registered, perhaps again.
 
-        Unless it ``is_another`` process under the name, or was told to free what may have landed: that says nothing.
+        A move from the instance has ended, so its target frees the room. A move to it that is not among its residents
+        never landed there, and the source resumes. That is unknown if the instance ``is_another`` process under the
+        name, or was told to free the room; then the target counts as lost.
         """
         self.stops(instance_id, stopping)
         for state, move in self._of_instance(instance_id):
@@ -212,20 +227,20 @@ class Moves:
                 else:
                     self._resume(state, move)
 
-    # --- everything leaves ---
+    # --- evacuation ---
 
     def stops(self, instance_id: InstanceId, stopping: bool = True) -> None:
-        """An instance is about to stop: what decodes there moves away."""
+        """Note that an instance is about to stop, so that its decodes move away; ``stopping=False`` cancels that."""
         self._stopping.pop(instance_id, None)
         if stopping:
             self._stopping[instance_id] = None
 
     def leaving(self, leaving: Sequence[InstanceId]) -> Sequence[InstanceId]:
-        """Return the instances that stop, and those that operators want to leave."""
+        """Return the instances that stop, then the instances in ``leaving``, each once."""
         return list(dict.fromkeys((*self._stopping, *leaving)))
 
     def evacuate(self, leaving: Sequence[InstanceId], placement: DecodePlacement) -> None:
-        """Move what decodes on the instances that stop, and on these, to others that have room; after any event."""
+        """Move decodes from instances that stop, and from ``leaving``, to others with room; after any event."""
         for instance_id in self.leaving(leaving):
             instance = self._mesh.instances.get(instance_id)
             if (
@@ -265,7 +280,7 @@ class Moves:
                 num_coming[target.instance_id] += 1
 
     def check_integrity(self) -> None:
-        """AssertionError names what does not balance."""
+        """Raise AssertionError if the copies under way are inconsistent."""
         for key, state in self._mesh.copying.items():
             assert self._mesh.find(key) is state, f"{key} is on its way elsewhere, and is over"
             assert state.outgoing is not None, f"{key} is not on its way elsewhere, and is recorded"

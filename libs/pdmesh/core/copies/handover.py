@@ -1,12 +1,12 @@
-"""Requests whose KV is computed where it cannot stay, and that have no receiver.
+"""Choice of receivers for prompts whose KV cannot stay where it is computed.
 
-Some are computed ahead of room to decode (`pdmesh.policy.handover`). Others had a receiver: one that dies, refuses or
-times out takes nothing with it. What is computed stays where it is, keeps the rank of its first offer, and is granted
-to the next instance with room; or it decodes where it is, if that instance may. It is computed again only if its own
-instance fails, if its receivers fail too often, or if none was found for a time limit. While one needs room, room to
-decode goes to no request that has no place yet.
+Some prompts are computed ahead of room to decode (`pdmesh.policy.handover`). Others lost their receiver: it died,
+refused or timed out. Their computed KV stays where it is, at the rank of its first offer, and goes to the next instance
+with room. Or the request decodes where it is, if that instance may decode. The prompt is computed again only if its own
+instance fails, if its receivers fail too often, or if none was found in time. While such a request needs room, no
+waiting request gets room to decode.
 
-KV that waits to move away is bounded on each instance, and that bound holds back new prompts there.
+KV that waits to move is bounded on each instance, and that bound holds back new prompts there.
 """
 
 from __future__ import annotations
@@ -27,31 +27,34 @@ from pdmesh.policy.bundle import Bundle
 
 
 class HandOvers:
-    """Finds receivers; what has none for ``limit_s`` starts again."""
+    """Choice of receivers. A request that finds none for ``limit_s`` starts again."""
 
     def __init__(self, mesh: MeshState, limit_s: float) -> None:
         self._mesh = mesh
         self._limit_s = limit_s
-        self._closed: set[str] = set()  # KV groups where somebody waits for room
-        self._full: set[InstanceId] = set()  # prefill instances where a computed prompt waits for room to decode there
+        # KV groups where a request waits for room.
+        self._closed: set[str] = set()
+        # Prefill instances where a computed prompt waits for room to decode on the same instance.
+        self._full: set[InstanceId] = set()
 
     @property
     def closed_groups(self) -> set[str]:
-        """KV groups whose room to decode is for requests that are computed already."""
+        """KV groups whose room to decode is reserved for computed prompts."""
         return self._closed
 
     @property
     def next_deadline_s(self) -> float:
-        """Infinite if nobody waits."""
+        """Earliest time limit of a waiting request; infinite if there is none."""
         return self._mesh.awaiting_decode.next_due_s
 
     def find_receivers(self, step_slots: StepSlots, bundle: Bundle, now_s: float) -> None:
-        """Give those that need one now what room there is, strictly in the order of their first offers."""
+        """Give free room to the requests that need it now, strictly in the order of their first offers."""
         mesh, awaiting_decode, sums = self._mesh, self._mesh.awaiting_decode, step_slots.decoders.sums
         self._closed.clear()
         self._full.clear()
         awaiting_decode.set_limits(now_s + self._limit_s)
-        before: dict[str, Wanted] = {}  # in each KV group, by those that go on without
+        # Demand in each KV group of the requests that continue without room.
+        before: dict[str, Wanted] = {}
         for _, state, kv_group, num_blocks in awaiting_decode.in_turn():
             if len(self._closed) == awaiting_decode.num_kv_groups:
                 return
@@ -84,7 +87,7 @@ class HandOvers:
             step_slots.refresh([source] if receiver is None else [source, receiver, *members])
 
     def _receiver(self, state: RequestState, source: InstanceState, decoders: Decoders) -> InstanceState | None:
-        """Return the first with room, of those that could be reached of late if there are any."""
+        """Return the first receiver with room; a reachable one if there is any, over a fast link if possible."""
         mesh, request = self._mesh, state.request
         cut = mesh.cut.of(source.instance_id) | mesh.cut.of(request.gateway_id)
         if cut and any(
@@ -106,14 +109,14 @@ class HandOvers:
         return receiver
 
     def expire(self, now_s: float) -> None:
-        """Start those again that nobody took in time."""
+        """Restart the requests that found no receiver in time."""
         for state in self._mesh.awaiting_decode.overdue(now_s):
             self._mesh.restart(state, f"no instance took its KV for {self._limit_s:g} s")
 
     # --- ahead of room to decode ---
 
     def holds_back(self, prefill: InstanceState, bundle: Bundle) -> bool:
-        """Whether as much KV waits there as may."""
+        """Whether the largest allowed amount of waiting KV is on the instance."""
         return not prefill.may_add_waiting(0, bundle.waiting_kv_share)
 
     def begins_ahead(
@@ -125,7 +128,7 @@ class HandOvers:
         bundle: Bundle,
         now_s: float,
     ) -> bool:
-        """Whether to compute a prompt there that has no room to decode now."""
+        """Whether to compute a prompt on ``prefill`` now although it has no room to decode."""
         ahead = bundle.run_ahead
         if ahead is None or not self._may_wait(request, prefill, bundle):
             return False
@@ -137,9 +140,9 @@ class HandOvers:
         return ahead.begins(request, prefill.view, num_reused_tokens, room_s=room_s, now_s=now_s)
 
     def decodes_locally(self, request: Request, prefill: InstanceState, sums: DecodingSums, bundle: Bundle) -> bool:
-        """Whether a prefill instance computes a prompt for which no instance has room to decode, and decodes it.
+        """Whether a prefill instance should compute and decode a prompt that no instance has room to decode.
 
-        It overtakes no computed prompt that will have room, there or elsewhere.
+        The request overtakes no computed prompt that will have room, there or elsewhere.
         """
         if prefill.instance_id in self._full:
             return False
@@ -152,7 +155,7 @@ class HandOvers:
         return bundle.local_decode.pays(prefill.view, request.num_prompt_tokens, self._mesh.growth.mean_tokens, room_s)
 
     def _keeps_locally(self, request: Request, source: InstanceState, sums: DecodingSums, bundle: Bundle) -> bool:
-        """Whether the first computed prompt that waits for room decodes on its prefill instance.
+        """Whether the first computed prompt that waits for room should decode on its prefill instance.
 
         Each waiting request then has room one place earlier. Together they save the time until the last has room.
         """
@@ -162,12 +165,12 @@ class HandOvers:
         return bundle.local_decode.pays(source.view, request.num_prompt_tokens, self._mesh.growth.mean_tokens, room_s)
 
     def _room_s(self, request: Request, kv_group: str, wanted: Wanted, sums: DecodingSums) -> float:
-        """Return when all that is ``wanted`` has room on decode instances; infinite if none could take the request."""
+        """Predict when all that is ``wanted`` has room on decode instances; infinite if none could take the request."""
         decoding = sums.decoding(kv_group, self._mesh.growth.mean_tokens, request)
         return inf if decoding is None else decoding.room_s(*wanted)
 
     def promises_later(self, request: Request, prefill: InstanceState, num_reused_tokens: int, bundle: Bundle) -> bool:
-        """Whether a long prompt leaves the room that there is to requests behind it, until it needs it."""
+        """Whether a long prompt leaves the free room to requests behind it until it needs the room."""
         ahead = bundle.run_ahead
         if ahead is None or not bundle.is_long(request, num_reused_tokens) or len(self._mesh.queue) < 2:
             return False
@@ -181,7 +184,7 @@ class HandOvers:
         )
 
     def _may_yet_wait(self, state: RequestState, bundle: Bundle) -> bool:
-        """Whether it may leave room to others while it is computed."""
+        """Whether a request may leave room to others while its prompt is computed: it is long, and others wait."""
         is_open = bundle.run_ahead is not None and not state.is_planned
         is_long = bundle.is_long(state.request, state.num_reused_tokens)
         return is_open and is_long and bool(len(self._mesh.queue))
@@ -194,7 +197,10 @@ class HandOvers:
         sums: DecodingSums | None,
         bundle: Bundle,
     ) -> bool:
-        """Whether it is time to promise it room, the last of all ``wanted``; without ``sums`` there is some now."""
+        """Whether to promise a request its room now. ``wanted`` includes the request as the last.
+
+        Without ``sums`` there is free room.
+        """
         ahead, request = bundle.run_ahead, state.request
         assert ahead is not None
         decoding = None if sums is None else sums.decoding(source.kv_group, self._mesh.growth.mean_tokens)
@@ -203,5 +209,5 @@ class HandOvers:
 
 
 def _kv_bytes(request: Request, instance: InstanceState) -> int:
-    """Return the bytes of a prompt's KV."""
+    """Return the size of a prompt's KV in bytes."""
     return request.num_prompt_tokens * instance.profile.kv_layout.token_bytes

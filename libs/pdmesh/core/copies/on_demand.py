@@ -1,11 +1,11 @@
-"""Requests that decode are granted KV as they grow; where there is none left, some move away or are retracted.
+"""Room for growing decodes on demand; where there is none left, some move away or are retracted.
 
-An instance reports which of its requests have room for few more tokens, long before they have none. These get more
-blocks at once, the oldest first; a grant that finds no blocks waits for the next release. A request that cannot
-continue at all takes precedence over younger ones. Of the younger ones, the core retracts the requests that
-cost the least work to bring back for each block that they free. So the oldest request on an instance always continues,
-and no two retract each other in turns. If another instance has room, a request that takes longer to compute again than
-to move is moved instead. Moves begin with the first grant that finds no blocks (`pdmesh.core.copies.rebalancing`).
+An instance reports requests that have room for few more tokens, long before they have none. These get more blocks at
+once, the oldest first; a grant that finds no blocks waits for the next release. A request that cannot continue at all
+takes precedence over younger ones. Of the younger ones, the core retracts the requests that cost the least work to
+bring back for each block that they free. So the oldest request on an instance always continues, and no two retract each
+other in turns. If another instance has room, a request that takes longer to compute again than to move is moved
+instead. Moves begin with the first grant that finds no blocks (`pdmesh.core.copies.rebalancing`).
 """
 
 from __future__ import annotations
@@ -26,31 +26,36 @@ from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.policy.on_demand import granted_blocks, is_low
 
-#: Older is less.
+#: Arrival and id; an older request compares as less.
 _Age = tuple[float, RequestId]
 
 
 class _Victim(NamedTuple):
-    cost_s: float  # for each block
-    youth: float  # of equal ones the youngest
+    """Candidate for retraction, ordered by predicted cost per freed block, then by youth."""
+
+    cost_s: float
+    youth: float
     request_id: RequestId
     state: RequestState
     num_blocks: int
 
 
 class OnDemandKv:
+    """Grants of blocks to decoding requests, and retractions to make room for them."""
+
     def __init__(self, mesh: MeshState, rebalancer: Rebalancer) -> None:
         self._mesh = mesh
         self._rebalancer = rebalancer
-        self._short: dict[InstanceId, None] = {}  # where somebody has asked
+        # Instances with requests that are low on room.
+        self._short: dict[InstanceId, None] = {}
 
     def joined(self, instance: InstanceState) -> None:
-        """Take over what a joining instance says its residents have; grants on their way to it are lost."""
+        """Note which residents of a joining instance are low on room; earlier grants to it are lost."""
         for key, allocation in instance.allocations.items():
             self._note(instance, key, allocation)
 
     def is_low(self, instance: InstanceState, residents: Iterable[ResidentContext]) -> None:
-        """Some of its residents have room for few tokens more."""
+        """Learn the growth of the reported residents, and note which of them are low on room."""
         has_news = False
         for resident in residents:
             key = (resident.request_id, resident.epoch)
@@ -69,7 +74,7 @@ class OnDemandKv:
             self._tell_growth()
 
     def handed_on(self, instance: InstanceState, key: RequestKey) -> None:
-        """A resident has less room, for the rest of its context."""
+        """Note a resident that handed a range on, if it is low on room."""
         self._note(instance, key, instance.allocations[key])
 
     def _note(self, instance: InstanceState, key: RequestKey, allocation: Allocation) -> None:
@@ -78,12 +83,13 @@ class OnDemandKv:
             self._short[instance.instance_id] = None
 
     def ended(self, state: RequestState, instance_id: InstanceId, num_output_tokens: int) -> None:
-        """A request drew its last token."""
+        """Learn how many tokens a request drew that ended."""
         instance = self._mesh.instances.get(instance_id)
         allocation = None if instance is None else instance.allocations.get(state.key)
         request = state.request
         num_tokens = 0
-        if request.epoch == 0:  # else what it drew before counts, too, and was counted
+        # In later epochs, the tokens of earlier ones were counted already.
+        if request.epoch == 0:
             drawn_before = 0 if allocation is None else max(0, allocation.num_tokens - request.num_prompt_tokens)
             num_tokens = max(0, min(num_output_tokens, request.max_tokens) - drawn_before)
         if self._mesh.growth.ended(num_tokens):
@@ -106,7 +112,10 @@ class OnDemandKv:
     # --- granting ---
 
     def serve(self, bundle: Bundle, latency: LatencyModel, now_s: float, *, moves: bool) -> None:
-        """Give those that asked what there is, and make room for those that cannot go on without."""
+        """Grant free blocks to requests that are low, and make room for requests that cannot continue without.
+
+        With ``moves``, first younger requests move away where the bundle rebalances.
+        """
         for instance_id in list(self._short):
             instance = self._mesh.instances.get(instance_id)
             if instance is None or not instance.low:
@@ -126,7 +135,7 @@ class OnDemandKv:
                 self._make_room(instance, stuck, latency)
 
     def _grant_all(self, instance: InstanceState) -> list[RequestKey]:
-        """Grant blocks, and return residents that cannot go on and got nothing; the oldest first."""
+        """Grant free blocks, the oldest request first; return the stuck residents that got none."""
         line = sorted(instance.low, key=self._age)
         instance.low.clear()
         size = instance.block_size
@@ -155,14 +164,14 @@ class OnDemandKv:
         self._mesh.hold(instance, key, room=instance.make_room())
 
     def _age(self, key: RequestKey) -> _Age:
-        """A resident that nobody has claimed yet is the youngest."""
+        """Return a resident's age. A resident without a known request is the youngest."""
         state = self._mesh.find(key)
         return (float("inf"), key[0]) if state is None else _age_of(state)
 
     # --- retracting ---
 
     def _make_room(self, instance: InstanceState, stuck: Iterable[RequestKey], latency: LatencyModel) -> None:
-        """A block for each of ``stuck``, the oldest first, from what is being freed or from somebody younger."""
+        """Find a block for each of ``stuck``, the oldest first: one being freed, or one of a retracted request."""
         freeing = [allocation for allocation in instance.allocations.values() if allocation.freeing]
         coming = sum([instance.num_freed_blocks(allocation) for allocation in freeing])
         coming += self._rebalancer.num_leaving_blocks(instance)
@@ -176,14 +185,15 @@ class OnDemandKv:
             coming -= 1
 
     def _victim(self, instance: InstanceState, age: _Age, latency: LatencyModel) -> _Victim | None:
-        """Return the younger resident that is cheapest to retract for each block."""
+        """Return the younger resident that is cheapest to retract for each block; None if there is none."""
         found: list[_Victim] = []
         for key, allocation in instance.allocations.items():
             state = self._mesh.find(key)
             if state is None or allocation.freeing or allocation.kind not in READ_BY_STEPS or state.move:
                 continue
             home, resident = instance, allocation
-            if allocation.kind is AllocationKind.PART:  # of one that decodes elsewhere, or will
+            # A range of a context that decodes elsewhere, or will.
+            if allocation.kind is AllocationKind.PART:
                 if state.phase is not Phase.DECODING or state.decode_id is None:
                     continue
                 home = self._mesh.instances[state.decode_id]
@@ -197,9 +207,9 @@ class OnDemandKv:
     def _cost_s(
         self, instance: InstanceState, state: RequestState, allocation: Allocation, latency: LatencyModel
     ) -> float:
-        """Predicted work left of it: its context computed again where most of it is kept, and what it will still draw.
+        """Predict the remaining work after a retraction: its context computed again, and its further tokens.
 
-        What only this instance keeps goes to who needs its room.
+        The context is computed where most of it is cached, not counting this instance, where it would be evicted.
         """
         num_tokens = allocation.num_tokens or allocation.num_blocks * instance.block_size
         num_tokens = max(num_tokens, allocation.num_elsewhere_tokens)
@@ -209,7 +219,7 @@ class OnDemandKv:
         return again_s + num_left * latency.step_s(StepShape((), 1, num_tokens))
 
     def _can_resume(self, instance: InstanceState, state: RequestState, allocation: Allocation) -> bool:
-        """Whether there is an instance that computes all that it holds as a prompt."""
+        """Whether some instances could compute all of its held tokens as a prompt."""
         num_held = allocation.num_blocks * instance.block_size + allocation.num_elsewhere_tokens
         return can_resume(self._mesh, state, num_held)
 

@@ -1,9 +1,9 @@
-"""Granules that one instance keeps are copied to another one, where a request is then computed from them on.
+"""Copies of cached granules to another instance, where a request then continues its prompt from them.
 
-A fetch is of no request: under a key of its own it holds what it copies at its source, and blocks for it at its
-destination. The request that wanted it waits for it as it does for any instance that will keep its prefix, and so may
-others. A fetch that comes to nothing just ends, and the request waits for nothing any more: it ends when it would take
-longer than that, when either side is lost, silent or no longer used, and when either is short of memory.
+A fetch belongs to no request: under a key of its own it holds the granules at its source, and blocks for them at its
+destination. The request that wanted it waits for it as for any instance that will cache its prefix, and so may others.
+A fetch ends without effect when it is late, when either side is lost, silent or no longer used, or when either side is
+short of memory. The request then waits no longer.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.request import RequestState
 from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PrefixHash, RequestId, RequestKey, Then
 
-#: From one instance, or to one, at once: two are sent, and the next are ready.
+#: Largest number of fetches from or to one instance at once: two are sent, and the next are ready.
 MAX_AT_ONCE = 4
 
 
 class Fetch(NamedTuple):
-    """A copy under way, and the request for which it is made."""
+    """A copy under way, and the request that it serves.
+
+    `arrives_s` is the predicted completion, and `until_s` the deadline after which the copy is useless.
+    """
 
     copy: Copy
     wanted_by: RequestKey
-    arrives_s: float  # predicted completion
-    until_s: float  # deadline after which the copy is useless
+    arrives_s: float
+    until_s: float
 
     @property
     def first_granule(self) -> PrefixHash:
@@ -38,37 +41,39 @@ class Fetch(NamedTuple):
 
 
 class Fetches:
-    """All that are under way."""
+    """Fetches under way."""
 
     def __init__(self, mesh: MeshState) -> None:
         self._mesh = mesh
         self._all: dict[RequestKey, Fetch] = {}
-        self.num_fetched_tokens = 0  # that have landed
-        self._coming: dict[PrefixHash, list[Fetch]] = {}  # by the first granule that each brings
+        # Tokens of landed fetches.
+        self.num_fetched_tokens = 0
+        # Fetches by the first granule that each brings.
+        self._coming: dict[PrefixHash, list[Fetch]] = {}
 
     @property
     def next_deadline_s(self) -> float:
-        """Infinite if there is none."""
+        """Earliest deadline; infinite if there is no fetch."""
         return min([fetch.until_s for fetch in self._all.values()], default=inf)
 
     def coming(self, state: RequestState) -> Iterator[Fetch]:
-        """Yield those that bring granules of a request's prompt."""
+        """Yield the fetches that bring granules of a request's prompt."""
         coming = self._coming
         for granule in state.request.chain if coming else ():
             yield from coming.get(granule, ())
 
     def may_send(self, source: InstanceState) -> bool:
-        """Whether one more may begin from there."""
+        """Whether another fetch from ``source`` may start."""
         return source.takes_new and self._num_of(source.instance_id) < MAX_AT_ONCE
 
     def may_receive(self, destination: InstanceState) -> bool:
-        """Whether one more may begin to there."""
+        """Whether another fetch to ``destination`` may start."""
         return destination.takes_prompts and not destination.low and self._num_of(destination.instance_id) < MAX_AT_ONCE
 
     def _num_of(self, instance_id: InstanceId) -> int:
         return sum([instance_id in (each.copy.source_id, each.copy.target_id) for each in self._all.values()])
 
-    # --- one begins ---
+    # --- beginning ---
 
     def begin(
         self,
@@ -80,7 +85,7 @@ class Fetches:
         arrives_s: float,
         until_s: float,
     ) -> None:
-        """Copy the first granules of a request's prompt, which the source keeps."""
+        """Begin to copy the first ``num_granules`` of a request's prompt, which the source has cached."""
         mesh, request, chain = self._mesh, state.request, state.request.chain[:num_granules]
         key = RequestId(f"fetch-{mesh.broker.new_capability():016x}"), Epoch(0)
         num_blocks = num_granules * source.kept.granule_blocks
@@ -111,27 +116,27 @@ class Fetches:
         mesh.expect_kv(destination, copy, wanted_by=state.key)
         mesh.grant(mesh.broker.offer(copy))
 
-    # --- one ends ---
+    # --- ends ---
 
     def landed(self, key: RequestKey) -> None:
-        """All of it is kept at its destination. Both sides give back their blocks by themselves."""
+        """Forget a landed fetch. Both sides free their blocks by themselves."""
         if (fetch := self._all.get(key)) is not None:
             self._forget(fetch)
 
     def count(self, allocation: Allocation) -> None:
-        """Count what has landed, of a fetch that was ended as too late, too: it is kept all the same."""
+        """Count the tokens of a landed fetch, also one that was ended as too late: they are cached all the same."""
         granules = allocation.granules
         self.num_fetched_tokens += (len(granules.chain) - granules.num_computed) * GRANULE_TOKENS
 
     def failed(self, key: RequestKey) -> bool:
-        """A side has given it up; False if there is no such fetch."""
+        """End a fetch that failed on one side; return False if the key is not a fetch's."""
         fetch = self._all.get(key)
         if fetch is not None:
             self._end(fetch)
         return fetch is not None
 
     def end_useless(self, now_s: float) -> None:
-        """End those that cannot land any more, or not in time, or whose blocks others need."""
+        """End the fetches that cannot land in time, or whose blocks are needed."""
         if self._all:
             for fetch in [fetch for fetch in self._all.values() if self._is_useless(fetch, now_s)]:
                 self._end(fetch)
@@ -167,7 +172,7 @@ class Fetches:
             del self._coming[fetch.first_granule]
 
     def check_integrity(self) -> None:
-        """AssertionError names what does not balance."""
+        """Raise AssertionError if the fetches are inconsistent."""
         listed = [fetch for fetches in self._coming.values() for fetch in fetches]
         assert len(listed) == len(self._all), f"{len(listed)} fetches by granule, {len(self._all)} by key"
         assert all(self._all.get(fetch.copy.key) is fetch for fetch in listed), "a fetch is listed that is over"

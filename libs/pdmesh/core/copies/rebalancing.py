@@ -1,8 +1,9 @@
-"""Running decodes move from an instance that is short of memory, or too slow for them, to one that is neither.
+"""Moves of decodes from an instance that is short of memory, or too slow for them, to one that is neither.
 
-Which moves pay is the policy's business (`pdmesh.policy.rebalancing`); this module keeps to what may be: a decode moves
-so at most once in a while, and between two instances in one direction, so that nothing goes to and fro; for memory only
-one that is younger than the oldest that asks for more, as it is for retraction, which a move takes the place of.
+The policy decides which moves pay (`pdmesh.policy.rebalancing`). This module decides which are allowed. A decode moves
+at most once per `COOL_DOWN_S`, and two instances exchange requests in one direction alone, so that none moves back and
+forth. For memory, only requests younger than the oldest one that lacks room may move. A move replaces a retraction, for
+which the same holds.
 """
 
 from __future__ import annotations
@@ -20,45 +21,48 @@ from pdmesh.model import InstanceId
 from pdmesh.policy.rebalancing import Rebalancing
 from pdmesh.policy.seams import DecodePlacement
 
-#: What moved stays so long where it is, and nothing comes back that way, seconds.
+#: Period, in seconds, in which a moved request stays, and no request moves in the opposite direction.
 COOL_DOWN_S = 10.0
 
-#: How often it is looked whether steps are too slow, at most, seconds.
+#: Shortest period, in seconds, between two searches for instances that are too slow.
 LOOK_S = 0.25
 
-#: Away from an instance at once, for memory; for time one.
+#: Largest number of moves from one instance at once for memory; for time it is one.
 MAX_AT_ONCE = 2
 
-#: Of a move that is timed: with less, its time says little of the link.
+#: Smallest number of bytes of a timed move: a smaller one's time says little about the link.
 MIN_TIMED_BYTES = 1 << 20
 
-#: How much the last timed move counts.
+#: Weight of the last timed move.
 _WEIGHT = 0.25
 
 
 class Rebalancer:
+    """Choice of decodes that move because of memory or time."""
+
     def __init__(self, mesh: MeshState, moves: Moves) -> None:
         self._mesh = mesh
         self._moves = moves
         self._bytes_per_s: float | None = None
-        self._last_s: dict[tuple[InstanceId, InstanceId], float] = {}  # when something went from the one to the other
+        # Time of the last such move by source and target.
+        self._last_s: dict[tuple[InstanceId, InstanceId], float] = {}
         self._look_s = -inf
 
     def timed(self, event: TransferSent) -> None:
-        """A move tells how fast its link is."""
+        """Learn the links' rate from a move that was sent."""
         if event.num_bytes >= MIN_TIMED_BYTES and event.duration_s > 0:
             rate = event.num_bytes / event.duration_s
             before = rate if self._bytes_per_s is None else self._bytes_per_s
             self._bytes_per_s = before + _WEIGHT * (rate - before)
 
     def lost(self, instance_id: InstanceId) -> None:
-        """An instance is gone, and what was known of its links."""
+        """Forget the recent moves of a lost instance."""
         self._last_s = {pair: at_s for pair, at_s in self._last_s.items() if instance_id not in pair}
 
     # --- memory ---
 
     def num_leaving_blocks(self, instance: InstanceState) -> int:
-        """Blocks that what moves away from an instance will give back there."""
+        """Return the number of blocks that moves from an instance will free there."""
         allocations = instance.allocations
         return sum([instance.num_freed_blocks(allocations[state.key]) for state in self._leaving(instance)])
 
@@ -71,9 +75,9 @@ class Rebalancer:
         placement: DecodePlacement,
         now_s: float,
     ) -> None:
-        """Move away what gives back ``num_blocks``, where that takes less than to compute it again.
+        """Move requests away to free ``num_blocks``, if a move takes less time than computing them again.
 
-        Of those that may, first what takes the shortest for each block.
+        Requests with the shortest move per freed block come first.
         """
         num_coming = self.num_leaving_blocks(source)
         num_free = MAX_AT_ONCE - sum(1 for _ in self._leaving(source))
@@ -136,7 +140,7 @@ class Rebalancer:
         if best is not None:
             self._begin(best[1], source, best[2], now_s)
 
-    # --- what may be ---
+    # --- restrictions ---
 
     def _leaving(self, source: InstanceState) -> Iterator[RequestState]:
         for state in self._mesh.copying.values():
@@ -145,7 +149,10 @@ class Rebalancer:
                 yield state
 
     def _movable(self, source: InstanceState, now_s: float) -> Iterator[tuple[RequestState, Allocation]]:
-        """What decodes there, moves nowhere, and has neither moved of late nor failed to so often."""
+        """Yield the source's decoding requests that may move.
+
+        Others are moving already, moved recently, or failed to move too often.
+        """
         for key, allocation in source.allocations.items():
             state = self._mesh.find(key)
             if (
@@ -159,15 +166,17 @@ class Rebalancer:
                 yield state, allocation
 
     def _targets(self, source: InstanceState, now_s: float) -> list[InstanceState]:
-        """Others of its arithmetic class with room and a backend, to which no move is on its way.
+        """Return other instances of the same arithmetic class with room, a backend and no move on its way to them.
 
-        Nothing came from there of late. Those that could not be reached from here count only if there are no others.
+        No request came from a target recently. Unreachable targets, and targets behind slow links, count only if there
+        are no others.
         """
         coming_to = {state.move.target_id for state in self._mesh.copying.values() if state.move is not None}
         targets = [
             each
             for each in self._mesh.instances.values()
-            if not each.low  # what says no the soonest, and the most often, first
+            # The most selective condition comes first.
+            if not each.low
             and each.instance_id not in coming_to
             and each is not source
             and each.exact_group == source.exact_group
@@ -182,7 +191,7 @@ class Rebalancer:
         return [each for each in targets if each.instance_id not in slow] or targets
 
     def _heard(self, state: RequestState, targets: Iterable[InstanceState]) -> list[InstanceState]:
-        """Return those of ``targets`` that the request's gateway hears of, as far as is known."""
+        """Return the targets whose tokens reach the request's gateway, as far as is known."""
         unheard = self._mesh.cut.of(state.request.gateway_id)
         return [each for each in targets if each.instance_id not in unheard]
 

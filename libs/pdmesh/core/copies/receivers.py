@@ -1,6 +1,6 @@
-"""A request loses the instance that was to receive its KV, and gets another, or decodes where it is computed.
+"""Replacement of a request's receiver by another one, or by the instance that computes the prompt.
 
-Its computed KV stays where it is. `pdmesh.core.copies.handover` chooses the next receiver.
+Computed KV stays where it is. `pdmesh.core.copies.handover` chooses the next receiver.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from pdmesh.model import InstanceId
 def do_without(
     mesh: MeshState, state: RequestState, instance_id: InstanceId, reason: str, *, blame: float = 0.0
 ) -> None:
-    """An instance fails a request that needs it.
+    """Let a request continue without an instance that it needs.
 
-    If that was to receive its KV, another one will; if it only helped, the others compute what it did not; if it held a
-    range of the context, another one computes that again. Else the request starts again, and may have caused that
-    (`Restart.blame`).
+    * A lost helper: the others compute its part of the prompt.
+    * A lost receiver: another one will receive the KV.
+    * A lost holder of a context's range: another instance computes the range again.
+
+    Otherwise the request starts again, with ``blame`` for a request that may have caused the loss (`Restart.blame`).
     """
     if state.is_helped_by(instance_id):
         lose_helper(mesh, state, instance_id)
@@ -34,16 +36,16 @@ def do_without(
 
 
 def lose_part(mesh: MeshState, state: RequestState, instance_id: InstanceId) -> None:
-    """A range of a context that decodes is lost with this instance, or freed there if that does not answer."""
+    """Mark an instance's range of a decoding context as lost, and free it there if the instance still exists."""
     state.lose_part(instance_id)
     mesh.parts_lost[state.key] = state
     mesh.free(instance_id, state.key)
 
 
 def has_all_kv(mesh: MeshState, state: RequestState) -> bool:
-    """Whether all that is computed of a request that moves is where it was computed, for another receiver.
+    """Whether all computed KV of a moving prompt is where it was computed, so that another receiver can get it.
 
-    Not of one that gives ranges back: these are where it decodes alone.
+    False if too many receivers were lost. False if the prompt frees ranges, since these are at the receiver alone.
     """
     copy, too_often = state.incoming, state.num_lost_receivers >= mesh.max_lost_receivers
     if not state.is_in_prefill or copy is None or too_often or state.gives_back:
@@ -54,7 +56,7 @@ def has_all_kv(mesh: MeshState, state: RequestState) -> bool:
 
 
 def lose_receiver(mesh: MeshState, state: RequestState, *, told_by: InstanceId | None = None) -> None:
-    """Its KV waits where it is computed for another receiver. The source ``told_by`` knows."""
+    """Withdraw the KV from its receiver; it waits for another one. The source ``told_by`` reported that itself."""
     assert state.incoming is not None, f"{state.key} has no receiver to lose"
     mesh.withdraw(state.incoming, told_by=told_by)
     state.lose_receiver()
@@ -65,7 +67,7 @@ def lose_receiver(mesh: MeshState, state: RequestState, *, told_by: InstanceId |
 
 
 def receive(mesh: MeshState, state: RequestState, decode: InstanceState, members: Sequence[InstanceState] = ()) -> None:
-    """A request without a receiver gets one; of a context that is spread, with ``members`` for its first ranges."""
+    """Give a request its receiver. ``members`` get the first ranges of a spread context."""
     mesh.awaiting_decode.discard(state.key)
     allocation = mesh.allocation_of(state.prefill_ids[0], state.key)
     assert allocation is not None, f"{state.key} has no KV to send"
@@ -74,7 +76,7 @@ def receive(mesh: MeshState, state: RequestState, decode: InstanceState, members
 
 
 def keep(mesh: MeshState, state: RequestState) -> None:
-    """A request without a receiver decodes where it is computed."""
+    """Let a request without a receiver decode where its prompt is computed."""
     mesh.awaiting_decode.discard(state.key)
     request, instance = state.request, mesh.instances[state.prefill_ids[0]]
     num_blocks = instance.num_first_blocks(request)

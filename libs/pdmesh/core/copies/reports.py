@@ -1,4 +1,4 @@
-"""What instances report of KV transfers."""
+"""Instances' reports of KV transfers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pdmesh.model import MAX_REQUEST_TOKENS, NO_TRANSFER, Then
 
 
 class TransferReports:
-    """Takes note of them; what does not fit the mesh state is counted, and changes nothing."""
+    """Handlers of transfer reports. A report that does not fit the mesh state is counted and changes nothing."""
 
     def __init__(self, mesh: MeshState, fetches: Fetches, parts: Parts, moves: Moves, rebalancer: Rebalancer) -> None:
         self._mesh = mesh
@@ -45,7 +45,7 @@ class TransferReports:
             and (state.incoming is not None or state.key in self._mesh.awaiting_decode)
             and event.instance_id in state.prefill_ids
         ):
-            self._mesh.offer(state)  # to whoever receives it now
+            self._mesh.offer(state)
         elif copy := self._from(event):
             self._mesh.grant(self._mesh.broker.offer(copy))
 
@@ -74,7 +74,7 @@ class TransferReports:
             return
         state = mesh.requests[event.request_id]
         if copy.plan.is_move:
-            if state.move is copy:  # otherwise its source reported first
+            if state.move is copy:
                 mesh.land_move(state)
         elif copy.plan.is_of_part:
             self._parts.landed(state)
@@ -84,7 +84,7 @@ class TransferReports:
             self._parts.landed_of_prompt(state, copy)
 
     def sent(self, event: TransferSent, now_s: float) -> None:
-        """All that a source sent was acknowledged."""
+        """Note that a source's KV was acknowledged, and learn the rate of the link."""
         if event.was_decoding:
             self._moves.sent(event)
             self._rebalancer.timed(event)
@@ -106,16 +106,16 @@ class TransferReports:
             return
         state = self._mesh.find(key)
         if state is None or not state.needs(event.instance_id):
-            self._mesh.free(event.instance_id, key)  # a move's target, or a sender without acknowledgement
+            self._mesh.free(event.instance_id, key)
         elif state.incoming is None or state.incoming.plan.transfer_id != event.transfer_id:
-            self._mesh.ignore("TransferFailed")  # the other side said so before
+            self._mesh.ignore("TransferFailed")
         elif has_all_kv(self._mesh, state):
             lose_receiver(self._mesh, state, told_by=event.instance_id)
         else:
             self._mesh.restart(state, f"KV transfer failed on {event.instance_id}: {event.reason}", blame=SHARED_BLAME)
 
     def _to(self, event: KvExpected | TransferLanded) -> Copy | None:
-        """The copy that a destination of it reports of, if it is not over."""
+        """Return the copy that one of its destinations reports, if it is not over; else count the report as ignored."""
         copy = self._mesh.broker.find(event.transfer_id, (event.request_id, event.epoch))
         if copy is not None and event.instance_id in copy.destination_ids:
             return copy
@@ -123,7 +123,7 @@ class TransferReports:
         return None
 
     def _from(self, event: TransferOffered | TransferPaused | TransferSent) -> Copy | None:
-        """The copy that a source of it reports of, if it is not over."""
+        """Return the copy that one of its sources reports, if it is not over; else count the report as ignored."""
         copy = self._mesh.broker.find(event.transfer_id, (event.request_id, event.epoch))
         if copy is not None and event.instance_id in copy.source_ids:
             return copy
