@@ -1,10 +1,10 @@
-"""What was placed on an instance that has fallen silent starts again elsewhere, where that costs next to nothing.
+"""Restart of requests on a silent instance elsewhere, if that loses almost nothing.
 
-Silence is a suspicion, no knowledge: the instance may only be busy. So what has begun there is left alone until it
-speaks again or its lease runs out. What it has not begun, and what is computed again in less time than the silence
-lasted, moves to another that can take it: under the next epoch, so that whatever the silent one still says of it is
-late. Of what it was only to receive, the KV stays where it is computed, and goes to another receiver; and what it only
-helped with goes on without it.
+Silence is only a suspicion: the instance may be busy. Started work therefore stays until the instance reports again or
+its lease runs out. A request moves to another instance if it has not begun, or takes less time to compute again than
+the silence lasted. It gets the next epoch, so that later reports of the silent instance are ignored. If the silent
+instance was a receiver, the KV stays where it is computed and goes to another receiver. If it was a helper, the others
+compute without it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from pdmesh.core.requests.request import RequestState
 from pdmesh.model import InstanceId
 from pdmesh.policy.bundle import Bundle
 
-#: Of predicted work on a prompt: not more than the silence that makes an instance suspected.
+#: Predicted work on a prompt, in microseconds, that may be repeated: at most the silence that raises suspicion.
 CHEAP_US = 500_000
 
-#: A request is not moved in later epochs: perhaps it is what silences instances, and it must end somewhere.
+#: Highest epoch that is restarted for silence: the request may be what silences instances, and must end.
 MAX_EPOCH = 1
 
 
 def start_elsewhere(mesh: MeshState, bundle: Bundle) -> None:
-    """Restart the requests that need a suspected instance, would lose nothing, and can be placed on others."""
+    """Replace suspected instances for requests in prefill that lose nothing and can be placed on others.
+
+    A request whose KV the instance should receive gets another receiver. Each other one starts again.
+    """
     suspected = [mesh.instances[instance_id] for instance_id in mesh.suspected]
     having_prompts = [each for each in suspected if len(each.allocations) > each.allocated.num_decoding]
     if not having_prompts:
@@ -58,7 +61,7 @@ def start_elsewhere(mesh: MeshState, bundle: Bundle) -> None:
 
 
 def go_on_without(mesh: MeshState, instance: InstanceState) -> None:
-    """Let an instance that is silent, or cannot be reached, help nobody: the others of its groups need not wait."""
+    """Remove an instance that is silent, or cannot be reached, from the groups that it helps."""
     for key in list(instance.allocations):
         state = mesh.find(key)
         if state is not None and state.is_helped_by(instance.instance_id):
@@ -66,7 +69,7 @@ def go_on_without(mesh: MeshState, instance: InstanceState) -> None:
 
 
 def receive_elsewhere(mesh: MeshState, instance: InstanceState) -> None:
-    """An instance that cannot be reached drops what has not landed when it registers again: others receive that."""
+    """Replace an unreachable instance as a receiver: when it registers again, it has dropped KV that has not landed."""
     for key in list(instance.allocations):
         state = mesh.find(key)
         if (
@@ -84,14 +87,14 @@ def _only_receives(state: RequestState, instance_id: InstanceId) -> bool:
 
 
 def _may_have_landed(state: RequestState) -> bool:
-    """Whether its whole KV may be there already, and not be heard of."""
+    """Whether the request's whole KV may have landed without a report."""
     return state.is_computed and state.incoming is not None and state.incoming.state is CopyState.GRANTED
 
 
 def _loses_nothing(state: RequestState, members: Sequence[InstanceState | None]) -> bool:
-    """Whether nothing of its prompt is known to be computed, or all of it is computed again in no time.
+    """Whether none of the prompt is known to be computed, or its work is at most `CHEAP_US`.
 
-    The leader, the first of those that compute it, may be gone once it has sent everything.
+    The leader, the first of ``members``, may be gone once it has sent all KV.
     """
     if state.work_us <= CHEAP_US:
         return True

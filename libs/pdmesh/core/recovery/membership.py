@@ -1,4 +1,4 @@
-"""Instances come, are cut off, fall silent, stop and are lost: what hears of it, and in which order."""
+"""Changes in the membership of instances: which parts of the core hear of each, and in which order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdmesh.core.recovery.reconcile import Reconciler
 
 
 class Membership:
-    """Tells all that keep something of an instance."""
+    """Handlers of joins, breaks, suspicions, drains and losses of instances."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class Membership:
         self._operations = operations
 
     def joined(self, event: InstanceJoined, now_s: float) -> None:
-        """First what it holds meets what waits for it; then what is learnt, moves and operations hear of it.
+        """Match the instance's residents with waiting requests; then inform learning, moves and operations.
 
-        At last, what suspected instances have not begun may start on it.
+        Finally, requests that suspected instances have not begun may start on it.
         """
         instance_id = event.profile.instance_id
         before = self._mesh.instances.get(instance_id)
@@ -64,14 +64,14 @@ class Membership:
         start_elsewhere(self._mesh, self._choice.bundle)
 
     def unreachable(self, event: InstanceUnreachable) -> None:
-        """Its groups go on without it, and what it has not received is received by others."""
+        """Remove the instance from its prefill groups, and redirect transfers that it has not received."""
         if instance := self._mesh.instance_of(event):
             instance.set_reachable(False)
             go_on_without(self._mesh, instance)
             receive_elsewhere(self._mesh, instance)
 
     def suspected(self, event: InstanceSuspected) -> None:
-        """What it has not begun starts elsewhere, if that can be; once it has spoken, what others have not begun."""
+        """Restart requests elsewhere that a suspected instance has not begun; one that reports again takes others'."""
         if instance := self._mesh.instance_of(event):
             self._mesh.suspect(instance, event.suspected)
             if event.suspected:
@@ -80,7 +80,7 @@ class Membership:
             start_elsewhere(self._mesh, self._choice.bundle)
 
     def lost(self, event: InstanceLost, now_s: float) -> None:
-        """First its requests start again or go on without it; then moves and operations hear of it."""
+        """Restart the instance's requests, or let them continue without it; then inform moves and operations."""
         self._reconciler.instance_lost(event.instance_id, now_s)
         self._mesh.cut.forget(event.instance_id)
         self._moves.lost(event.instance_id)
@@ -89,7 +89,7 @@ class Membership:
         self._operations.lost(event.instance_id, now_s)
 
     def stops(self, event: DrainRequested) -> None:
-        """Let an instance take nothing new, and what decodes there move away; or take that back."""
+        """Give a stopping instance no new work and move its decodes away; or cancel that."""
         if instance := self._mesh.instance_of(event):
             instance.set_draining(event.enabled)
             self._moves.stops(event.instance_id, event.enabled)

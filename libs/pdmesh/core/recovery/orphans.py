@@ -1,4 +1,4 @@
-"""Halves that wait for their counterpart after a scheduler's restart: see `pdmesh.core.recovery.reconcile`."""
+"""Requests known from one side alone after a scheduler's restart: see `pdmesh.core.recovery.reconcile`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OwnerT = TypeVar("OwnerT", InstanceId, GatewayId)
 
 
 class Orphan(Generic[OwnerT]):
-    """A request known from one side only."""
+    """A request known from one side, ``owner``. ``gateway_id`` is the request's gateway."""
 
     # Not a dataclass: mypyc cannot compile one that is generic (mypyc issue 827).
     __slots__ = ("deadline_s", "gateway_id", "key", "owner")
@@ -21,12 +21,12 @@ class Orphan(Generic[OwnerT]):
     def __init__(self, key: RequestKey, owner: OwnerT, gateway_id: GatewayId, deadline_s: float) -> None:
         self.key = key
         self.owner: OwnerT = owner
-        self.gateway_id = gateway_id  # whose request it is
+        self.gateway_id = gateway_id
         self.deadline_s = deadline_s
 
 
 class Orphans(Generic[OwnerT]):
-    """One kind of orphan by request, oldest first. All have the same grace, so that is also the order of deadlines."""
+    """Orphans of one kind by request, oldest first. All have the same grace, so deadlines have the same order."""
 
     def __init__(self) -> None:
         self._orphans: OrderedDict[RequestId, Orphan[OwnerT]] = OrderedDict()
@@ -48,7 +48,7 @@ class Orphans(Generic[OwnerT]):
         return self._orphans.get(request_id)
 
     def pop(self, request_id: RequestId, gateway_id: GatewayId) -> Orphan[OwnerT] | None:
-        """Take out the request of this gateway; one of another stays."""
+        """Remove and return the request if it belongs to this gateway."""
         orphan = self._orphans.get(request_id)
         return self._take(request_id) if orphan is not None and orphan.gateway_id == gateway_id else None
 

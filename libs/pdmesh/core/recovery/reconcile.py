@@ -1,7 +1,8 @@
-"""Instances and gateways join, rejoin and are lost; residents meet the requests that wait for them.
+"""Joins and losses of instances and gateways: residents meet the requests that wait for them.
 
-After a scheduler's restart workers and gateways register again in any order: whichever side comes second finds the
-other among the orphans. What has no counterpart when its grace is over is given up.
+After a scheduler's restart workers and gateways register again in any order. The side that registers second finds the
+other among the orphans. An orphan without counterpart by the end of its grace is freed on its instance, or resumed by
+its gateway.
 """
 
 from __future__ import annotations
@@ -36,18 +37,23 @@ _DROPPED = "its instance dropped it while there was no scheduler"
 
 
 class Reconciler:
+    """Matching of instances' residents with gateways' waiting requests."""
+
     def __init__(self, mesh: MeshState, grace_s: float) -> None:
         self._mesh = mesh
         self._grace_s = grace_s
         self._deaths = Deaths()
         self._spread = SpreadResidents(mesh)
-        self._unclaimed: Orphans[InstanceId] = Orphans()  # residents that no gateway waits for, so far
-        self._unfound: Orphans[GatewayId] = Orphans()  # waited for, and on no instance, so far
-        self._dropped: dict[RequestKey, float] = {}  # by instances, with the time to forget it, and nobody waits so far
+        # Residents that no gateway waits for so far.
+        self._unclaimed: Orphans[InstanceId] = Orphans()
+        # Requests that a gateway waits for, found on no instance so far.
+        self._unfound: Orphans[GatewayId] = Orphans()
+        # Requests that instances dropped and no gateway waits for so far, with the time to forget them.
+        self._dropped: dict[RequestKey, float] = {}
 
     @property
     def next_deadline_s(self) -> float:
-        """Infinite if there is none."""
+        """Earliest deadline; infinite if there is none."""
         return min(self._unclaimed.next_deadline_s, self._unfound.next_deadline_s, self._spread.next_deadline_s)
 
     def expire(self, now_s: float) -> None:
@@ -62,17 +68,17 @@ class Reconciler:
     # --- single requests ---
 
     def gateway_of(self, request_id: RequestId) -> GatewayId | None:
-        """Return the gateway of a request of which one half waits here."""
+        """Return the gateway of a request that is known from one side alone."""
         orphan = self._unfound.get(request_id) or self._unclaimed.get(request_id)
         return None if orphan is None else orphan.gateway_id
 
     def claim(self, key: RequestKey, gateway_id: GatewayId) -> InstanceId | None:
-        """Return the instance on which exactly this request is decoding, if any; an older epoch of it is freed."""
+        """Return the instance where exactly this request decodes, if any; an older epoch of it is freed."""
         self._unfound.pop(key[0], gateway_id)
         return self._claim_resident(key, gateway_id)
 
     def forget(self, request_id: RequestId, gateway_id: GatewayId) -> bool:
-        """Its client went away: whether anything was known here of such a request of the gateway."""
+        """Forget a request that its gateway cancelled, and free its KV; return whether it was an orphan."""
         unfound = self._unfound.pop(request_id, gateway_id)
         resident = self._unclaimed.pop(request_id, gateway_id)
         if resident is not None:
@@ -80,7 +86,7 @@ class Reconciler:
         return unfound is not None or resident is not None
 
     def released(self, instance_id: InstanceId, key: RequestKey) -> None:
-        """A resident ended by itself that is unclaimed, or spread over instances of which some have not registered."""
+        """Forget a resident that ended by itself, unclaimed or spread over partly registered instances."""
         self._spread.released(instance_id, key)
         if (resident := self._unclaimed.get(key[0])) and (resident.owner, resident.key) == (instance_id, key):
             self._unclaimed.pop(key[0], resident.gateway_id)
@@ -104,7 +110,7 @@ class Reconciler:
             known = mesh.requests.get(key[0])
             owner = self.gateway_of(key[0]) if known is None else known.request.gateway_id
             if owner is not None and owner != gateway_id:
-                mesh.ask_to_resume(gateway_id, key, "another gateway's request has this id")  # and be refused, or not
+                mesh.ask_to_resume(gateway_id, key, "another gateway's request has this id")
                 continue
             if known is not None:
                 if known.request.epoch >= key[1]:
@@ -141,14 +147,14 @@ class Reconciler:
         dropped: Iterable[RequestKey] = (),
     ) -> None:
         mesh, instance_id = self._mesh, profile.instance_id
-        old = mesh.remove_instance(instance_id)  # what it was told of phases ends with its stream
+        old = mesh.remove_instance(instance_id)
         instance = InstanceState(
             profile,
             changed=mesh.changed,
             growth=mesh.growth,
             kept_where=mesh.kept_where,
             number=mesh.numbers.take() if old is None else old.number,
-            next_plan_id=0 if old is None else old.next_plan_id,  # a late report of an old plan fits none
+            next_plan_id=0 if old is None else old.next_plan_id,
             draining=stopping,
         )
         mesh.add_instance(instance)
@@ -182,7 +188,7 @@ class Reconciler:
             )
             being_freed = old is not None and key in old.allocations and old.allocations[key].freeing
             if resident.decoding and known is not None and known.move and known.move.target_id == instance_id:
-                mesh.land_move(known)  # unheard of until now
+                mesh.land_move(known)
             if not being_freed and (resident.members or resident.part is not None):
                 self._spread.joined(instance_id, resident, now_s + self._grace_s)
             elif being_freed or not resident.decoding or not self._keep_resident(instance_id, resident, now_s):
@@ -215,7 +221,7 @@ class Reconciler:
         self._mesh.drop_plans(instance)
 
     def _drop_unclaimed(self, instance_id: InstanceId, old: InstanceState | None) -> None:
-        """Forget residents that an instance had, and those of which it held a range; the others give up theirs."""
+        """Forget unclaimed residents that the instance had, or held a range of; free the other instances' parts."""
         mesh = self._mesh
         for orphan in list(self._unclaimed) if mesh.spreads_contexts else ():
             is_own = orphan.owner == instance_id
@@ -230,7 +236,7 @@ class Reconciler:
         self._unclaimed.drop_owner(instance_id)
 
     def _died(self, instance: InstanceState, now_s: float) -> Mapping[RequestKey, float]:
-        """Blame the requests that an instance computed; no one where it had said that it stops."""
+        """Note a death and return the blame of requests that the instance computed; none if it was about to stop."""
         return {} if instance.draining else self._deaths.note(instance, now_s)
 
     def _restart_without(
@@ -242,7 +248,7 @@ class Reconciler:
                 do_without(self._mesh, state, instance_id, reason, blame=blames.get(key, 0.0))
 
     def _start_dropped(self, keys: Iterable[RequestKey], now_s: float) -> None:
-        """Start what an instance dropped again, if it is waited for; of what is known here its instances tell."""
+        """Resume the dropped requests that gateways wait for, and remember the others that are unknown."""
         for key in keys:
             unfound = self._unfound.get(key[0])
             if unfound is not None and unfound.key == key:
@@ -254,7 +260,10 @@ class Reconciler:
     # --- residents ---
 
     def _keep_resident(self, instance_id: InstanceId, resident: Resident, now_s: float) -> bool:
-        """Match what an instance decodes with the request that waits for it. False if none does or ever will."""
+        """Match a resident with the request that waits for it; without one, keep it as an orphan.
+
+        Returns False if no gateway can still claim it, so that it must be freed.
+        """
         mesh, gateway_id = self._mesh, resident.gateway_id
         key = (resident.request_id, resident.epoch)
         known = mesh.requests.get(key[0])
@@ -262,7 +271,7 @@ class Reconciler:
             if known.request.gateway_id != gateway_id:
                 return False
             if known.key == key and known.decode_id == instance_id:
-                mesh.land(known)  # perhaps unheard of until now
+                mesh.land(known)
             elif known.key == key and known.phase is Phase.WAITING:
                 mesh.adopt(known, instance_id)
             else:
@@ -294,7 +303,7 @@ class Reconciler:
     def _open_unknown(
         self, key: RequestKey, gateway_id: GatewayId, instance_id: InstanceId, now_s: float
     ) -> RequestState:
-        """A request of which its instance alone tells: what it has is taken for its prompt. It came just now."""
+        """Open a request known from its instance alone, which counts all its tokens as prompt, arrived now."""
         instance = self._mesh.instances[instance_id]
         allocation = instance.allocations[key]
         num_tokens = max(1, allocation.num_tokens)

@@ -1,8 +1,8 @@
-"""Contexts that are spread over instances which register in any order: whole once all that hold a range have.
+"""Spread contexts whose instances register in any order: whole once all holders of ranges have registered.
 
-One that the core knows goes on as it is, if the instance is where the core has it. Of one that it does not know, after
-a scheduler's restart, the instance where it decodes names its members: it is found as soon as these have registered,
-too. What is not whole when its grace is over is freed.
+A context that the core knows continues if the instance is as the core recorded. After a scheduler's restart,
+the decoding instance names the members of a context that the core does not know. It is adopted as soon as these have
+registered, too. A context that is not whole by its deadline is freed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pdmesh.model import InstanceId, RequestKey, Resident
 
 @dataclass(slots=True, eq=False)
 class _Found:
-    """What is known of a context so far."""
+    """Registered parts of a context. ``resident`` is the report of its decoding instance ``home_id``."""
 
     deadline_s: float
     home_id: InstanceId | None = None
-    resident: Resident | None = None  # as its home tells of it
-    #: Instances that hold a range, and its number; two hold the same one where it had just been handed on.
+    resident: Resident | None = None
+    #: Instances that hold a range, and its number. Two hold the same one if it had just been handed on.
     holders: dict[InstanceId, int] = field(default_factory=dict[InstanceId, int])
 
     @property
@@ -35,7 +35,7 @@ class _Found:
 
 
 class SpreadResidents:
-    """Those of which some instances have not registered."""
+    """Spread contexts with at least one shard holder that has not re-registered."""
 
     def __init__(self, mesh: MeshState) -> None:
         self._mesh = mesh
@@ -43,11 +43,11 @@ class SpreadResidents:
 
     @property
     def next_deadline_s(self) -> float:
-        """Infinite if there is none."""
+        """Earliest deadline; infinite if there is no such context."""
         return min([found.deadline_s for found in self._found.values()], default=inf)
 
     def joined(self, instance_id: InstanceId, resident: Resident, deadline_s: float) -> None:
-        """An instance registered with a context that decodes there, or a range of one."""
+        """Note an instance that registered with a decoding context, or with a range of one."""
         key = (resident.request_id, resident.epoch)
         known = self._mesh.requests.get(key[0])
         if known is not None and known.phase is not Phase.WAITING:
@@ -60,7 +60,7 @@ class SpreadResidents:
             found.holders[instance_id] = resident.part
 
     def _go_on(self, known: RequestState, instance_id: InstanceId, resident: Resident) -> None:
-        """Let a request that is known go on if the instance has what it is to have; else free that."""
+        """Let a known request continue if the instance's part is as recorded; else free the part or restart it."""
         key = (resident.request_id, resident.epoch)
         if known.key != key or not known.decodes:
             self._mesh.free(instance_id, key)
@@ -70,20 +70,21 @@ class SpreadResidents:
             elif resident.members not in (known.members, known.next_members) or not self._have_parts(resident):
                 self._mesh.restart(known, f"instance {instance_id} knows others that hold its KV")
             elif known.lost_part is None:
-                self._mesh.set_places(instance_id, key, resident.members)  # it may have given one up, unheard
+                # A report that a holder is lost may not have arrived: let the instance ask the holders again.
+                self._mesh.set_places(instance_id, key, resident.members)
         else:
             held = [member.instance_id for member in (*known.members, *known.next_members)]
             if instance_id not in held or instance_id == known.lost_member_id:
                 self._mesh.free(instance_id, key)
 
     def _have_parts(self, resident: Resident) -> bool:
-        """Whether the members have, as far as is known, what they are to have."""
+        """Whether each member holds a range that is not being freed, as far as is known."""
         key = (resident.request_id, resident.epoch)
         held = [self._mesh.allocation_of(member.instance_id, key) for member in resident.members]
         return all(each is not None and each.kind is AllocationKind.PART and not each.freeing for each in held)
 
     def pop_complete(self) -> list[tuple[InstanceId, Resident]]:
-        """Take out those that are whole by now."""
+        """Remove and return the contexts that are whole; free ranges on instances that are not members."""
         whole: list[tuple[InstanceId, Resident]] = []
         for key, found in list(self._found.items()):
             if found.is_whole and found.home_id is not None and found.resident is not None:
@@ -96,19 +97,19 @@ class SpreadResidents:
         return whole
 
     def lost(self, instance_id: InstanceId) -> None:
-        """An instance is gone, or registers anew."""
+        """Forget the parts of an instance that was lost or registers anew."""
         for key in self._found:
             self.released(instance_id, key)
 
     def released(self, instance_id: InstanceId, key: RequestKey) -> None:
-        """An instance has nothing of a context any more; as a rule, because it has decoded it to its end."""
+        """Forget an instance's part of a context, as a rule because the context decoded to its end."""
         if (found := self._found.get(key)) is not None:
             found.holders.pop(instance_id, None)
             if found.home_id == instance_id:
                 found.home_id = found.resident = None
 
     def expire(self, now_s: float) -> None:
-        """Free what is not whole in time."""
+        """Free the parts of contexts that are not whole by their deadline."""
         for key, found in list(self._found.items()):
             if found.deadline_s <= now_s:
                 del self._found[key]

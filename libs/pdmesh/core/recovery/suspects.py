@@ -1,7 +1,7 @@
-"""Which requests may be why an instance died: those that the step under way computed.
+"""Blame for the death of an instance: the requests that its current step computed may be the cause.
 
-A request that kills each instance that computes it has to end some time, and one that is there by chance has not. Each
-time a request starts again it gets its share of the *blame* (`pdmesh.core.commands.Restart`), and its gateway adds up.
+A request that kills every instance that computes it must end at some time, and a bystander must not. Each restart adds
+a share of the *blame* (`pdmesh.core.commands.Restart`), and the gateway sums the shares.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.model import RequestId, RequestKey
 
-#: What killed other instances so long ago may have killed this one, too.
+#: Age, in seconds, up to which earlier deaths count for the blame.
 MEMORY_S = 30.0
 
-#: Deaths that are remembered.
+#: Number of remembered deaths.
 MAX_DEATHS = 16
 
 
 class Deaths:
-    """Deaths of instances, the last ones."""
+    """Recent deaths of instances."""
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[float, Set[RequestId]]] = deque(
-            maxlen=MAX_DEATHS
-        )  # when, and what was being computed
+        # The time of each death, and the requests that were being computed.
+        self._recent: deque[tuple[float, Set[RequestId]]] = deque(maxlen=MAX_DEATHS)
 
     def note(self, instance: InstanceState, now_s: float) -> Mapping[RequestKey, float]:
-        """Take note of a death and return the blame of each request that the instance computed.
+        """Note a death, and return the blame of each request that the instance was computing.
 
-        It is the share of the recent deaths that the request may have caused, half as much beside other requests.
+        The blame is the share of recent deaths at which the request was computed, halved if other requests were
+        computed with it.
         """
         keys = computing(instance)
         self._recent.append((now_s, {request_id for request_id, _ in keys}))
@@ -42,10 +42,10 @@ class Deaths:
 
 
 def computing(instance: InstanceState) -> Set[RequestKey]:
-    """Return the requests that the step under way computes, as far as plans tell.
+    """Return the requests that the current step computes, as far as plans tell.
 
-    Plans run in turn, so the step is the oldest in flight, or the urgent one that interrupts it. What decodes there is
-    in each step, but for those of a prefill phase.
+    Plans run in turn, so the step is the oldest in flight, or the urgent one that interrupts it. Each step also
+    computes the residents' decodes, except in a prefill phase.
     """
     plans = list(instance.plans.values())
     under_way = [plan for place, plan in enumerate(plans) if not place or plan.urgent]

@@ -1,8 +1,8 @@
-"""An instance's tokens do not reach a gateway: its requests go on where they do, if there is such an instance.
+"""Lost connections for tokens from an instance to a gateway: requests continue where their tokens arrive.
 
-The gateway may notice, too, and resume what it has had tokens of. Of what it waits for without having heard of it, only
-the instance knows: also of a prompt whose first token was lost while its decode went on elsewhere. It is believed of
-requests that it was given, and of no others.
+The gateway may notice too, and resume requests that it has had tokens of. Of requests without any token, only the
+instance knows, including prompts whose first token was lost while the decode continued elsewhere. Its report counts
+only for requests that it was given.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdmesh.core.mesh_state import MeshState
 
 
 def on_token_link(mesh: MeshState, moves: Moves, event: TokenLinkReported, now_s: float) -> None:
-    """Take note of a pair that is cut, and let its requests do without the instance; or forget that it was cut."""
+    """Note a broken pair, and move or restart its requests if they can run elsewhere; or note that it works again."""
     if mesh.instance_of(event) is None:
         return
     instance_id, gateway_id = event.instance_id, event.gateway_id
