@@ -1,4 +1,4 @@
-"""Whether all the core's state agrees: what tests ask after every event, and the simulator where it is told to."""
+"""Consistency checks of the core's state, for tests after every event and for the simulator on request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdmesh.model import InstanceId, RequestKey
 
 
 def check_integrity(mesh: MeshState) -> None:
-    """Check that all state agrees; AssertionError names the numbers."""
+    """Raise AssertionError if the state of the mesh is inconsistent."""
     instances = mesh.instances.values()
     assert mesh.exact_groups == Counter(each.exact_group for each in instances), "exact groups miscounted"
     assert mesh.weights == Counter(each.weights for each in instances), "weights miscounted"
@@ -55,7 +55,7 @@ def check_integrity(mesh: MeshState) -> None:
             assert state.decode_id is not None, f"{state.key} runs without a decode instance"
             for shard in state.decode_shards:
                 if not state.needs(shard.instance_id):
-                    continue  # lost
+                    continue
                 held = mesh.allocation_of(shard.instance_id, state.key)
                 assert held is not None, f"{state.key} has no room on {shard.instance_id}, where it decodes"
                 is_part, holds = shard is not state.decode_shards[0], held.kind is AllocationKind.PART
@@ -63,11 +63,11 @@ def check_integrity(mesh: MeshState) -> None:
 
 
 def _check_giving_back(mesh: MeshState, state: RequestState) -> None:
-    """Check a prompt that is longer than the room where it is computed: its ranges are given back once they landed."""
+    """Check a prompt that is longer than its room: freed ranges have landed, and planned tokens have room."""
     instance = mesh.instances.get(state.prefill_ids[0])
     allocation = mesh.allocation_of(state.prefill_ids[0], state.key)
     if instance is None or allocation is None:
-        return  # lost, which is about to be heard
+        return
     assert state.incoming is not None, f"{state.key} gives ranges back, and has no receiver"
     num_landed, num_away = state.incoming.num_landed_parts, state.num_ranges_away
     assert num_away <= num_landed, f"{state.key} has given {num_away} ranges back, of {num_landed} that have landed"

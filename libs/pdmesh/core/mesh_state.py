@@ -1,4 +1,4 @@
-"""All the core's state together, and the few ways in which they change at once."""
+"""State of the whole core, and the changes that touch several of its parts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class MeshState(Outbox):
     ) -> None:
         super().__init__()
         self.growth = growth
-        self.max_lost_receivers = max_lost_receivers  # of one request's KV
+        self.max_lost_receivers = max_lost_receivers
         self.requests: dict[RequestId, RequestState] = {}
         self.of_gateway: dict[GatewayId, dict[RequestId, None]] = {}
         self.computing = Computing()
@@ -55,28 +55,29 @@ class MeshState(Outbox):
         self.shares = NewRequestShares()
         self.queue = WaitingQueue()
         self.awaiting_decode = AwaitingDecode()
-        #: Requests with groups that lost a helper. What the other members computed is not known yet.
+        #: Requests whose group lost a helper, until the core knows what the other members computed.
         self.recovering: dict[RequestKey, RequestState] = {}
-        self.parts_lost: dict[RequestKey, RequestState] = {}  # decode, and lack a range of their contexts
+        #: Decoding requests that lack a range of their contexts.
+        self.parts_lost: dict[RequestKey, RequestState] = {}
         self.broker = TransferBroker(self._is_interrupted, self._is_computed, rng)
-        #: Requests that decode, and are on their way to another instance, or a range of their contexts is.
+        #: Decoding requests with a copy of themselves, or of a range of their contexts, under way.
         self.copying: dict[RequestKey, RequestState] = {}
 
     def find(self, key: RequestKey) -> RequestState | None:
         state = self.requests.get(key[0])
         return state if state is not None and state.request.epoch == key[1] else None
 
-    # --- a request begins ---
+    # --- beginnings ---
 
     def open(self, request: Request, rank: Rank, work_us: int = 0, num_reused_tokens: int = 0) -> RequestState:
-        """Note a new request, of whose prompt so many tokens are kept somewhere."""
+        """Add a request. ``num_reused_tokens`` of its prompt are cached on some instance."""
         state = RequestState(request, rank, work_us, num_reused_tokens=num_reused_tokens)
         self.requests[request.request_id] = state
         self.of_gateway.setdefault(request.gateway_id, {})[request.request_id] = None
         return state
 
     def adopt(self, state: RequestState, instance_id: InstanceId) -> None:
-        """The request turns out to be decoding already."""
+        """Take over a request that an instance already decodes."""
         if state.key in self.queue:
             self.queue.remove(state)
         instance = self.instances[instance_id]
@@ -92,10 +93,11 @@ class MeshState(Outbox):
         shard = instance.shard(allocation.num_blocks, len(parts) * size)
         state.adopt(shard, tuple(parts), allocation.told_members)
         if parts:
-            self.set_places(instance_id, state.key, allocation.told_members)  # it may have given one up, unheard
+            # A report that a holder is lost may not have arrived: let the instance ask the holders again.
+            self.set_places(instance_id, state.key, allocation.told_members)
         allocation.told_members = ()
 
-    # --- it is placed ---
+    # --- placement ---
 
     def place(
         self,
@@ -108,11 +110,11 @@ class MeshState(Outbox):
         now_s: float,
         num_loaded: int = 0,
     ) -> None:
-        """A waiting request gets its room: on ``prefill``, which computes it, and on ``decode``.
+        """Place a waiting request: reserve room on ``prefill``, which computes its prompt, and on ``decode``.
 
-        It stays where it is computed if these are one; None for ``decode`` means that it gets its room later.
-        ``long_tokens`` are its prompt's, if it is long. Where it decodes it gets what it is admitted with. Behind what
-        is kept there, it loads ``num_loaded`` granules from the tier. ``members`` hold the first ranges of its context.
+        If both are one instance, the request stays there. Without ``decode``, it gets that room later. ``long_tokens``
+        are the prompt's tokens if it is long, else 0. Behind the cached granules, ``num_loaded`` granules are loaded
+        from the tier. ``members`` hold the first ranges of a spread context.
         """
         request, (request_id, epoch) = state.use_weights(prefill.weights), state.key
         self.queue.remove(state)
@@ -169,15 +171,16 @@ class MeshState(Outbox):
             )
         )
         prefill.add_prefill(state)
-        if not gives_back:  # else nothing of it is kept
+        # None of the prompt is cached if its ranges are freed.
+        if not gives_back:
             self.computing.begin(state)
 
     def promise(
         self, state: RequestState, decode: InstanceState, long_tokens: int, members: Sequence[InstanceState] = ()
     ) -> Copy:
-        """Room on ``decode`` for a request whose prompt is computed elsewhere, and the copy of its KV.
+        """Reserve room on ``decode`` for a request whose prompt is computed elsewhere, and return the copy of its KV.
 
-        ``members`` get room for the first ranges of its context. Then nothing that is kept is reused.
+        ``members`` get room for the first ranges of its context. In this case no cached granules are reused.
         """
         request, size = state.request, decode.part_blocks
         shard = decode.shard(decode.num_first_blocks(request), len(members) * size)
@@ -214,10 +217,10 @@ class MeshState(Outbox):
             self.expect_kv(receiver, copy)
         return copy
 
-    # --- its KV moves on ---
+    # --- handing over ---
 
     def offer(self, state: RequestState) -> None:
-        """Its KV begins to be computed where it cannot stay: for the receiver that it has, or will have."""
+        """Offer the KV that the request's first chunk computes: to its receiver, or for a later one."""
         if state.incoming is not None:
             self.grant(self.broker.offer(state.incoming))
         elif state.rank_of_offer is None:
@@ -225,7 +228,7 @@ class MeshState(Outbox):
             self.awaiting_decode.offered(state.key)
 
     def computed(self, state: RequestState) -> None:
-        """Its prompt is computed, and its KV is to move on."""
+        """End the prompt, whose KV is to move on, and free its helpers."""
         self._free_helpers(state)
         self.computing.end(state)
         state.end_prompt()
@@ -233,19 +236,22 @@ class MeshState(Outbox):
         self.instances[state.prefill_ids[0]].defer(state.key, True)
 
     def withdraw(self, copy: Copy, *, told_by: InstanceId | None = None) -> None:
-        """Let the KV of a copy stay at its sources, and its destinations free their room."""
+        """Let the KV of a copy stay at its sources, and free the room at its destinations.
+
+        The source ``told_by`` reported the end itself.
+        """
         self.broker.withdraw(copy)
         self.stop(copy, Stop.WITHDRAW, told_by=told_by)
         for destination_id in copy.destination_ids:
             self.free(destination_id, copy.key)
 
     def offer_again(self, state: RequestState) -> None:
-        """A preempted request goes on, and so may its transfer."""
+        """Offer the copy of a preempted request that continues."""
         if state.incoming is not None:
             self.grant(self.broker.offer_again(state.incoming))
 
     def take_back_backends(self) -> None:
-        """Ask the sources of preempted requests for the backends that others wait for."""
+        """Ask the sources of preempted requests to return the backends that others wait for."""
         self.grant(self.broker.unblock())
         for copy in self.broker.take_back():
             self.stop(copy, Stop.PAUSE)
@@ -259,10 +265,10 @@ class MeshState(Outbox):
         return state is not None and state.is_computed
 
     def land(self, state: RequestState) -> None:
-        """Its whole KV is where it decodes."""
+        """Begin to decode the request, whose whole KV has landed; free its helpers."""
         self._free_helpers(state)
         self.computing.end(state)
-        if not state.decodes:  # or this was heard before
+        if not state.decodes:
             state.land()
         for instance_id in state.decode_ids:
             self.instances[instance_id].settle(state.key)
@@ -270,12 +276,12 @@ class MeshState(Outbox):
                 self.grant(self.broker.land(state.incoming, instance_id))
 
     def _free_helpers(self, state: RequestState) -> None:
-        """Its prompt is computed: its helpers are no longer needed."""
+        """Free the helpers of a computed prompt."""
         self.recovering.pop(state.key, None)
         for helper_id in state.asked_ids:
             self.free(helper_id, state.key)
 
-    # --- it decodes, and its KV goes elsewhere ---
+    # --- copies while decoding ---
 
     def begin_copy(
         self,
@@ -288,7 +294,7 @@ class MeshState(Outbox):
         num_reused_granules: int = 0,
         chain: PrefixHashes = (),
     ) -> Copy:
-        """Begin to take a request that decodes, or a range of its context (`Then.HOLD`), to another instance."""
+        """Begin to copy a decoding request, or a range of its context (`Then.HOLD`), to another instance."""
         copy = self.broker.open(
             state.key,
             (source,),
@@ -304,14 +310,14 @@ class MeshState(Outbox):
         return copy
 
     def end_copy(self, state: RequestState, *, failed: bool = False) -> None:
-        """End a copy of a request that decodes: nothing changes."""
+        """End the copy of a decoding request, if there is one, without effect."""
         if state.outgoing is not None:
             del self.copying[state.key]
             self.broker.withdraw(state.outgoing)
             state.end_copy(failed=failed)
 
     def copies_of(self, instance_id: InstanceId) -> list[tuple[RequestState, Copy]]:
-        """Return the requests that decode and have a copy from or to an instance, with that copy."""
+        """Return the decoding requests with a copy from or to an instance, with that copy."""
         outgoing = [(state, state.outgoing) for state in self.copying.values()]
         return [
             (state, copy)
@@ -341,7 +347,7 @@ class MeshState(Outbox):
         )
 
     def land_move(self, state: RequestState) -> None:
-        """Its target goes on with a request that moved. One that was told to free it, or is gone, will not for long."""
+        """Let a moved request decode at its target; restart it if the target was told to free it, or is gone."""
         move = state.move
         assert move is not None, f"{state.key} lands without a move"
         if move.given_up or state.key not in self.instances[move.target_id].allocations:
@@ -357,7 +363,7 @@ class MeshState(Outbox):
         target.settle(state.key)
 
     def drop_plans(self, instance: InstanceState) -> None:
-        """Drop the plans in flight on an instance that has gone or begun anew, because nothing will report them."""
+        """Drop the plans in flight on an instance that was lost or restarted, because no report will follow."""
         for plan in instance.plans.values():
             for chunk in plan.chunks:
                 if state := self.find((chunk.request_id, chunk.epoch)):
@@ -365,11 +371,11 @@ class MeshState(Outbox):
                     self.note_interruption(state)
 
     def note_interruption(self, state: RequestState) -> None:
-        """Note that one of its chunks is no longer in flight: if none is, others may need its backend."""
+        """Offer the backends of a request without chunks in flight to others that wait for them."""
         if state.is_interrupted and state.incoming is not None:
             self.broker.interrupted(state.incoming)
 
-    # --- it ends ---
+    # --- ends ---
 
     def end(
         self,
@@ -379,10 +385,10 @@ class MeshState(Outbox):
         num_output_tokens: int | None = None,
         spare: Iterable[InstanceId] = (),
     ) -> None:
-        """The one way a request ends: out of every table, its KV freed but on ``spare``, which free it unasked.
+        """End a request: remove it from every table and free its KV, except on ``spare``, which free it unasked.
 
-        ``num_output_tokens`` is what it drew in all its epochs, where that is known. What is started again pays for
-        them when it ends.
+        Every request ends here. ``num_output_tokens`` counts all its epochs, if known. A request that starts again is
+        charged for its tokens when it ends.
         """
         request_id, epoch = key = state.key
         del self.requests[request_id]
@@ -426,7 +432,7 @@ class MeshState(Outbox):
         self.end(state, Outcome.REJECTED)
 
     def restart(self, state: RequestState, reason: str, *, retracted: bool = False, blame: float = 0.0) -> None:
-        """Let its gateway resume the request, which may have caused that (`Restart.blame`)."""
+        """Let the gateway resume the request, with ``blame`` if the request may be the cause (`Restart.blame`)."""
         gateway_id = state.request.gateway_id
         self.ask_to_resume(gateway_id, state.key, reason, retracted=retracted, blame=blame)
         self.end(state, Outcome.RETRACTED if retracted else Outcome.RESTARTED)

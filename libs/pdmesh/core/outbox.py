@@ -96,7 +96,7 @@ class Outbox(Roster):
                     )
                 )
 
-    # --- what an instance has of a request ---
+    # --- a request's room on an instance ---
 
     def set_places(self, instance_id: InstanceId, key: RequestKey, places: Places) -> None:
         """Name the other instances that have KV of a request, or ask for it, to an instance (`SetPlaces`)."""
@@ -127,7 +127,7 @@ class Outbox(Roster):
         )
 
     def free(self, instance_id: InstanceId, key: RequestKey) -> None:
-        """Ask once for the KV of a request that is no longer needed there."""
+        """Tell an instance once to free a request's KV, and likewise the members that it registered with."""
         instance = self.instances.get(instance_id)
         allocation = None if instance is None else instance.allocations.get(key)
         if allocation is not None and not allocation.freeing:
@@ -148,7 +148,7 @@ class Outbox(Roster):
         reason: RejectReason = RejectReason.OVERLOADED,
         reject_ttl_s: float = 0.0,
     ) -> None:
-        """Tell the gateway that a request which the core does not keep will not be served."""
+        """Reject a request at its gateway, without ending one in the core."""
         self.commands.append(
             Reject(
                 gateway_id=request.gateway_id,
@@ -164,7 +164,7 @@ class Outbox(Roster):
     def ask_to_resume(
         self, gateway_id: GatewayId, key: RequestKey, reason: str, *, retracted: bool = False, blame: float = 0.0
     ) -> None:
-        """Tell a gateway to resume a request, known here or not."""
+        """Tell a gateway to resume a request, known to the core or not."""
         self.commands.append(
             Restart(
                 gateway_id=gateway_id,

@@ -1,4 +1,4 @@
-"""What the record of a request says of an event or a command (`pdmesh requests show`)."""
+"""Line of a request's record about an event or a command (`pdmesh requests show`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pdmesh.model import InstanceId
 
 
 class RecordLine(NamedTuple):
-    """A line of a request's record: in few words what happened, then with what, where, and the figures in it."""
+    """A line of a request's record: what happened, then details, the instance, and the figures."""
 
     what: str
     detail: str = ""
@@ -17,7 +17,7 @@ class RecordLine(NamedTuple):
 
 
 def ms(seconds: float) -> str:
-    """A time in words."""
+    """Return a time in milliseconds as text."""
     return f"{seconds * 1e3:.1f} ms"
 
 

@@ -53,15 +53,20 @@ class RequestEnds:
             return
         self._modes.finished(state, event.num_output_tokens)
         self._on_demand.ended(state, event.instance_id, event.num_output_tokens)
-        # The one that reports frees its own KV; after the landing so do the sources, when they hear of it.
+        # The reporting instance frees its own KV; after the landing so do the sources, when they get the
+        # acknowledgement.
         spare = (event.instance_id, *(state.prefill_ids if state.decodes and state.incoming else ()))
-        # Other holders of its context, and the target of a copy, hear it from here; a move may go back where it was.
+        # Other holders of its context, and the target of a copy, are told to free. A move may return to an earlier
+        # holder.
         holders = state.decode_ids[1:] + ((state.outgoing.target_id,) if state.outgoing else ())
         spare = tuple([name for name in spare if name not in holders])
         self._mesh.end(state, Outcome.FINISHED, num_output_tokens=event.num_output_tokens, spare=spare)
 
     def dropped(self, event: RequestDropped) -> None:
-        """Let a request that an instance refuses go on without it, or start again."""
+        """Replace the instance that refuses a request, or restart the request.
+
+        If the instance was the destination of a fetch or of a range, that copy fails.
+        """
         state = self._mesh.find((event.request_id, event.epoch))
         if state is not None and state.needs(event.instance_id):
             reason = f"instance {event.instance_id} does not serve it: {event.reason}"
@@ -73,7 +78,10 @@ class RequestEnds:
             self._mesh.ignore("RequestDropped")
 
     def released(self, event: KvReleased) -> None:
-        """Take back the blocks of a request, and grant transfers that wait for its backend."""
+        """Free the blocks of a request, and grant transfers that wait for its backend.
+
+        If the request still needs the instance, the instance is replaced or the request starts again.
+        """
         key = (event.request_id, event.epoch)
         instance = self._mesh.instance_of(event)
         if instance is None:

@@ -29,17 +29,22 @@ class Roster:
         self.instances: dict[InstanceId, InstanceState] = {}
         self.by_number: dict[int, InstanceState] = {}
         self.numbers = Numbers()
-        self.kept_where = KeptWhere()  # granules that the instances have cached
+        self.kept_where = KeptWhere()
         self.links = MeasuredLinks()
-        self.suspected: dict[InstanceId, None] = {}  # silent instances
-        self.changed: dict[InstanceId, None] = {}  # instances that changed since the last look at them
+        #: Silent instances.
+        self.suspected: dict[InstanceId, None] = {}
+        #: Instances that changed since the last look at them.
+        self.changed: dict[InstanceId, None] = {}
         #: Instances with residents that wait for the end of a prefill phase.
         self.in_prefill_phase: dict[InstanceId, InstanceState] = {}
-        self.spreads_contexts = False  # an instance joined that holds at most a range of a context
-        self.exact_groups, self.kv_groups = Counter[str](), Counter[str]()  # numbers of instances
-        self.weights = Counter[str]()  # numbers of instances by weights identity
+        #: Whether an instance has joined that holds at most a range of a context.
+        self.spreads_contexts = False
+        #: Numbers of instances by arithmetic class, by KV group and by weights identity.
+        self.exact_groups, self.kv_groups = Counter[str](), Counter[str]()
+        self.weights = Counter[str]()
         self._kinds: list[InstanceState] | None = None
-        self.ignored = Counter[str]()  # events that changed nothing, by kind
+        #: Numbers of events that changed nothing, by kind.
+        self.ignored = Counter[str]()
 
     def allocation_of(self, instance_id: InstanceId, key: RequestKey) -> Allocation | None:
         """Return what a request holds on an instance; None if it holds nothing there."""
@@ -77,7 +82,7 @@ class Roster:
         if instance is not None:
             instance.kept.clear()
             del self.by_number[instance.number]
-            self.exact_groups -= Counter((instance.exact_group,))  # drops groups without members
+            self.exact_groups -= Counter((instance.exact_group,))
             self.kv_groups -= Counter((instance.kv_group,))
             self.weights -= Counter((instance.weights,))
         return instance
@@ -105,7 +110,7 @@ class Roster:
         return self.links.slow_from(source.instance_id, num_bytes, self.instances if among is None else among)
 
     def suspect(self, instance: InstanceState, suspected: bool) -> None:
-        """Note that an instance has fallen silent, or speaks again."""
+        """Note that an instance has fallen silent, or reports again."""
         instance.set_suspected(suspected)
         if suspected:
             self.suspected[instance.instance_id] = None

@@ -1,11 +1,11 @@
 """The scheduling core: events in, commands out.
 
 `SchedulerCore.handle` is synchronous, deterministic and free of I/O. Time is its argument, and the only randomness is
-the stream it was given, so the same events give the same commands, whoever drives it.
-``docs/architecture/request.md`` follows a request through nine steps.
+the given stream. The same events therefore give the same commands under any driver. ``docs/architecture/request.md``
+follows a request through nine steps.
 
-Reports from outside may be late, repeated or wrong. They never raise: what does not fit the mesh state is counted in
-``ignored`` and changes nothing.
+Reports from outside may be late, repeated or wrong. They never raise: a report that does not fit the mesh state is
+counted in ``ignored`` and changes nothing.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ from pdmesh.policy.views import InstanceView
 
 
 class SchedulerCore:
-    """Decides for the whole mesh."""
+    """Scheduler of the whole mesh."""
 
     def __init__(self, config: CoreConfig, bundle: Bundle, rng: random.Random) -> None:
         self._config = config
@@ -131,10 +131,11 @@ class SchedulerCore:
         self._steps = StepReports(self._mesh, self._choice, self._admission)
         self._handlers = self._all_handlers()
         self._now_s = 0.0
-        self._due_s = inf  # when the next time limit of a request ends
-        self._wake_s = inf  # for when a Tick was asked for
+        # The next time limit of a request, and the time for which a Tick was requested.
+        self._due_s = inf
+        self._wake_s = inf
 
-    # --- what the driver may look at ---
+    # --- views for the driver ---
 
     @property
     def bundle(self) -> str:
@@ -142,7 +143,7 @@ class SchedulerCore:
 
     @property
     def latency(self) -> LinearLatencyModel:
-        """What steps are predicted by now."""
+        """Model that currently predicts the duration of steps."""
         return self._choice.learner.model
 
     @property
@@ -151,7 +152,7 @@ class SchedulerCore:
 
     @property
     def num_parked(self) -> int:
-        """Number of those that wait, and fit none of the instances that are there now."""
+        """Number of waiting requests that fit none of the present instances."""
         return self._mesh.queue.num_parked
 
     @property
@@ -165,12 +166,12 @@ class SchedulerCore:
 
     @property
     def num_awaiting_decode_tokens(self) -> int:
-        """Prompt tokens of them."""
+        """Sum of the prompt tokens of the requests in `awaiting_decode`."""
         return sum(state.request.num_prompt_tokens for state in self._mesh.awaiting_decode.values())
 
     @property
     def max_awaiting_decode_kv_share(self) -> float:
-        """The largest share of an instance's KV that is of prompts without room to decode."""
+        """Largest share of an instance's blocks held by prompts without room to decode."""
         num_blocks = Counter[InstanceId]()
         for key, state in self._mesh.awaiting_decode.items():
             num_blocks[state.prefill_ids[0]] += self._mesh.instances[state.prefill_ids[0]].allocations[key].num_blocks
@@ -183,20 +184,20 @@ class SchedulerCore:
 
     @property
     def policy(self) -> PolicyConfig:
-        """What bundles are made from, but for what is learnt of latency."""
+        """Policy that bundles are built from, without the latency learnt since."""
         return self._choice.policy
 
     @property
     def batching(self) -> str:
-        """The batching mode that is chosen for all instances: `mb`, `eb` or `ebplus`."""
+        """The batching mode chosen for all instances: `mb`, `eb` or `ebplus`."""
         return self._choice.bundle.batching.name
 
     def batching_of(self, instance_id: InstanceId) -> BatchingView | None:
-        """Return what an instance that is there does, and why; None if it has no modes to choose from."""
+        """Return an instance's current batching mode and its reason; None if it has no modes to choose from."""
         return self._modes.view(self._mesh.instances[instance_id])
 
     def requests(self, limit: int) -> list[RequestView]:
-        """The first ``limit`` requests in the order in which they came, those that run before those that wait."""
+        """Return the first ``limit`` requests in the order of their arrival, running ones before waiting ones."""
         states = self._mesh.requests.values()
         running = (state for state in states if state.phase is not Phase.WAITING)
         waiting = (state for state in states if state.phase is Phase.WAITING)
@@ -204,56 +205,56 @@ class SchedulerCore:
 
     @property
     def helped(self) -> list[RequestView]:
-        """Requests whose prompts several instances compute in turn, in the order in which they were placed."""
+        """Requests whose prompts several instances compute in turn, in the order of placement."""
         return [state.view for state in self._packer.prefill_groups.helped]
 
     def request(self, request_id: RequestId) -> RequestView | None:
-        """A request that waits or runs."""
+        """Return a request that waits or runs."""
         state = self._mesh.requests.get(request_id)
         return None if state is None else state.view
 
     @property
     def tenants(self) -> list[TenantView]:
-        """The keys whose requests wait or run, and those that were charged more than the others of late."""
+        """Tenants whose requests wait or run, and others that recently used more than their share."""
         return self._mesh.queue.counters.views
 
     @property
     def operations(self) -> list[OperationRecord]:
-        """Operators' operations that run, and the last that are over, in the order in which they came."""
+        """Operators' operations that run, and the last ended ones, in the order in which they came."""
         return self._operations.records.all
 
     @property
     def num_operation_changes(self) -> int:
-        """How often `operations`, or what is desired, changed."""
+        """Number of changes of `operations`, or of operators' wishes."""
         return self._operations.records.num_changes
 
     @property
     def desired(self) -> DesiredState:
-        """What operators asked for that still holds: for the scheduler that comes after this one."""
+        """Operators' wishes that still hold, for the next scheduler."""
         return replace(self._operations.desired, bundle=self._choice.desired_bundle, batching=self._choice.desired)
 
     def desired_processes(self, actuator_id: str) -> DesiredProcesses:
-        """Return what an actuator has to do."""
+        """Return the processes that an actuator should start and stop."""
         return self._operations.desired_processes(actuator_id)
 
     @property
     def actuators(self) -> Actuators:
-        """What starts and stops processes, as it says itself."""
+        """The present actuators, which start and stop processes."""
         return self._operations.actuators
 
     @property
     def ignored(self) -> Mapping[str, int]:
-        """Reports that changed nothing because they did not fit the mesh state, by what they were."""
+        """Numbers of reports that changed nothing because they did not fit the mesh state, by kind."""
         return self._mesh.ignored
 
     @property
     def unready_reason(self) -> str | None:
-        """Why no request can be served now; None if one can."""
+        """Reason why no request can be served now; None if one can."""
         return unready_reason(self._mesh.instances.values())
 
     @property
     def revisions(self) -> list[RevisionView]:
-        """The weights identities of the instances that are there, and their shares of new requests."""
+        """Weights identities of the present instances, and their shares of new requests."""
         return revisions(self._mesh.instances.values(), self._mesh.shares)
 
     @property
@@ -263,12 +264,12 @@ class SchedulerCore:
 
     @property
     def link_rates(self) -> list[LinkRate]:
-        """How fast KV went from host to host of late."""
+        """Recent rates of KV transfers between hosts."""
         return self._mesh.links.rates
 
     @property
     def num_fetched_tokens(self) -> int:
-        """Tokens whose KV was copied from one instance to another, to be kept there."""
+        """Number of tokens whose KV was copied between instances to be cached."""
         return self._fetches.num_fetched_tokens
 
     def is_active(self, key: RequestKey) -> bool:
@@ -276,23 +277,24 @@ class SchedulerCore:
         return self._mesh.find(key) is not None
 
     def needs_prompt(self, key: RequestKey) -> bool:
-        """Whether instances may yet be asked to compute its prompt."""
+        """Whether instances may still be asked to compute the request's prompt."""
         state = self._mesh.find(key)
         return state is not None and (state.phase is Phase.WAITING or self._packer.prefill_groups.may_be_helped(key))
 
     def may_change_receiver(self, key: RequestKey) -> bool:
-        """Whether its KV has not landed, so that it may go to another instance yet."""
+        """Whether the KV has not landed, so that it may still go to another instance."""
         state = self._mesh.find(key)
         return state is not None and state.is_in_prefill
 
     # --- events in, commands out ---
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
-        """Take note of an event and return what is to be done, in order."""
+        """Handle an event and return the commands that answer it, in order."""
         self._now_s = now_s
         commands = self._mesh.commands = []
         if isinstance(event, DecodeStepsDone) and not self._steps.own_steps(event):
-            return commands  # nothing is decided by it
+            # The event only improves predictions, so no decision follows.
+            return commands
         self._admission.passed(now_s)
         self._mesh.cut.expire(now_s)
         self._mesh.links.expire(now_s)
@@ -319,7 +321,7 @@ class SchedulerCore:
         self._ask_for_wake_up()
         return commands
 
-    # --- what is done about each event ---
+    # --- handlers ---
 
     def _all_handlers(self) -> Handlers:
         handlers, transfers = Handlers(), self._transfers
@@ -378,7 +380,7 @@ class SchedulerCore:
         handlers.check(get_args(Event))
         return handlers
 
-    # --- gateways come and go ---
+    # --- gateways ---
 
     def _gateway_joined(self, event: GatewayJoined, now_s: float) -> None:
         self._reconciler.gateway_joined(event.gateway_id, dict(event.waiting), now_s, unbegun=frozenset(event.unbegun))
@@ -387,14 +389,14 @@ class SchedulerCore:
         self._reconciler.gateway_lost(event.gateway_id)
         self._mesh.cut.forget(event.gateway_id)
 
-    # --- instances report ---
+    # --- instances ---
 
     def _step_done(self, event: StepDone, now_s: float) -> None:
         if instance := self._mesh.instance_of(event):
             self._steps.done(instance, event, now_s)
 
     def _learnt_before(self, _: DecodeStepsDone) -> None:
-        """`handle` has learnt from it before anything else."""
+        """Do nothing: `handle` learnt from the event already."""
 
     def _kv_expected(self, event: KvExpected, now_s: float) -> None:
         if event.transfer_id == NO_TRANSFER:
@@ -424,7 +426,7 @@ class SchedulerCore:
         if instance := self._mesh.instance_of(event):
             instance.set_quarantined(event.num_quarantined_blocks)
 
-    # --- requests come ---
+    # --- requests ---
 
     def _request_arrived(self, event: RequestArrived, now_s: float) -> None:
         if event.unheard_id is not None and event.unheard_id in self._mesh.instances:
@@ -434,7 +436,7 @@ class SchedulerCore:
     # --- time ---
 
     def _ticked(self, _: Tick) -> None:
-        self._wake_s = inf  # what is due has been looked at
+        self._wake_s = inf
 
     def _ask_for_wake_up(self) -> None:
         self._due_s = min(
@@ -453,7 +455,7 @@ class SchedulerCore:
             self._mesh.commands.append(WakeAt(at_s=self._due_s))
 
     def check_integrity(self) -> None:
-        """Check that all state agrees; AssertionError names the numbers."""
+        """Raise AssertionError if any part of the state is inconsistent."""
         check_integrity(self._mesh)
         self._operations.check_integrity()
         self._moves.check_integrity()
