@@ -10,7 +10,7 @@ from pdmesh.model import InstanceId, PartMember
 
 
 class Addresses:
-    """Data addresses by instance. Commands name instances alone."""
+    """Data addresses by instance, since commands name only instances."""
 
     def __init__(self) -> None:
         self._addresses: dict[InstanceId, bytes] = {}

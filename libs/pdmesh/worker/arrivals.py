@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 
 class Arrivals:
-    """What an instance receives."""
+    """Receiving side of all copies to an instance."""
 
     def __init__(
         self, context: InstanceContext, *, intake: Intake, growth: RoomGrowth, lost_ranges: RecomputedRanges
@@ -36,7 +36,7 @@ class Arrivals:
         self._lost_ranges = lost_ranges
 
     def expect(self, request: LocalRequest, command: ExpectCopy) -> None:
-        """Open the receiving side of a copy. Of a lost range only tokens come."""
+        """Open the receiving side of a copy. For a lost range, the source sends only tokens, to be computed here."""
         transfer, state, mover = command.transfer, request.state, self._context.mover
         place = transfer.destination_ids.index(command.instance_id)
         blocks = transfer.destinations[place].part.blocks
@@ -71,7 +71,7 @@ class Arrivals:
         mover.arrivals.expect(request.request_id, request.epoch, **expected)
 
     def _hold_range(self, request: LocalRequest, command: ExpectCopy, blocks: IndexRange) -> None:
-        """Begin to answer for a range, once its KV is here."""
+        """Register a range, for which this instance answers once the KV has landed."""
         transfer = command.transfer
         (home_address,) = self._context.addresses.of([command.home_id or transfer.destination_ids[0]])
         is_lost = transfer.is_of_lost_range
@@ -86,13 +86,13 @@ class Arrivals:
         )
 
     def _ask(self, request: LocalRequest, members: tuple[PartMember, ...], num_tokens: int) -> None:
-        """Let the request's steps ask the holders of its first tokens."""
+        """Let the request's steps ask the holders of the first ``num_tokens``."""
         request.sequence.elsewhere = self._context.mover.parts.open(
             request.request_id, request.epoch, members=self._context.addresses.holders(members), num_tokens=num_tokens
         )
 
     def _hold(self, request: LocalRequest, blocks: IndexRange) -> bool:
-        """Hold blocks that come in layers with a window; False if there is no room."""
+        """Hold frames for coming blocks of layers with a window; return False if there is no room."""
         try:
             self._context.windows.extend(request.held, request.sequence.block_table, blocks)
         except OutOfFrames:
@@ -126,7 +126,7 @@ class Arrivals:
             self._growth.tell([request])
 
     def _check(self, request: LocalRequest, outcome: LandedTransfer) -> None:
-        """Take over the transcript, if one came. Raises ProtocolError if the token that came is not the next one."""
+        """Take over the transcript, if one came. Raises ProtocolError unless the next token came."""
         if outcome.transcript:
             self._take_transcript(request, outcome.transcript)
             self._context.gateways.open(request)
@@ -135,7 +135,7 @@ class Arrivals:
             raise ProtocolError(f"the first token came with index {outcome.token_index}")
 
     def _take_transcript(self, request: LocalRequest, packed: bytes) -> None:
-        """Take over the transcript that came with the KV. Raises ProtocolError if it cannot be this request's."""
+        """Take over the transcript that came with the KV. Raises ProtocolError if it does not fit the request."""
         generation, token_ids = unpack_transcript(packed)
         if (generation.request_id, generation.epoch) != request.state.key:
             raise ProtocolError(f"the transcript is that of request {generation.request_id}, epoch {generation.epoch}")
@@ -163,7 +163,7 @@ class Arrivals:
         )
 
     def failed(self, request: LocalRequest, reason: str) -> None:
-        """Report a copy that did not arrive, or not whole."""
+        """Report a copy that did not arrive completely. Does nothing if the request expects none."""
         if request.phase is not SeqPhase.EXPECTED:
             return
         self._context.metrics.failed_transfers.labels("in").inc()

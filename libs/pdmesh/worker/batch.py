@@ -19,17 +19,22 @@ from pdmesh.worker.sequences import LocalRequest
 
 @dataclass(frozen=True, slots=True)
 class BatchChunk:
-    """A chunk that is about to be computed, with what the instance holds of its request."""
+    """A chunk that is about to be computed, and its request on this instance.
+
+    ``number``: index among the chunks of the request.
+    ``exchange``: set if the chunk began as a group's.
+    ``load``: set if earlier KV was on its way from the offload tier when the chunk began.
+    """
 
     request: LocalRequest
     plan: ChunkPlan
-    number: int  # of the request's chunks
-    exchange: KvExchange | None = None  # set if it began as a group's
-    load: KvLoad | None = None  # set if KV before it was on its way from the offload tier as it began
+    number: int
+    exchange: KvExchange | None = None
+    load: KvLoad | None = None
 
     @property
     def gates(self) -> list[Gate]:
-        """Where it may have to wait, in each layer, for the KV before it."""
+        """Gates at which the chunk may wait, in each layer, for earlier KV."""
         gates: list[Gate] = []
         if self.load is not None:
             gates.append(self.load)
@@ -39,7 +44,7 @@ class BatchChunk:
 
     @property
     def aborted(self) -> str | None:
-        """Why nothing of that comes any more; None as long as it may."""
+        """Reason why awaited KV will not come; None while it may still come."""
         return next((gate.aborted for gate in self.gates if gate.aborted is not None), None)
 
     def slice(self) -> SequenceSlice:
@@ -59,14 +64,14 @@ class BatchChunk:
         return first, last - first
 
     def begun_blocks(self, block_size: int) -> tuple[int, int]:
-        """Return (first, count) of the blocks that this chunk is the first to write into."""
+        """Return (first, count) of the blocks into which this chunk writes first."""
         first = num_blocks_for(self.plan.start, block_size)
         return first, num_blocks_for(self.plan.start + self.plan.num_tokens, block_size) - first
 
 
 @dataclass(frozen=True, slots=True)
 class BatchDecode:
-    """A resident's next token that is about to be drawn, and those after it that its ``draft`` gets right."""
+    """A decode that is about to be computed: the next token, and further ones if the ``draft`` is right."""
 
     request: LocalRequest
     draft: tuple[int, ...] = ()
@@ -82,18 +87,21 @@ class BatchDecode:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are computed: the last one, and the draft."""
+        """Number of tokens to compute: the last one, and the draft."""
         return 1 + len(self.draft)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The work that the engine executes next. ``chunks`` come first in ``slices``, then ``decodes``."""
+    """The work that the engine executes next. ``chunks`` come first in ``slices``, then ``decodes``.
 
-    plan: StepPlan | None  # None: a decode step of the instance's own
+    ``plan`` is None for a step of the instance's own. ``guards`` are copies that must end before the batch is computed.
+    """
+
+    plan: StepPlan | None
     chunks: tuple[BatchChunk, ...]
     decodes: tuple[BatchDecode, ...]
-    guards: tuple[BlockGuard, ...] = ()  # copies that must have ended before it is computed
+    guards: tuple[BlockGuard, ...] = ()
 
     @property
     def slices(self) -> list[SequenceSlice]:
@@ -101,36 +109,37 @@ class Batch:
 
     @property
     def num_decode_tokens(self) -> int:
-        """Tokens that are computed of decodes: each costs what a decode does."""
+        """Number of tokens to compute for decodes; a drafted token costs as much as a decode."""
         return sum([decode.num_tokens for decode in self.decodes])
 
     @property
     def num_decode_context_tokens(self) -> int:
-        """Sum of the tokens that each of these attends to; valid until new tokens are appended."""
+        """Sum of the context lengths of these tokens; valid until new tokens are appended."""
         return sum([len(decode.request.sequence.token_ids) * decode.num_tokens for decode in self.decodes])
 
     @property
     def pace(self) -> ChunkPace:
-        """Pace at which other members need the KV of the batch's group chunk, if it has one."""
+        """Pace at which other members need the KV of the batch's group chunk, if any."""
         if self.plan is None or not self.plan.in_parallel:
             return ChunkPace.IN_TURN
         return ChunkPace.AT_ONCE if self.plan.at_once else ChunkPace.IN_PARALLEL
 
     @property
     def waiting(self) -> list[BatchChunk]:
-        """Chunks that may have to wait for KV: other members of their groups compute it, or it is being loaded."""
+        """Chunks that may wait for KV that other members of a group compute, or that is being loaded."""
         return [chunk for chunk in self.chunks if chunk.gates]
 
     @property
     def may_begin_again(self) -> bool:
-        """Whether chunks may be computed again, because other instances give no answer about a row beside them."""
+        """Whether chunks may be computed again, because a row of the batch needs answers of other instances."""
         rows: list[BatchChunk | BatchDecode] = [*self.chunks, *self.decodes]
         return bool(self.chunks) and any(row.request.sequence.elsewhere is not None for row in rows)
 
     def on_layer(self, block_size: int, ended: Collection[BatchChunk]) -> LayerHook | None:
-        """Return a hook that tells senders and groups, on the engine's thread, which blocks of a layer are complete.
+        """Return a hook that reports complete blocks of a layer to senders and groups, on the engine's thread.
 
-        The hook leaves out chunks that have ``ended`` by then: they go on without the KV before them.
+        The hook skips chunks that have ``ended`` by then, since they are computed without the earlier KV. Returns None
+        if no sender and no group needs the chunks.
         """
         moving: list[tuple[BatchChunk, int, int]] = []
         for chunk in self.chunks:
@@ -146,7 +155,8 @@ class Batch:
                 if chunk in ended:
                     continue
                 request, number = chunk.request, chunk.number
-                if chunk.exchange is not None and not chunk.plan.is_last:  # which tells the sender, too
+                if chunk.exchange is not None and not chunk.plan.is_last:
+                    # The exchange also informs the sender.
                     chunk.exchange.publish(Blocks(number, layer, first, count), pace)
                 elif request.sender is not None:
                     request.sender.blocks_ready(chunk=number, layer=layer, first_block=first, num_blocks=count)

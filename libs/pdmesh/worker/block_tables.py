@@ -1,4 +1,4 @@
-"""The blocks of an instance's requests, and those that it keeps for requests to come."""
+"""The blocks of an instance's requests, and its cached blocks."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ log = structlog.get_logger()
 
 
 class StalePrefix(PdmeshError):
-    """A request is to share KV that is not kept here: whoever said so thinks of another cache."""
+    """A command reuses KV that is not cached here, so the scheduler's view of the cache is outdated."""
 
 
 class StaleOffload(PdmeshError):
-    """A request is to load KV that the offload tier does not have, or lost."""
+    """A command loads KV that the offload tier lacks."""
 
 
 class BlockTables:
-    """Makes block tables. What is kept goes by the scheduler's word; where that does not fit, it is told what is here.
+    """Block tables and the prefix cache of an instance. Event loop only.
 
-    Event loop only.
+    The scheduler decides which granules are cached. Where its view does not fit, the actual contents are reported.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class BlockTables:
     # --- blocks for requests ------------------------------------------------------------------------------------------
 
     def make_room(self, room: Evictions) -> None:
-        """Evict what the scheduler names. Report to it which granules the tier cannot take."""
+        """Evict the granules that the scheduler names; report granules that the offload tier should take but cannot."""
         kept, tier = self.kept, self.tier
         if tier is not None:
             tier.evict(room.evict)
@@ -73,7 +73,7 @@ class BlockTables:
         return self.tier is not None and bool(block_ids) and self.tier.offload(granule, block_ids)
 
     def check_offloaded(self, granules: PrefixHashes) -> None:
-        """Raise StaleOffload unless the tier has all of these; the scheduler is told which it lacks."""
+        """Raise StaleOffload unless the tier has all of these; report the missing ones to the scheduler."""
         missing = [granule for granule in granules if self.tier is None or granule not in self.tier]
         if missing:
             self._report(CacheReported(self._instance_id, lost=tuple(missing)))
@@ -82,12 +82,13 @@ class BlockTables:
             )
 
     def table(self, num_blocks: int, prefix: PrefixHashes = ()) -> list[int]:
-        """Return a table of so many blocks, the first of which are those of a kept prefix.
+        """Return a table of ``num_blocks`` that begins with the shared blocks of a cached prefix.
 
-        Raises StalePrefix if not all of that is here, OutOfBlocks if too few are free.
+        Raises OutOfBlocks if too few are free. Raises StalePrefix if a granule of the prefix is missing; later granules
+        are useless without it and are evicted.
         """
         if (num_kept := self.kept.num_kept_of(prefix)) < len(prefix):
-            self.kept.drop(prefix[num_kept:])  # without what lacks they are of no use
+            self.kept.drop(prefix[num_kept:])
             raise StalePrefix(f"{num_kept} of the {len(prefix)} granules that it is to reuse are kept here")
         shared = self.kept.share(prefix)
         try:
@@ -97,11 +98,11 @@ class BlockTables:
             raise
 
     def begin_windows(self, request: LocalRequest, num_coming_tokens: int) -> None:
-        """Hold what a new request sees in layers with a window once it has what it shares, and what is to come.
+        """Hold the frames that a new request sees, in layers with a window, after its shared and coming tokens.
 
-        Raises StalePrefix if it shares blocks of which nothing is left there, OutOfFrames without room for others. What
-        cannot be gone on from is given up then, so that the scheduler hears of it; but not for a copy of its first
-        granules, since another request may go on from its end.
+        Raises OutOfFrames if there is no room. Raises StalePrefix if shared blocks have lost frames that are seen.
+        Then granules after the last resumable one are evicted, so that the scheduler learns of the loss. The source of
+        a copy of granules evicts nothing, since another request may continue from the end of the copy.
         """
         block_table = request.sequence.block_table
         num_tokens = max(request.num_shared_tokens, num_coming_tokens)
@@ -115,14 +116,14 @@ class BlockTables:
         self._windows.begin(request.held, block_table, num_tokens)
 
     def _can_go_on(self, block_table: list[int], num_granules: int) -> bool:
-        """Whether layers with a window have what a request sees that goes on behind so many granules."""
+        """Whether layers with a window have all frames for a request that continues after ``num_granules``."""
         num_tokens = num_granules * GRANULE_TOKENS
         return self._windows.is_seen(block_table, num_tokens, num_tokens // self._block_size)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Return blocks for one table. Raises OutOfBlocks if too few are free, even with nothing kept.
+        """Return blocks for one table. Raises OutOfBlocks if too few are free even with an empty cache.
 
-        What is given up for that unasked is told of.
+        If cached blocks must be evicted without the scheduler's command, the new contents are reported.
         """
         if num_blocks > self._pool.num_free and self.kept.make_room(num_blocks):
             log.warning("kept KV is given up unasked: the scheduler thinks that there is room", num_blocks=num_blocks)
@@ -130,31 +131,36 @@ class BlockTables:
         return self._pool.allocate(num_blocks)
 
     def give_back(self, request: LocalRequest) -> None:
-        """Free the blocks of a request that is not taken after all."""
+        """Free the blocks of a request that is refused after all."""
         self._pool.free(request.sequence.block_table)
 
     def allocate_up_to(self, num_blocks: int) -> list[int]:
-        """Return so many blocks for one table, or what there is, for a worker whose scheduler is gone."""
+        """Return at most ``num_blocks`` for one table, evicting if needed, for a worker without a scheduler."""
         self.kept.make_room(num_blocks)
         return self._pool.allocate(min(num_blocks, self._pool.num_free))
 
     def take_out(self, block_ids: Sequence[int], on_free: Callable[[], None]) -> None:
-        """Take blocks out of one table; ``on_free`` is called once they are free, or kept."""
+        """Remove blocks from one table; call ``on_free`` once they are free or only cached."""
         self._pool.free(block_ids, on_released=on_free)
 
     # --- blocks for others --------------------------------------------------------------------------------------------
 
     def keep_prompt(self, request: LocalRequest, num_tokens: int) -> None:
-        """Keep the granules of a prompt whose first tokens have their KV here."""
+        """Cache the granules of a prompt's first ``num_tokens``, whose KV is here."""
         self.kept.keep(request.chain[: num_tokens // GRANULE_TOKENS], request.sequence.block_table)
 
     def keep_drawn(self, request: LocalRequest) -> Drawn:
-        """Keep the granules behind a request's chain that are complete."""
+        """Cache the complete granules after a request's chain, and return them.
+
+        Returns none with the cache off, and for requests without hashes, with KV elsewhere, or that have not drawn
+        here. A granule that is cached without its predecessor is about to be evicted, so it ends the cached granules.
+        """
         generation = request.generation
         is_spread = request.sequence.elsewhere is not None
         if not generation.prefix_root or not request.has_drawn or self.kept.is_off or is_spread:
             return Drawn()
-        num_granules = (len(request.sequence.token_ids) - 1) // GRANULE_TOKENS  # the last token has no KV
+        # The last token has no KV.
+        num_granules = (len(request.sequence.token_ids) - 1) // GRANULE_TOKENS
         all_granules = generation.prefix[:num_granules]
         if num_granules > len(generation.prefix):
             first = len(generation.prefix)
@@ -163,26 +169,26 @@ class BlockTables:
             all_granules += self._hasher.granules(last, pack_token_ids(tokens))
         drawn = all_granules[len(request.chain) :]
         num_known = self.kept.num_kept_of(drawn)
-        fresh = drawn[num_known:]  # up to one that is kept without what is before it, and about to be dropped
+        fresh = drawn[num_known:]
         num_staying = num_known + next((number for number, each in enumerate(fresh) if each in self.kept), len(fresh))
         if drawn:
             self.kept.keep(all_granules[: len(request.chain) + num_staying], request.sequence.block_table)
         return Drawn(drawn[:num_staying], num_known)
 
     def granules_of(self, request: LocalRequest) -> PrefixHashes:
-        """Return the first granules of a request that are kept in its own blocks."""
+        """Return the first granules of a request that are cached in the request's own blocks."""
         return request.chain[: self.kept.num_kept_in(request.sequence.block_table, request.chain)]
 
     def report_kept(self) -> None:
-        """Tell the scheduler what is kept."""
+        """Report the cached granules to the scheduler."""
         self._report(self.report())
 
     def report(self) -> CacheReported:
-        """Return what is kept, for the scheduler."""
+        """Return the report of all cached granules."""
         return CacheReported(self._instance_id, self.kept.hashes)
 
     def check_integrity(self) -> None:
-        """AssertionError names what does not balance."""
+        """Raise AssertionError if the counts of blocks and granules contradict each other."""
         self.kept.check_integrity()
         if self.tier is not None:
             self.tier.check_integrity()

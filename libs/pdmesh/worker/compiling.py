@@ -1,4 +1,4 @@
-"""Grammars that are being compiled: what is drawn under them waits, and nothing else does."""
+"""Grammars that are being compiled. Only draws under such a grammar wait."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import structlog
 
 log = structlog.get_logger()
 
-#: Compiled at once. One that takes long does not keep others waiting; more would take the engine's cores.
+#: Number of grammars compiled at once. With two, a slow one does not delay others; more would take the engine's cores.
 NUM_THREADS = 2
 
 
 class GrammarCompiler:
-    """Compiles grammars on threads of their own. ``wake`` is called whenever one is ready."""
+    """Compiler of grammars on separate threads. ``wake`` is called whenever a grammar is ready."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -26,28 +26,28 @@ class GrammarCompiler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that has begun is ready."""
+        """Whether no grammar is being compiled."""
         return not self._compiling
 
     def begin(self, grammar: str) -> None:
-        """Compile a grammar, unless it is empty or being compiled already. One that is compiled is ready soon."""
+        """Compile a grammar, unless it is empty or being compiled already. Compiling again is fast."""
         if grammar and grammar not in self._compiling:
             self._compiling.add(grammar)
             self._new.append(grammar)
             self._has_new.set()
 
     def is_ready(self, grammar: str) -> bool:
-        """Whether nothing has to wait for a grammar."""
+        """Whether a grammar is not being compiled, so that tokens can be drawn under it."""
         return grammar not in self._compiling
 
     async def run(self, compile: Callable[[str], None]) -> None:
-        """Compile what comes by the blocking ``compile``, until cancelled."""
+        """Compile grammars by the blocking ``compile``, until cancelled. A failure shows in the step that draws."""
         limiter = anyio.CapacityLimiter(NUM_THREADS)
 
         async def one(grammar: str) -> None:
             try:
                 await anyio.to_thread.run_sync(partial(compile, grammar), abandon_on_cancel=True, limiter=limiter)
-            except Exception:  # the step that draws under it will say so
+            except Exception:
                 log.exception("a grammar could not be compiled")
             self._compiling.discard(grammar)
             self._wake()

@@ -1,4 +1,4 @@
-"""What the parts of an instance share: its identity, what it holds, and the callables by which it reports."""
+"""Shared context of an instance's parts: identity, state, and callables."""
 
 from __future__ import annotations
 
@@ -21,25 +21,36 @@ from pdmesh.worker.worker_metrics import WorkerMetrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceContext:
-    """The shared context of an instance's parts, made once by `pdmesh.worker.instance.Instance`."""
+    """The shared context of an instance's parts, made once by `pdmesh.worker.instance.Instance`.
+
+    ``max_model_len`` and ``block_size`` count tokens.
+    ``range_tokens``: tokens of each range of a spread context; 0: contexts are not spread.
+    ``weights``: identity of the loaded weights.
+    ``report``: reports an event to the scheduler, without blocking.
+    ``do``: carries out effects of the instance's machine.
+    ``drop``: ends a request that cannot continue here, with a reason.
+    ``freeze``: stops drawing tokens for a moving request.
+    ``hear``: handles an event of a copy.
+    ``wake``: signals that the engine may have more to do.
+    """
 
     instance_id: InstanceId
-    max_model_len: int  # tokens
-    block_size: int  # tokens
-    range_tokens: int  # that an instance holds of a context that is spread, beside its home; 0: none is
-    weights: str  # the identity of what its engine loaded
+    max_model_len: int
+    block_size: int
+    range_tokens: int
+    weights: str
     tables: BlockTables
     windows: Windows
     mover: KvMover
     sequences: Sequences
     addresses: Addresses
-    report: Callable[[InstanceEvent], None]  # to the scheduler; does not block
-    do: Callable[[list[Effect]], None]  # carries out what the machine asks for
-    drop: Callable[[LocalRequest, str], None]  # gives up a request that cannot go on here
-    freeze: Callable[[LocalRequest], None]  # lets a request that moves draw no more
-    hear: Callable[[LocalRequest, CopyEvent], None]  # takes an event of a copy
+    report: Callable[[InstanceEvent], None]
+    do: Callable[[list[Effect]], None]
+    drop: Callable[[LocalRequest, str], None]
+    freeze: Callable[[LocalRequest], None]
+    hear: Callable[[LocalRequest, CopyEvent], None]
     gateways: ToGateways
     metrics: WorkerMetrics
     tracing: Tracing
     grammars: GrammarCompiler
-    wake: Callable[[], None]  # there may be more for the engine to do
+    wake: Callable[[], None]

@@ -27,17 +27,19 @@ from pdmesh.host import num_usable_cores
 #: Rows of the table. Workers beyond this number neither lend nor borrow.
 NUM_ROWS = 64
 
-_ROW_WORDS = 8  # a cache line
+#: Words of a row, which is a cache line.
+_ROW_WORDS = 8
 _NUM_BYTES = 8 * _ROW_WORDS * NUM_ROWS
 
-# Words of a row. The state is the time of the last layer while the worker computes, and the negative of the time since
-# when it is idle. Times are nanoseconds of the monotonic clock, which all processes of a host share. 0: an empty row.
+# Words of a row. While the worker computes, the state is the time of the last layer. While the worker is idle, the
+# state is the negative of the time when it became idle. 0 marks an empty row. Times are nanoseconds of the monotonic
+# clock, which all processes of a host share.
 _PID, _START_TICKS, _NUM_CORES, _STATE = range(4)
 
 #: A worker between two steps keeps its cores: a borrowed layer would outlast the gap.
 IDLE_AFTER_NS = 5_000_000
 
-#: A layer may take longer. So the process of an older state is looked up: if it has ended or is stopped, it is idle.
+#: Older states are looked up, since a layer may take long. A worker whose process has ended or is stopped is idle.
 STALE_AFTER_NS = 2_000_000_000
 
 #: Cores that cannot be divided evenly go to each borrower in turn.
@@ -47,10 +49,10 @@ TURN_NS = 100_000_000
 #: layer wait for each other, and the layer takes longer than on the own cores. Judged over `JUDGED_NS` of lent layers.
 MAX_ASLEEP_SHARE, JUDGED_NS = 0.45, 100_000_000
 
-#: A worker that found lent cores to be in use borrows none for so long; for twice as long, each time that this recurs.
+#: Pause in borrowing after lent cores turned out to be in use: the first pause, doubled each time, and the longest one.
 FIRST_PAUSE_NS, LAST_PAUSE_NS = 250_000_000, 8_000_000_000
 
-#: States of a process in which nothing is computed: ended, or by proc(5) stopped or traced.
+#: States of a process that computes nothing: ended, or by proc(5) stopped or traced.
 _HALTED = frozenset(("", "T", "t"))
 
 
@@ -71,7 +73,7 @@ def process_state(pid: int, start_ticks: int) -> str:
 
 
 def _look_up(pid: int) -> tuple[str, int] | None:
-    """Return the state of a process and when it started."""
+    """Return the state of a process and its start time; None if the process is unknown."""
     with suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], int(fields[19])
@@ -90,7 +92,7 @@ class LentLayers(NamedTuple):
 
 
 class LentCores:
-    """A worker's row of the table, and its view of the others. Implements `pdmesh.engine.lending.Cores`."""
+    """A worker's row of the table, and the view of other rows. Implements `pdmesh.engine.lending.Cores`."""
 
     def __init__(
         self,
@@ -104,9 +106,9 @@ class LentCores:
         busy_clock_ns: Callable[[], int] = time.thread_time_ns,
         state_of: Callable[[int, int], str] = process_state,
     ) -> None:
-        """Take a row of the table ``words`` that is free, or whose worker is gone. Raises ConfigError.
+        """Take a row of the table ``words`` that is free or whose worker has ended. Raises ConfigError.
 
-        ``busy_clock_ns`` is the processor time of the calling thread.
+        ``busy_clock_ns`` returns the processor time of the calling thread.
         """
         self.num_own = num_own
         self._num_layers = self._num_lent = 0
@@ -115,18 +117,21 @@ class LentCores:
         self._num_usable = num_usable
         self._clock_ns = clock_ns
         self._busy_clock_ns = busy_clock_ns
-        self._lent_since: tuple[int, int] | None = None  # when the layer that borrows began, by both clocks
-        self._lent_ns = self._busy_ns = 0  # layers that are not judged yet
+        #: Begin of the current layer on lent cores, by both clocks.
+        self._lent_since: tuple[int, int] | None = None
+        #: Sums over the layers that are not judged yet.
+        self._lent_ns = self._busy_ns = 0
         self._paused_until_ns = self._pause_ns = 0
         self._state_of = state_of
-        self._looked_up: dict[int, tuple[int, bool]] = {}  # when, and whether the process of a row was halted
+        #: By row: when the process was looked up, and whether it was halted.
+        self._looked_up: dict[int, tuple[int, bool]] = {}
         self._row = self._free_row()
         for word, value in ((_STATE, 0), (_PID, pid), (_START_TICKS, start_ticks), (_NUM_CORES, num_own)):
             self._write(word, value)
         self.release()
 
     def occupy(self) -> None:
-        """Note that this worker computes from now on."""
+        """Mark this worker as computing."""
         self._write(_STATE, self._clock_ns())
 
     def release(self) -> None:
@@ -144,7 +149,7 @@ class LentCores:
         return self.num_own + num_lent
 
     def give_back(self) -> None:
-        """Note that a layer is computed; pause borrowing if its threads waited for processes beside the mesh."""
+        """End a layer, and pause borrowing if its threads waited for processes outside the mesh."""
         if self._lent_since is None:
             return
         now_ns = self._clock_ns()
@@ -184,7 +189,7 @@ class LentCores:
 
     @property
     def lent_layers(self) -> LentLayers:
-        """The layers of all steps so far."""
+        """Totals over all layers so far."""
         return LentLayers(self._num_layers, self._num_lent)
 
     def _is_halted(self, row: int, state: int, now_ns: int) -> bool:
@@ -200,7 +205,7 @@ class LentCores:
     def _free_row(self) -> int:
         for row in range(NUM_ROWS):
             is_taken = self._read(row, _STATE) and self._state_of(self._read(row, _PID), self._read(row, _START_TICKS))
-            if not is_taken:  # a stopped worker may continue
+            if not is_taken:
                 return row
         raise ConfigError(f"{NUM_ROWS} workers of this host lend cores already: set worker.lend_cores to false")
 
@@ -225,10 +230,12 @@ def open_cores(file: Path, num_own: int) -> LentCores:
         if own is None:
             raise ConfigError("worker.cores_file is set, but /proc does not show this process: set it to none")
         words = memoryview(mmap.mmap(fd, _NUM_BYTES)).cast("q")
-        fcntl.flock(fd, fcntl.LOCK_EX)  # two workers that start would find the same row
+        # Without the lock, two workers that start at once could find the same row.
+        fcntl.flock(fd, fcntl.LOCK_EX)
         try:
             return LentCores(words, num_own, pid=os.getpid(), start_ticks=own[1], num_usable=num_usable_cores())
         finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # the mapping keeps a duplicate of the descriptor
+            # Unlock explicitly, because the mapping keeps a duplicate of the descriptor open.
+            fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         os.close(fd)

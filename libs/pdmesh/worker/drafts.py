@@ -1,8 +1,7 @@
-"""Speculation: a guess of the tokens that come next, which one step verifies as a chunk.
+"""Speculation: drafts of the next tokens, which one step verifies like a chunk.
 
-*Prompt lookup* guesses what followed the same few tokens where they stood before, in the prompt or in the output. A
-guess costs nothing but rows of a step, and no answer depends on it: what is drawn at each position is what would be
-drawn without.
+*Prompt lookup* finds the last few tokens earlier in the prompt or output, and drafts the tokens that followed there. A
+draft costs only rows of a step. No answer depends on it, because each drawn token equals the token without drafts.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from pdmesh.worker.sequences import LocalRequest
 
 
 class Drafter(Protocol):
-    """Guesses what comes next."""
+    """Source of drafts."""
 
     def draft(self, request: LocalRequest) -> tuple[int, ...]:
-        """Return what a request's next step is to verify: no more than it may draw and has room for."""
+        """Return tokens for a request's next step to verify, at most `most_drafted`."""
         ...
 
 
@@ -37,15 +36,15 @@ class PromptLookup:
         return self.continuation(request.sequence.token_ids, min(self.num_tokens, most_drafted(request)))
 
     def continuation(self, token_ids: array.array[int], most: int) -> tuple[int, ...]:
-        """Return at most ``most`` tokens: what followed the longest n-gram at the end where it stood last.
+        """Return at most ``most`` tokens that followed the last earlier occurrence of the longest n-gram at the end.
 
-        A repetition that reaches the end goes on, so a loop is guessed in whole.
+        If these reach the end, they are repeated, so a loop is drafted as a whole.
         """
         last = len(token_ids) - 1
         if most <= 0 or last < 1:
             return ()
         ids: npt.NDArray[np.int32] = np.frombuffer(token_ids, dtype=np.int32)
-        places = np.flatnonzero(ids[:last] == ids[last])  # where the n-gram ends
+        places = np.flatnonzero(ids[:last] == ids[last])
         found = -1
         for length in range(1, self.max_ngram + 1):
             if length > 1:
@@ -62,9 +61,9 @@ class PromptLookup:
 
 
 def most_drafted(request: LocalRequest) -> int:
-    """Return how many tokens a request's next step may verify: what it may draw, and has room for.
+    """Return how many tokens a request's next step may verify, by its output limit and its room.
 
-    None of one that is held to a grammar: what may follow depends on each token before.
+    Returns 0 for a request with a grammar, because each allowed token depends on the ones before.
     """
     sequence, params = request.sequence, request.sequence.params
     if params.grammar:

@@ -1,4 +1,4 @@
-"""The engine that the configuration names, and what is known of it before a step is measured."""
+"""The engine that the configuration names, and facts about the engine that need no measurement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from pdmesh.extensions import extension
 from pdmesh.host import free_host_bytes
 from pdmesh.model import GRANULE_TOKENS, KvLayout, MeasuredStep, Role, num_blocks_for
 
-if TYPE_CHECKING:  # torch takes seconds to import, numpy a third of one
+# Importing torch takes seconds, and numpy a third of a second.
+if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
     from pdmesh.engine.base import Engine
@@ -40,7 +41,7 @@ ENTRY_POINTS = "pdmesh.engines"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What an instance's profile says about its model and hardware; the defaults say nothing."""
+    """Facts for an instance's profile about model and hardware. The defaults mean unknown."""
 
     num_parameters: int = 0
     num_heads: int = 0
@@ -49,7 +50,7 @@ class EngineFacts:
 
 
 class EngineMaker(Protocol):
-    """Builder of an engine that another distribution has."""
+    """Builder of an engine from another distribution."""
 
     def build(self, config: MeshConfig, num_stages: int) -> Engine:
         """Build the engine on the thread that will execute its steps. Raises ConfigError."""
@@ -71,7 +72,7 @@ def _maker(name: str) -> EngineMaker:
 
 
 def served_model_name(config: MeshConfig) -> str:
-    """Return what clients call the model: as configured, else by its path's last part and its adapter."""
+    """Return the model name for clients: the configured one, else the last part of the path with the adapter."""
     name = Path(config.model or config.worker.engine).name
     return config.worker.served_model_name or with_adapter(name, config.worker.lora)
 
@@ -86,9 +87,9 @@ def build_engine(
 ) -> Engine:
     """Load the model. Blocking; run on the thread that will execute the steps. Raises ConfigError.
 
-    ``ranks`` are the other ranks of the instance, of several stages all of them, which load their parts meanwhile. An
-    engine of another distribution has its ``num_stages`` in this process. ``preloaded`` is a model in memory, which may
-    be the one to serve.
+    ``ranks`` are the other ranks of the instance (with several stages, all ranks), which load their parts meanwhile. An
+    engine of another distribution runs its ``num_stages`` in this process. ``preloaded`` is a model in memory, which is
+    used if it is the one to serve.
     """
     worker = config.worker
     check_ranges(config)
@@ -97,7 +98,7 @@ def build_engine(
     if config.model is None:
         raise ConfigError("no model is set: set model (PDMESH_MODEL) to a directory or a hub id")
 
-    from pdmesh.engine.model_loading import load_model  # torch takes seconds to import
+    from pdmesh.engine.model_loading import load_model
     from pdmesh.engine.runner import TorchEngine
 
     directory = resolve_model(config.model)
@@ -125,10 +126,10 @@ def build_engine(
 
 
 def preload(config: MeshConfig) -> PreloadedModel | None:
-    """Load on one thread what `build_engine` would load on the CPU for an instance of one rank.
+    """Load the model that `build_engine` would load on the CPU for an instance of one rank, on one thread.
 
-    Importing a module and loading leave no thread behind, so the process can fork. Returns None if the files change
-    meanwhile. Raises ConfigError, OSError.
+    No thread is left behind, so the process can fork. Returns None if the files change meanwhile. Raises ConfigError
+    and OSError.
     """
     import torch
 
@@ -171,7 +172,7 @@ def _ranks_of(ranks: Followers | Stages | None, num_stages: int) -> dict[str, An
 
 
 def with_decided_dtype(config: MeshConfig, num_threads: int) -> MeshConfig:
-    """Return settings that name the dtype, so that not each rank of an instance loads the whole model to decide.
+    """Return settings that name the dtype, so that the ranks need not each load the whole model to choose one.
 
     Blocking. Raises ConfigError.
     """
@@ -190,10 +191,7 @@ def with_decided_dtype(config: MeshConfig, num_threads: int) -> MeshConfig:
 
 
 def load_rank(config: MeshConfig, num_threads: int, group: RankGroup) -> tuple[LoadedModel, str]:
-    """Load one rank's part of the model that the leader makes an engine of; and return the weights' identity.
-
-    Raises ConfigError.
-    """
+    """Load one rank's part of the model, and return it with the identity of the weights. Raises ConfigError."""
     import torch
 
     from pdmesh.engine.compute import ComputeOptions
@@ -207,7 +205,7 @@ def load_rank(config: MeshConfig, num_threads: int, group: RankGroup) -> tuple[L
 
 
 def _compute_options(worker: WorkerConfig) -> dict[str, Any]:
-    """Return what every rank of an instance must be told alike."""
+    """Return the options that must be equal in all ranks of an instance."""
     return {
         "block_size": worker.block_size,
         "dtype": worker.dtype,
@@ -224,10 +222,10 @@ def _compute_options(worker: WorkerConfig) -> dict[str, Any]:
 
 
 def frees_behind_windows(config: MeshConfig) -> bool:
-    """Whether KV of layers with a window is given up behind it, in all instances of a mesh, or it is held in all.
+    """Whether instances free KV that layers with a window no longer see. The answer holds for the whole mesh.
 
-    It is held by an instance of several ranks, on a device, by one with an offload tier, and where contexts are spread:
-    who holds a range holds it in all layers.
+    Such KV is kept on a device, with several ranks in an instance, with an offload tier, and where contexts are spread,
+    because a range is held in all layers.
     """
     worker = config.worker
     return (
@@ -240,9 +238,9 @@ def frees_behind_windows(config: MeshConfig) -> bool:
 
 
 def max_frames_of(config: MeshConfig, layout: KvLayout, max_model_len: int) -> int:
-    """Return how many blocks layers with a window hold at most at once.
+    """Return the most blocks that layers with a window hold at once.
 
-    What all requests that decode at once see, half as much for those that are computed, sent, or may be gone on from,
+    The sum of the windows of all decoding requests, half as much for requests that are computed, sent or resumable,
     and the largest chunk.
     """
     worker, policy, block_size = config.worker, config.policy, layout.block_size
@@ -268,7 +266,7 @@ def check_ranges(config: MeshConfig) -> None:
 
 
 def check_ranks_can_compute(config: MeshConfig, degrees: InstanceDegrees) -> None:
-    """Raise ConfigError if an instance cannot be divided so."""
+    """Raise ConfigError if an instance cannot be divided into these degrees."""
     if degrees.num_ranks == 1:
         return
     if config.worker.engine != "torch":
@@ -316,7 +314,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def _bytes_of_a_weight(model: DecoderShape, layout: KvLayout) -> float:
-    """Return what a weight takes in a host's memory, its part of a group's scale included."""
+    """Return the bytes of a weight in a host's memory, with its part of a quantization group's scale."""
     if layout.dtype == "float32":
         return 4
     quantization = model.quantization
@@ -326,7 +324,7 @@ def _bytes_of_a_weight(model: DecoderShape, layout: KvLayout) -> float:
 
 
 def device_name(config: MeshConfig) -> str:
-    """Return the device that `build_engine` chose."""
+    """Return the device on which `build_engine` computes."""
     if config.worker.engine != "torch" or config.worker.device == "cpu":
         return "cpu"
     if config.worker.device == "auto" and not may_have_device():
@@ -349,7 +347,7 @@ def engine_facts(config: MeshConfig) -> EngineFacts:
 
 
 def hardware_name(device: str) -> str:
-    """Return the maker's name for the device."""
+    """Return the vendor's name of the device, or of this host's processor."""
     if device.startswith("cuda"):
         import torch
 
@@ -370,11 +368,11 @@ def num_blocks_of(
     host_bytes: int | None = None,
     max_frames: int = 0,
 ) -> int:
-    """Return how many blocks the KV cache has, by what is configured or else by the memory that is free.
+    """Return the number of blocks of the KV cache, by the configured size or else by the free memory.
 
-    ``free_bytes`` are a device's after loading the weights, ``host_bytes`` the host's. On the host there are never more
-    blocks than the requests that decode at once can fill. Layers with a window have no more than ``max_frames``, and
-    one. Raises ConfigError if there is no room for one block.
+    ``free_bytes`` are free on a device after loading the weights, ``host_bytes`` on the host. On the host there are
+    never more blocks than the decoding requests can fill. Layers with a window have at most ``max_frames`` + 1 blocks.
+    Raises ConfigError if there is no room for one block.
     """
     kv_cache_bytes, source = worker.kv_cache_bytes, "worker.kv_cache_bytes"
     bytes_per_block = layout.num_layers * layout.block_bytes

@@ -1,4 +1,4 @@
-"""Prompts that several instances compute together, seen from one of them: joining a group, and its changes."""
+"""Prefill groups as seen by one member: joining a group, and changes of its members."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdmesh.worker.sequences import LocalRequest
 
 
 class PrefillGroups:
-    """An instance's memberships in prefill groups. ``wakeup`` rings for an engine's thread that waits for KV."""
+    """An instance's memberships in prefill groups. ``wakeup`` wakes an engine's thread that waits for KV."""
 
     def __init__(self, context: InstanceContext, *, wakeup: Wakeup) -> None:
         self._context = context
@@ -38,8 +38,10 @@ class PrefillGroups:
         self._addresses(group)
 
     def regroup(self, request: LocalRequest, group: PrefillGroup, *, is_new: bool) -> None:
-        """Take the members that the group of a prompt has from now on. A new helper hears of the members later."""
-        # without an exchange it joins a group, or leads a group that was formed while it computed
+        """Set the members of a prompt's group. A new helper learns the members later.
+
+        Without an exchange, this instance joins a group, or leads one that was formed while the prompt was computed.
+        """
         exchange = request.exchange or self._open(request, group)
         if not is_new or request.state.leads:
             self._exchanges.set_members(
@@ -47,7 +49,7 @@ class PrefillGroups:
             )
 
     def wait_no_longer(self, request: LocalRequest, newest_plan_id: int) -> None:
-        """End planned chunks that would wait for a lost member. The leader reports how much of the prompt is here."""
+        """End planned chunks that would wait for a lost member. A leader reports how much of the prompt is here."""
         exchange = request.exchange
         assert exchange is not None, f"{request.request_id} is in no group"
         exchange.gate.give_up(newest_plan_id)
@@ -76,7 +78,7 @@ class PrefillGroups:
         return member_ids.index(self._context.instance_id)
 
     def _open(self, request: LocalRequest, group: PrefillGroup) -> KvExchange:
-        """Let the rest of a request's prompt be computed together with others."""
+        """Open the exchange by which this instance and others compute the rest of a prompt."""
         num_blocks = num_blocks_for(len(request.sequence.token_ids), request.block_size)
         request.exchange = exchange = self._exchanges.open(
             request.request_id,

@@ -1,7 +1,7 @@
-"""Room for what requests generate: an instance asks for more where little is left, and takes what is granted.
+"""Room for generated tokens: an instance requests more blocks when room is low, and takes the granted ones.
 
-The pool is its own: while it has no scheduler, residents get what is free, the oldest first. What they took is told
-with the next registration, like all that they hold.
+Without a scheduler, the instance allocates from its own pool, for the oldest residents first. The next registration
+reports all held blocks.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from pdmesh.worker.sequences import LocalRequest
 
 
 class RoomGrowth:
-    """The blocks of an instance's requests as they grow."""
+    """Growth of the block tables of an instance's requests."""
 
     def __init__(self, context: InstanceContext) -> None:
         self._context = context
         self._is_alone = False
 
     def go_alone(self) -> None:
-        """Grant what is free, since nobody else does, until `end_alone`."""
+        """Allocate free blocks to residents without a scheduler, until `end_alone`."""
         self._is_alone = True
         self.blocks_freed()
 
     def end_alone(self) -> None:
-        """Take nothing more: a scheduler is about to be told what is held."""
+        """Stop allocating without a scheduler, because the held blocks are about to be reported to one."""
         self._is_alone = False
 
     def blocks_freed(self) -> None:
-        """Let residents have what they wait for, if there is nobody to grant it."""
+        """Allocate to residents that are low, if there is no scheduler."""
         if self._is_alone:
             for request in self._context.sequences:
                 if request.state.is_decoding and request.is_low:
@@ -43,7 +43,7 @@ class RoomGrowth:
             self._context.wake()
 
     def _grant(self, request: LocalRequest) -> None:
-        """Let it have as much as a scheduler would grant, or what there is."""
+        """Allocate as many blocks as a scheduler would grant, or all free ones."""
         block_table = request.sequence.block_table
         most = num_blocks_for(request.max_kv_tokens - request.sequence.num_elsewhere_tokens, request.block_size)
         wanted = granted_blocks(request.num_own_tokens, most, request.block_size) - len(block_table)
@@ -52,26 +52,29 @@ class RoomGrowth:
         request.state.grow(len(new))
 
     def grow(self, request: LocalRequest, command: Hold) -> None:
-        """Take what the scheduler grants."""
+        """Take the blocks that the scheduler grants, unless the request has as many already.
+
+        Drops the request if too few blocks are free, since then the scheduler's count is wrong.
+        """
         num_elsewhere_blocks = request.sequence.num_elsewhere_tokens // request.block_size
         num_blocks = command.num_blocks + command.num_elsewhere_blocks - num_elsewhere_blocks
         if num_blocks <= len(request.sequence.block_table):
-            return  # it was granted more already
+            return
         try:
             self.extend(request, num_blocks)
-        except OutOfBlocks as error:  # the scheduler's count is wrong
+        except OutOfBlocks as error:
             self._context.drop(request, str(error))
             return
         self._context.wake()
 
     def extend(self, request: LocalRequest, num_blocks: int) -> None:
-        """Let it have at least ``num_blocks`` in all. Raises OutOfBlocks if they are not free."""
+        """Grow a request's table to at least ``num_blocks``. Raises OutOfBlocks if too few are free."""
         num_missing = max(0, num_blocks - len(request.sequence.block_table))
         request.sequence.block_table.extend(self._context.tables.allocate(num_missing))
         request.state.grow(num_missing)
 
     def tell(self, requests: Iterable[LocalRequest]) -> None:
-        """Ask for more room where there is little left; where nobody is there to ask, take it."""
+        """Request more blocks for ``requests`` that are low. Without a scheduler, allocate locally."""
         if self._is_alone:
             self.blocks_freed()
             return

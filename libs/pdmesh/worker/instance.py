@@ -1,8 +1,8 @@
 """The requests of one model replica: messages of the scheduler and the transport go to the part that handles them.
 
-No I/O: messages come in through `Instance.handle` and go out through the callables that it was given, and only the step
-loop (`pdmesh.worker.steps`) touches the engine. Everything runs on the event loop. An instance executes and does not
-decide: it *refuses* whatever it cannot take (`RequestDropped`), and the scheduler starts the request again elsewhere.
+There is no I/O here. Messages come in through `Instance.handle` and go out through callables, and only the step loop
+(`pdmesh.worker.steps`) touches the engine. Everything runs on the event loop. An instance does not decide: it *refuses*
+requests that it cannot take (`RequestDropped`), and the scheduler starts them again elsewhere.
 
 `pdmesh.instance.machine` decides. The instance carries out what the machine asks for, by these modules:
 
@@ -96,12 +96,12 @@ log = structlog.get_logger()
 #: Effects that need the request of a sequence.
 OfSequence = Expect | Rehomed | Froze | SendKv | StopSending | PauseSending | Regrouped | WaitNoLonger
 
-#: What the scheduler tells an instance: core commands, and which peers there are.
+#: Messages of the scheduler to an instance: core commands, and changes of peers.
 Instruction = InstanceCommand | PeersHere | PeerGone
 
 
 class Instance:
-    """One model replica, put together from its parts. The step loop takes from ``plans`` and gives to ``results``."""
+    """A model replica. The step loop takes batches from ``plans`` and hands their results to ``results``."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Instance:
         self._sequences = sequences = Sequences(
             pool, mover, windows=windows, keep_drawn=tables.keep_drawn, on_released=self._released
         )
-        #: What was given up since it was registered last, and decodes nowhere: a scheduler can start it again at once.
+        #: Requests dropped since the last registration that decode nowhere, so that a scheduler can restart them now.
         self.dropped: list[RequestKey] = []
         self.plans = Plans(
             instance_id,
@@ -195,10 +195,10 @@ class Instance:
             lost_ranges=lost_ranges,
         )
 
-    # --- what it is told ------------------------------------------------------------------------------------
+    # --- messages of the scheduler ----------------------------------------------------------------------------------
 
     def handle(self, message: Instruction, prompt: Prompt | None = None) -> None:
-        """Take a message of the scheduler. Nothing that a peer can say makes it raise."""
+        """Handle a message of the scheduler. No message of a peer makes this raise."""
         match message:
             case PeersHere():
                 self._addresses.add(message.data_addresses)
@@ -228,7 +228,7 @@ class Instance:
         if request is not None and request.state.is_decoding and not was_decoding:
             self._growth.tell([request])
 
-    # --- what its machine asks for -------------------------------------------------------------------------
+    # --- effects of the machine ----------------------------------------------------------------------------
 
     def _carry_out(self) -> None:
         self._do(self._machine.done())
@@ -253,7 +253,8 @@ class Instance:
                 case Regrouped() | WaitNoLonger():
                     self._carry_out_for(effect)
                 case tuple():
-                    pass  # the release of a request ends its copies
+                    # The release of a request ends its copies.
+                    pass
                 case _:
                     self._report(effect)
 
@@ -296,7 +297,7 @@ class Instance:
                 self._drop(request, reason)
 
     def _hear(self, request: LocalRequest, event: CopyEvent) -> None:
-        """Take an event of a copy."""
+        """Handle an event of a copy."""
         request.note_commit()
         self._do(self._machine.copy_event(event))
 
@@ -307,13 +308,13 @@ class Instance:
         self._do(self._machine.begin_chunk(request.state))
 
     def _drop(self, request: LocalRequest, reason: str) -> None:
-        """Give up a request that cannot go on here, whatever became of its KV."""
+        """Drop a request that cannot continue here, whatever the state of its KV."""
         self._do(self._machine.drop(request.state, reason))
 
-    # --- how copies and exchanges go -----------------------------------------------------------------------
+    # --- outcomes of copies and exchanges -----------------------------------------------------------------------
 
     def on_outcome(self, outcome: TransferOutcome) -> None:
-        """Take the end, or a pause, of a KV transfer from the mover."""
+        """Handle the end or a pause of a KV transfer."""
         request = self._sequences.get(outcome.request_id, outcome.epoch)
         if request is None:
             return
@@ -338,14 +339,15 @@ class Instance:
         self._sequences.abort_waiting("the instance is stopping")
         self._mover.parts.abort("the instance is stopping")
 
-    # --- blocks go back --------------------------------------------------------------------------------------
+    # --- released blocks -------------------------------------------------------------------------------------
 
     def _released(self, request: LocalRequest, drawn: Drawn) -> None:
-        request.end_trace(FREED)  # of what was still open when it was cancelled or dropped
+        request.end_trace(FREED)
         log.debug("request released", request_id=request.request_id, epoch=request.epoch)
         self._report(KvReleased(self.instance_id, *request.state.key, request.state.received_by, *drawn))
         self._growth.blocks_freed()
-        self.plans.wake()  # one may wait for frames
+        # A plan may wait for frames.
+        self.plans.wake()
 
     @property
     def role(self) -> Role:
@@ -375,20 +377,20 @@ class Instance:
 
     @property
     def kept(self) -> PrefixHashes:
-        """What is kept for requests to come, those used longest ago first: for a scheduler that it registers with."""
+        """Cached granules for the registration, the least recently used first."""
         return self._tables.kept.hashes
 
     @property
     def offloaded(self) -> PrefixHashes:
-        """What the offload tier has, likewise."""
+        """Granules in the offload tier for the registration, in the same order."""
         tier = self._tables.tier
         return () if tier is None else tier.hashes
 
     async def drop_all_but_decoding(self) -> None:
-        """Forget all plans and all requests that do not decode, here or with a range here, and wait until all is free.
+        """Drop all plans, and all requests that neither decode here nor have a range here; wait until they are free.
 
-        A scheduler that this instance registers with knows nothing of them; gateways start them again. It is told of
-        those that decode nowhere (`dropped`).
+        A new scheduler does not know these requests, and gateways start them again. `dropped` lists the requests that
+        decode nowhere, for the registration.
         """
         self._growth.end_alone()
         for request in self._sequences:
@@ -400,12 +402,12 @@ class Instance:
         self._tables.kept.drop_headless()
 
     def registered(self) -> None:
-        """Forget the reports that a scheduler has with the registration, and the addresses that it will send again."""
+        """Forget the reports that the registration contained, and the addresses that the scheduler will send again."""
         self.dropped.clear()
         self._addresses.clear()
 
     def lose_scheduler(self) -> None:
-        """Let residents go on by themselves until the instance registers again."""
+        """Let residents decode without a scheduler until the instance registers again."""
         self.plans.release_decodes()
         self._growth.go_alone()
 

@@ -1,4 +1,4 @@
-"""New requests of an instance: their prompts are checked, and they get their blocks."""
+"""New requests of an instance: checking their prompts and taking their blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 
 class Intake:
-    """Makes requests of commands. ``last_prompt`` came with the last command."""
+    """Builder of requests from commands. ``last_prompt`` came with the last command."""
 
     def __init__(self, context: InstanceContext, *, groups: PrefillGroups) -> None:
         self._context = context
@@ -45,7 +45,7 @@ class Intake:
         self.last_prompt: Prompt | None = None
 
     def chain_of(self, key: RequestKey) -> PrefixHashes:
-        """Return the granules of a prompt that may be cached: none under hashes that are made for other weights."""
+        """Return the granules of a prompt that may be cached; none if the hashes belong to other weights."""
         prompt = self.last_prompt
         if prompt is None or key != (prompt.generation.request_id, prompt.generation.epoch):
             return ()
@@ -54,7 +54,7 @@ class Intake:
         return generation.prefix[: max(0, num_tokens - 1) // GRANULE_TOKENS]
 
     def take(self, state: Sequence, command: TakesBlocks, num_reused_granules: int) -> LocalRequest:
-        """Take the blocks of a request; cached blocks that it shares come first. Raises PdmeshError if it is refused.
+        """Take the blocks of a request, shared cached blocks first. Raises PdmeshError if the request is refused.
 
         The last ``state.prefix.num_loaded`` of the reused granules come from the offload tier.
         """
@@ -120,13 +120,13 @@ class Intake:
     # --- checks ---
 
     def _to_compute(self, command: AdmitPrefill) -> tuple[Generation, array.array[int]]:
-        """Return a prompt to compute. Raises ProtocolError if it cannot be."""
+        """Return the prompt and the tokens to compute. Raises ProtocolError if this instance cannot compute them."""
         generation = self._checked(self.check_prompt(command).generation)
         self._groups.check(command)
         return generation, _transcript(generation)
 
     def _to_receive(self, command: ExpectCopy) -> tuple[Generation, array.array[int]]:
-        """Return a prompt that other instances compute. Raises ProtocolError if it cannot be received."""
+        """Return the prompt and the tokens whose KV will come. Raises ProtocolError if it cannot be received here."""
         self._context.addresses.of(command.transfer.source_ids)
         self._context.addresses.of(command.transfer.destination_ids[1:])
         prompt = self.check_prompt(command)
@@ -140,7 +140,10 @@ class Intake:
         return self._checked(prompt.generation), token_ids
 
     def _check_copy(self, command: ExpectCopy | SendCopy) -> None:
-        """Raise ProtocolError if a copy of KV without a prompt cannot begin."""
+        """Raise ProtocolError if a copy of KV without a prompt cannot begin.
+
+        For a lost range the sources are not checked, because the tokens come from the instance that decodes.
+        """
         transfer, addresses = command.transfer, self._context.addresses
         num_shared_granules = transfer.num_reused_granules
         if isinstance(command, SendCopy):
@@ -153,7 +156,7 @@ class Intake:
             return
         if command.instance_id not in transfer.destination_ids:
             raise ProtocolError("the instance is no destination of the transfer")
-        if not transfer.is_of_lost_range:  # tokens come from the instance that decodes
+        if not transfer.is_of_lost_range:
             addresses.of(transfer.source_ids)
         num_tokens = command.num_blocks * self._context.block_size
         if num_tokens <= num_shared_granules * GRANULE_TOKENS:
@@ -180,7 +183,7 @@ class Intake:
         return self.last_prompt
 
     def _checked(self, generation: Generation) -> Generation:
-        """Return a request that can be taken. Raises ProtocolError if other weights drew its tokens."""
+        """Return the request with usable hashes only. Raises ProtocolError if other weights drew the tokens."""
         own = self._context.weights
         if generation.weights not in ("", own):
             raise ProtocolError(
@@ -190,7 +193,7 @@ class Intake:
         return self._with_own_hashes(generation)
 
     def _with_own_hashes(self, generation: Generation) -> Generation:
-        """Return a request without hashes that are made for other weights: its KV is kept under none of them."""
+        """Return the request without hashes that belong to other weights, so that its KV is not cached under them."""
         if not generation.prefix_root or generation.prefix_weights == self._context.weights:
             return generation
         return msgspec.structs.replace(generation, prefix_root=b"", prefix=())
@@ -198,7 +201,7 @@ class Intake:
     def _check_request(
         self, generation: Generation, state: Sequence, num_tokens: int, num_blocks: int, max_kv_tokens: int
     ) -> None:
-        """Raise ProtocolError unless a prompt fits its blocks, here and elsewhere."""
+        """Raise ProtocolError unless a prompt fits into its blocks, here and on other instances."""
         range_tokens, block_size = self._context.range_tokens, self._context.block_size
         if state.prompt.num_blocks_at_once:
             if not 0 < range_tokens <= num_blocks * block_size:
@@ -237,7 +240,7 @@ class Intake:
         self._load(request)
 
     def _load(self, request: LocalRequest) -> None:
-        """Begin to bring what is to come from the offload tier."""
+        """Begin to load the reused granules that are in the offload tier, if any."""
         first, end = request.num_shared_tokens, request.num_reused_tokens
         tier = self._context.tables.tier
         if first == end or tier is None:
@@ -248,7 +251,10 @@ class Intake:
         self._context.metrics.loaded_tokens.inc(end - first)
 
     def _loaded(self, request: LocalRequest, load: KvLoad) -> None:
-        """All of it is here, or nothing more comes: then the request starts again, unless a step finds that out."""
+        """Handle the end of a load: use the loaded KV, or drop the request, so that it starts again.
+
+        If a load is aborted while a step uses the request, the step handles this.
+        """
         if request.is_released:
             return
         if load.aborted is not None:
@@ -277,14 +283,14 @@ def _unknown(key: RequestKey) -> Generation:
 
 
 def _whole_table(request: LocalRequest) -> list[int]:
-    """Return the blocks of a whole prompt, those that are not here yet among them."""
+    """Return the blocks of a whole prompt, with `NO_BLOCK` for blocks that are not allocated yet."""
     table = request.sequence.block_table
     num_blocks = num_blocks_for(len(request.sequence.token_ids), request.block_size)
     return [*table, *[NO_BLOCK] * (num_blocks - len(table))]
 
 
 def _transcript(generation: Generation) -> array.array[int]:
-    """Return prompt and output so far. Raises ProtocolError if it is not whole tokens."""
+    """Return the tokens of prompt and output so far. Raises ProtocolError if the bytes are not whole tokens."""
     try:
         return unpack_token_ids(generation.token_ids)
     except ValueError as error:
@@ -292,9 +298,9 @@ def _transcript(generation: Generation) -> array.array[int]:
 
 
 def stand_in(num_tokens: int, tail: bytes, max_model_len: int) -> array.array[int]:
-    """Return a prompt that sampling does not look at: zeros, but for the packed tokens behind its last full granule.
+    """Return a placeholder for a prompt whose tokens are not needed: zeros, then the packed tokens of ``tail``.
 
-    Raises ProtocolError if these are not.
+    ``tail`` has the tokens after the last full granule. Raises ProtocolError if these are no tokens, or too many.
     """
     if len(tail) % 4 or len(tail) > 4 * min(num_tokens, GRANULE_TOKENS):
         raise ProtocolError(f"a prompt of {num_tokens} tokens that ends in {len(tail)} bytes")
@@ -303,7 +309,7 @@ def stand_in(num_tokens: int, tail: bytes, max_model_len: int) -> array.array[in
 
 
 def reused(chain: PrefixHashes, num_granules: int) -> PrefixHashes:
-    """Return the first granules of a chain. Raises ProtocolError if it has fewer."""
+    """Return the first granules of a chain. Raises ProtocolError if the chain has fewer."""
     if not 0 <= num_granules <= len(chain):
         raise ProtocolError(f"{num_granules} granules are to be reused of a chain of {len(chain)}")
     return chain[:num_granules]
@@ -318,9 +324,10 @@ def check_request(
     block_size: int,
     max_model_len: int,
 ) -> None:
-    """A transcript of ``num_tokens``, to be held in so many blocks, may come to hold ``max_kv_tokens`` of KV.
+    """Raise ProtocolError unless a transcript of ``num_tokens`` fits.
 
-    Raises ProtocolError if it may not.
+    The transcript must fit into ``num_blocks``, have output tokens left, and with ``max_kv_tokens`` at the end stay
+    within the model's length.
     """
     if not 1 <= generation.num_prompt_tokens <= num_tokens <= max_model_len:
         raise ProtocolError(f"a transcript of {num_tokens} tokens, {generation.num_prompt_tokens} of them prompt")

@@ -1,6 +1,6 @@
 """Step times that earlier starts measured, in the user's cache directory.
 
-A file belongs to one version of a model's files, computed in one way on one kind of machine.
+Each file belongs to one version of a model's files, one way of computing and one kind of machine.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pdmesh.engine.files import resolve_model
 from pdmesh.host import num_usable_cores
 from pdmesh.model import MeasuredStep
 
-#: Files that are kept, the latest ones, and the size of one.
+#: Number of files that are kept (the latest ones), and the most bytes that are read of one.
 MAX_FILES, MAX_BYTES = 64, 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class KnownSteps:
-    """A file with the least time of each step. A file that cannot be read or written counts as empty."""
+    """A file with the least time of each step. An unreadable file counts as empty, and failing writes are ignored."""
 
     file: Path
 
@@ -41,7 +41,7 @@ class KnownSteps:
             return ()
 
     def write(self, steps: Collection[MeasuredStep]) -> None:
-        """Replace the file, and remove the oldest files if there are many."""
+        """Replace the file, and remove the oldest files beyond `MAX_FILES`."""
         folder = self.file.parent
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
@@ -54,10 +54,10 @@ class KnownSteps:
 
 
 def known_steps(config: MeshConfig, engine: Engine, hardware: str, num_threads: int) -> KnownSteps | None:
-    """Return the file for steps of an engine that the configuration describes; None for a stand-in."""
+    """Return the file for the steps of an engine; None for an engine without model files."""
     if config.worker.engine != "torch":
         return None
-    from pdmesh.engine.preloaded import file_versions  # torch takes seconds to import
+    from pdmesh.engine.preloaded import file_versions
 
     try:
         files = file_versions(resolve_model(str(config.model)), config.worker.lora)

@@ -1,6 +1,6 @@
 """KV that leaves an instance, for whichever reason: `pdmesh.instance.copying` decides, and the KV mover sends.
 
-The KV of a prompt is kept until it has landed at its receiver, to be sent to another receiver or decoded here.
+A prompt's KV is kept until it has landed at the receiver, so that another receiver or this instance can use it instead.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ log = structlog.get_logger()
 
 
 class LeavingCopies:
-    """The copies of an instance's requests."""
+    """Sending side of all copies from an instance."""
 
     def __init__(self, context: InstanceContext, *, moves: MovingDecodes) -> None:
         self._context = context
         self._moves = moves
 
     def sent(self, request: LocalRequest, outcome: SentTransfer) -> None:
-        """Note that a destination has acknowledged a whole copy."""
+        """Handle a destination's acknowledgement of a whole copy."""
         then, transfer = _leaving(request)
         if transfer is None:
             return
         self._context.metrics.transfer_bytes.labels("out").inc(outcome.num_bytes)
         waited_s, sent_s = outcome.exposed_s, outcome.sent_s
         if then is Then.KEEP:
-            # All KV was here from the start, so its time measures the link, also where the destination reads it.
+            # All KV was here from the start, so the whole time measures the link, even where the destination reads it.
             waited_s, sent_s = 0.0, outcome.duration_s
         elif then is Then.HOLD:
-            waited_s = 0.0  # no stream waited for it
+            # No stream waited for a range.
+            waited_s = 0.0
         elif request.state.move is not None:
             request.end_trace(DONE)
         else:
@@ -68,13 +69,13 @@ class LeavingCopies:
         self._context.hear(request, sent)
 
     def paused(self, request: LocalRequest) -> None:
-        """Note that no piece of a copy is under way until it is granted again."""
+        """Handle a pause: no piece of the copy is under way until the next grant."""
         _, transfer = _leaving(request)
         if transfer is not None:
             self._context.hear(request, CopyPaused(request.state.key, transfer.transfer_id))
 
     def failed(self, request: LocalRequest, outcome: FailedTransfer) -> None:
-        """Note that a copy could not be sent, or was not acknowledged."""
+        """Report a copy that could not be sent, or was not acknowledged."""
         then, transfer = _leaving(request)
         if transfer is None:
             return
@@ -88,7 +89,7 @@ class LeavingCopies:
         )
         self._context.hear(request, CopyFailed(request.state.key, then, outcome.reason))
 
-    # --- what the machine asks for ---
+    # --- effects of the machine ---
 
     def send(self, request: LocalRequest, transfer: TransferPlan, *, is_renewed: bool) -> None:
         """Send KV of a request to the destinations of a transfer. ``is_renewed``: the receiver is new to the source."""
@@ -101,7 +102,7 @@ class LeavingCopies:
                 self._send_tokens(request, transfer)
             case Then.HOLD:
                 blocks, table = transfer.sources[0].part.blocks, request.sequence.block_table
-                # of an instance that holds a range alone its own blocks
+                # On the holder of a range, these are the range's blocks.
                 block_ids = [*[NO_BLOCK] * blocks.start, *table[: blocks.size]]
                 self._send_blocks(request, transfer, block_ids, blocks.stop * request.block_size, blocks)
             case _:
@@ -139,7 +140,7 @@ class LeavingCopies:
         num_context_tokens: int,
         blocks: IndexRange | None = None,
     ) -> None:
-        """Send blocks that have their KV already; None: all."""
+        """Send ``blocks`` of the context, or all blocks, whose KV is complete."""
         sender = self._context.mover.departures.offer(
             request.request_id,
             request.epoch,
@@ -167,7 +168,7 @@ class LeavingCopies:
         ]
 
     def stop(self, request: LocalRequest, transfer: TransferPlan) -> None:
-        """Send no more of a request by a transfer, for now or for good."""
+        """Stop sending a request's KV by a transfer. A prompt's KV is kept for another receiver."""
         key = request.state.key
         match transfer.then:
             case Then.DECODE if request.move is not None:
@@ -185,7 +186,7 @@ class LeavingCopies:
 
 
 def _leaving(request: LocalRequest) -> tuple[Then, TransferPlan | None]:
-    """Return the copy that leaves: the copy of a range, if one is under way."""
+    """Return the purpose and the transfer of the current copy. The copy of a range takes precedence."""
     state = request.state
     if state.handing is not None:
         return Then.HOLD, state.handing.transfer
@@ -195,7 +196,7 @@ def _leaving(request: LocalRequest) -> tuple[Then, TransferPlan | None]:
 
 
 def part_to_send(transfer: TransferPlan, number: int, block_size: int) -> KvPart:
-    """Return what a transfer's destination is sent: its part, but for the blocks that it shares."""
+    """Return the part to send to a transfer's destination, without the blocks that are cached there."""
     part = transfer.destinations[number].part
     num_shared = max(0, transfer.num_reused_granules) * blocks_of_granule(block_size)
     start, stop = part.blocks

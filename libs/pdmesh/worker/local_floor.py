@@ -1,4 +1,4 @@
-"""The blocks and the residents of an instance, as `pdmesh.instance.machine` uses both."""
+"""The blocks and residents of an instance, in the form that `pdmesh.instance.machine` uses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 
 class RequestFloor:
-    """A `pdmesh.instance.floor.Floor` of requests. ``carry_out`` carries out the effects up to now."""
+    """A `pdmesh.instance.floor.Floor` over requests. ``carry_out`` carries out all pending effects of the machine."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class RequestFloor:
         return self._own
 
     def request(self, sequence: Sequence) -> LocalRequest:
-        """Return what the instance holds of a sequence."""
+        """Return the request of a sequence."""
         request = self._context.sequences.get(*sequence.key)
         assert request is not None, f"{sequence.key} is not held"
         return request
@@ -103,7 +103,7 @@ class RequestFloor:
         return True
 
     def _refuse(self, sequence: Sequence, error: PdmeshError) -> None:
-        """Report that a sequence is not taken and holds no room here, and why."""
+        """Report that a sequence is refused and holds no room here, and why."""
         key, reason = sequence.key, str(error)
         log.warning("request refused", request_id=key[0], epoch=key[1], reason=reason)
         self._context.metrics.refused_requests.inc()
@@ -123,7 +123,7 @@ class RequestFloor:
         self._growth.grow(self.request(sequence), command)
 
     def keep(self, sequence: Sequence, command: Hold) -> bool:
-        """Let a request have room for its output. False if there is no room."""
+        """Keep a request here to decode, with room for its output. Drop it and return False if there is no room."""
         request = self.request(sequence)
         num_tokens = len(request.sequence.token_ids) - (request.phase is SeqPhase.COMPUTED)
         request.max_kv_tokens = num_tokens + request.generation.max_tokens_left - 1
@@ -152,7 +152,7 @@ class RequestFloor:
         self._context.tables.keep_prompt(self.request(sequence), num_tokens)
 
     def decode(self, sequence: Sequence) -> None:
-        """Let a request decode here, and tell its gateway if it was to decode elsewhere."""
+        """Let a request decode here. If it was paused for a move, notify the gateway."""
         request = self.request(sequence)
         if request.phase is SeqPhase.PAUSED:
             self._context.gateways.give_turn(request, self.instance_id)
@@ -164,7 +164,7 @@ class RequestFloor:
         self._moves.leave(self.request(sequence))
 
     def stay(self, sequence: Sequence) -> None:
-        """Do nothing: it decodes."""
+        """Do nothing, because the request decodes already."""
 
     # --- copies ---
 
@@ -207,14 +207,18 @@ class RequestFloor:
         self._context.wake()
 
     def _use_again(self, request: LocalRequest, num_blocks: int, done: MembersSet) -> None:
-        """Take as many blocks for the tokens of a prompt that follow, as far as there are any, and say so."""
+        """Allocate new blocks for the next tokens of a prompt in place of freed ones, and report the change.
+
+        At most ``num_blocks``, and no more than the prompt still needs. Drops the request if too few blocks are free,
+        since then the scheduler's count is wrong.
+        """
         sender, table = request.sender, request.sequence.block_table
         if request.is_released or sender is None:
             return
         first = request.sequence.num_elsewhere_tokens // request.block_size + len(table)
         try:
             new = self._context.tables.allocate(min(num_blocks, len(sender.block_ids) - first))
-        except OutOfBlocks as error:  # the scheduler's count is wrong
+        except OutOfBlocks as error:
             self._context.drop(request, str(error))
             return
         table += new
@@ -223,7 +227,7 @@ class RequestFloor:
         self._context.report(done)
 
     def lose_range(self, sequence: Sequence, number: int) -> None:
-        """Pause a request, in a running step, too."""
+        """Pause a request that lost a range, even within a running step."""
         sequence.lose_range(number)
         elsewhere = self.request(sequence).sequence.elsewhere
         if isinstance(elsewhere, SpreadKv):
@@ -232,7 +236,7 @@ class RequestFloor:
     # --- the end ---
 
     def release(self, sequence: Sequence) -> None:
-        """Release a request, after the effects before have been carried out."""
+        """Release a request after all earlier effects are carried out."""
         self._carry_out()
         self._context.sequences.release(self.request(sequence))
 
@@ -244,7 +248,7 @@ class RequestFloor:
 
 
 def _has_range(request: LocalRequest, transfer: TransferPlan) -> bool:
-    """Whether the first blocks here belong to the range of a transfer, and have their KV."""
+    """Whether the first blocks here are the range of a transfer, with complete KV."""
     blocks = transfer.sources[0].part.blocks
     if len(transfer.destinations) != 1 or blocks.size > len(request.sequence.block_table):
         return False

@@ -13,7 +13,8 @@ from pdmesh.policy.latency import ChunkShape, StepShape
 from pdmesh.policy.latency_profile import shape_of
 from pdmesh.worker.known_steps import KnownSteps
 
-#: What an instance times when it starts, the most telling first: a chunk, the constant, attention, decodes, both.
+#: Steps that an instance times when it starts, the most informative first: a chunk, the constant, attention, decodes,
+#: and mixed steps.
 _START_STEPS = (
     StepShape((ChunkShape(256, 0),), 0, 0),
     StepShape((ChunkShape(32, 0),), 0, 0),
@@ -26,9 +27,9 @@ _START_STEPS = (
     StepShape((ChunkShape(512, 512),), 0, 0),
 )
 START_LIMIT_S = 1.0
-#: Each step is timed so often at most; a core that is shared with others interrupts some of them.
+#: Most times that each step is timed. Other processes on the cores slow some of them down.
 START_ROUNDS = 4
-#: Time for steps that are known already: a machine that was busy before may be quiet now.
+#: Seconds for timing known steps again, since a machine that was busy before may be quiet now.
 REFRESH_S = 0.1
 
 
@@ -40,11 +41,12 @@ def measure_at_start(
     Steps that are ``known`` are timed again only if no others fit, the shortest first, for `REFRESH_S`. New times are
     added to the known ones.
 
-    Rounds, rather than one step several times in a row, because an interruption lasts: if it made all times of a short
-    chunk long, tokens would seem to cost nothing, and the first chunks would be far too long.
+    Steps are timed in rounds, not several times in a row, because an interruption lasts. If an interruption slowed all
+    timings of a short chunk, tokens would seem to cost nothing, and the first chunks would be far too long. An untimed
+    step comes first, for the first use of code and memory.
     """
     began_s = time.perf_counter()
-    step_s(engine, StepShape((ChunkShape(32, 0),), 0, 0))  # first use of code and memory
+    step_s(engine, StepShape((ChunkShape(32, 0),), 0, 0))
     shapes = [shape for shape in _START_STEPS if fits(engine, shape)]
     earlier = {} if known is None else {shape_of(step): step.duration_s for step in known.read()}
     least_s = {shape: earlier[shape] for shape in shapes if shape in earlier}
@@ -91,7 +93,7 @@ def fits(engine: Engine, shape: StepShape) -> bool:
 
 
 def step_s(engine: Engine, shape: StepShape) -> float:
-    """Execute one step of this shape, over whatever the KV cache holds, and return its time. Overwrites the cache."""
+    """Execute one step of this shape and return the time in seconds. Overwrites the KV cache."""
     batch = list(_batch(shape, engine.kv.layout.block_size))
     began_s = time.perf_counter()
     engine.execute(batch)
@@ -99,7 +101,7 @@ def step_s(engine: Engine, shape: StepShape) -> float:
 
 
 def _lengths(shape: StepShape) -> list[int]:
-    """Tokens of each sequence: the chunks', then the decodes', all decodes as long as each other."""
+    """Return the length of each sequence: first the chunks, then the decodes, which are equally long."""
     chunks = [chunk.num_history_tokens + chunk.num_tokens for chunk in shape.chunks]
     num_decodes = int(shape.num_decodes)
     return chunks + [int(shape.num_decode_context_tokens) // max(1, num_decodes)] * num_decodes

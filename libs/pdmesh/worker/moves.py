@@ -1,7 +1,7 @@
-"""Running decodes that move to another instance, at their source: see `docs/architecture/moves.md`.
+"""Running decodes that move to another instance, at the source: see `docs/architecture/moves.md`.
 
-The source decodes until the sender has caught up, names the target with the token after which it pauses, and continues
-by itself only before the commit.
+The source decodes until the sender has caught up. The last token before the pause names the target. Only before the
+commit may the source decode on by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdmesh.worker.sequences import LocalRequest
 
 
 class MovingDecodes:
-    """The requests of an instance that move away."""
+    """The running decodes of an instance that move away."""
 
     def __init__(self, context: InstanceContext) -> None:
         self._context = context
@@ -42,15 +42,15 @@ class MovingDecodes:
         request.move.advance(num_kv_tokens)
 
     def successor(self, request: LocalRequest) -> InstanceId | None:
-        """Return the instance that goes on after the token that a step has just drawn; None for this one."""
+        """Return the instance that decodes on after the token that a step has just drawn; None: this one."""
         copy, sender = _sending(request)
         if copy is None or sender is None or copy.transfer is None or not sender.has_caught_up:
             return None
-        # The step has computed the KV of the token before.
+        # The step has computed the KV of the previous token.
         return copy.transfer.destination_ids[0] if sender.has_room_for(len(request.sequence.token_ids)) else None
 
     def stepped(self, request: LocalRequest, successor: InstanceId | None) -> None:
-        """Note that a step has drawn a token, and has named its ``successor``."""
+        """Freeze a moving request if its last token named a ``successor``; else send the KV of the step."""
         _, sender = _sending(request)
         if sender is None:
             return
@@ -60,20 +60,20 @@ class MovingDecodes:
             sender.advance(len(request.sequence.token_ids) - 1)
 
     def _caught_up(self, request: LocalRequest) -> None:
-        """Note that little is left to send of a request."""
+        """Report that little KV of a request is left to send."""
         _, sender = _sending(request)
         if sender is not None and sender.has_caught_up:
             self._context.hear(request, CopyCaughtUp(request.state.key))
 
     def leave(self, request: LocalRequest) -> None:
-        """Freeze a request with little left to send, unless a step computes it: then the end of the step does."""
+        """Freeze a request with little left to send; if a step computes it, the end of the step does so."""
         copy, _ = _sending(request)
         if copy is not None and copy.transfer is not None and not request.in_step:
             self._context.gateways.give_turn(request, copy.transfer.destination_ids[0])
             self._context.freeze(request)
 
     def send_rest(self, request: LocalRequest) -> None:
-        """Send the rest of a request that draws no more here."""
+        """Send the rest of a frozen request: the last KV, the new tokens and the next token."""
         token_ids, sender = request.sequence.token_ids, request.move
         assert sender is not None, f"{request.request_id} does not move"
         num_kv_tokens = len(token_ids) - 1
@@ -85,6 +85,6 @@ class MovingDecodes:
 
 
 def _sending(request: LocalRequest) -> tuple[Copy | None, KvSource | None]:
-    """Return a move that is not frozen yet, and what sends it."""
+    """Return a move that is not frozen yet, and its sender; else two Nones."""
     copy = request.state.move
     return (copy, request.move) if copy is not None and copy.is_sending else (None, None)

@@ -1,4 +1,4 @@
-"""Whether an instance reaches each of its peers, when an operator asks (`pdmesh doctor --mesh`)."""
+"""Checks of whether an instance reaches its peers, on an operator's request (`pdmesh doctor --mesh`)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from pdmesh.wire.dialing import split_address
 from pdmesh.wire.endpoint import open_channel
 from pdmesh.wire.messages import CheckPeers, PeerProblem, PeersChecked
 
-#: For a peer to take a probe, and for its own to come; more than a connection takes, less than the asker waits.
+#: Limit for a peer to take a probe and to send one: longer than connecting takes, shorter than the operator waits.
 LIMIT_S = 2.5
 
-#: Pause before a peer is tried again. A peer hangs up on unknown processes, and may hear of the check, which names this
-#: one, later.
+#: Pause before a peer is tried again. A peer hangs up on unknown processes, and may learn only later about the check,
+#: which names this instance.
 RETRY_S = 0.5
 
-#: Peers that are tried at once.
+#: Number of peers that are tried at once.
 MAX_AT_ONCE = 64
 
 
 class PeerChecks:
-    """Carries out what `CheckPeers` asks for, and says how it went. One check at a time."""
+    """Runs the checks that `CheckPeers` requests, one at a time, and reports the results."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PeerChecks:
         self._scope: anyio.CancelScope | None = None
 
     def begin(self, message: CheckPeers) -> None:
-        """Check all peers in the background; what is being checked for an earlier question is given up."""
+        """Check all peers in the background, and cancel an earlier check."""
         if self._scope is not None:
             self._scope.cancel()
         self._scope = scope = anyio.CancelScope()
@@ -96,7 +96,7 @@ class PeerChecks:
                 problems.append(PeerProblem(kind="kv to", peer=peer_id, reason=reason))
 
     async def _listen(self, message: CheckPeers, problems: list[PeerProblem]) -> None:
-        """Note the peers of which no probe came."""
+        """Add a problem for each peer whose probe did not come."""
         own = self._instance_id
         peers = {probe_key(message.check_id, peer_id, own): peer_id for peer_id, _ in message.kv_peers}
         for key in await self._probes.wait(peers, LIMIT_S):
@@ -105,7 +105,7 @@ class PeerChecks:
     async def _dial(
         self, gateway_id: str, address: str, problems: list[PeerProblem], limit: anyio.CapacityLimiter
     ) -> None:
-        """Connect to a gateway's token port as tokens do; if that fails, see at what."""
+        """Connect to a gateway's token port as a token link does; add a problem with the reason if this fails."""
         async with limit:
             try:
                 with anyio.move_on_after(LIMIT_S / 2):

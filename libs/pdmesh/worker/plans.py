@@ -1,8 +1,8 @@
-"""What an instance computes next: waiting plans, made into batches of what is left to do of them.
+"""The next work of an instance: waiting plans, and the batches made from them.
 
-A plan may hold the residents' own decode steps until a later one lets them go on (`StepPlan.holds_decodes`). Residents
-do not depend on that later plan: the hold also ends with the scheduler's stream (`Plans.release_decodes`), and when
-nothing was planned for `HOLD_LIMIT_S` after the last plan.
+A plan may hold the residents' own decode steps until a later plan ends the hold (`StepPlan.holds_decodes`). Residents
+do not depend on that later plan. The hold also ends with the scheduler's stream (`Plans.release_decodes`), and when no
+plan comes for `HOLD_LIMIT_S` after the last one.
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ from pdmesh.worker.windows import Windows
 
 log = structlog.get_logger()
 
-#: Plans waiting for the engine. A scheduler keeps a few in flight; what goes beyond this is answered as dropped.
+#: Most plans waiting for the engine. A scheduler keeps a few in flight; further plans are answered as dropped.
 MAX_QUEUED_PLANS = 1024
 
-#: Phases whose blocks become free without a further step of a prompt.
+#: Phases of requests that free their blocks without computing more of a prompt.
 _GIVING_BACK = (SeqPhase.COMPUTED, SeqPhase.DECODING, SeqPhase.PAUSED)
 
 
 class Plans:
-    """Urgent plans, other plans, and else decode steps of the residents, unless ``own`` says they are held.
+    """Source of batches: urgent plans, then other plans, then decode steps of the residents unless ``own`` holds them.
 
-    A plan of which nothing is left to do is answered at once. One that draws under a grammar waits until `grammars` has
-    compiled it, and so do residents that have one; others go on meanwhile. ``wakeup`` rings when there is something
-    urgent, for an engine's thread that waits. ``drop`` gives up a request whose chunk does not follow what has been
-    computed of it. ``drafter`` guesses tokens for steps of decodes alone: one with chunks is as large as it was
-    planned. Of ``num_stages`` each step has as large a part of the residents, who decode in one step at a time.
+    A plan without remaining work is answered at once. Plans and residents that draw under a grammar wait until
+    `grammars` has compiled the grammar, while others continue. With several stages, each step has an equal share of the
+    residents, and a resident is in one step at a time.
+
+    ``wakeup``: wakes an engine's thread that waits, when an urgent batch comes.
+    ``drop``: drops a request whose chunk does not follow its computed tokens.
+    ``drafter``: drafts tokens for steps of decodes alone; steps with chunks keep their planned size.
     """
 
     def __init__(
@@ -68,7 +70,8 @@ class Plans:
         self._own = own
         self._windows = windows
         self._wakeup = wakeup
-        self._held_until_s: float | None = None  # set while decodes are held and nothing is planned
+        #: End of a hold, set while decodes are held and no plan waits.
+        self._held_until_s: float | None = None
         self._report = report
         self._drop = drop
         self._begin_chunk = begin_chunk
@@ -76,18 +79,19 @@ class Plans:
         self._num_stages = num_stages
         self.lost_ranges = LostRanges()
         self._plans: deque[StepPlan] = deque()
-        self._urgent: deque[Batch] = deque()  # the engine's thread takes from it too
+        #: Read by the engine's thread, too.
+        self._urgent: deque[Batch] = deque()
         self._has_work = anyio.Event()
-        self.newest_plan_id = -1  # that was told of
+        self.newest_plan_id = -1
         self.grammars = GrammarCompiler(self.wake)
 
     @property
     def under_way(self) -> list[StepPlan]:
-        """Plans that wait."""
+        """Waiting plans, without urgent batches."""
         return [*self._plans]
 
     def queue(self, plan: StepPlan) -> bool:
-        """Let a plan wait for its turn."""
+        """Add a plan, and return True. Plans beyond `MAX_QUEUED_PLANS` are answered as dropped."""
         self.newest_plan_id = plan.plan_id
         if plan.urgent and len(self._urgent) < MAX_QUEUED_PLANS and not (self._may_wait(plan) or self._must_wait(plan)):
             batch = self._batch(plan)
@@ -104,9 +108,9 @@ class Plans:
         return True
 
     def forget(self) -> None:
-        """Forget all plans; no one waits for an answer."""
+        """Forget all plans without an answer. Another scheduler numbers its plans from 0."""
         self.release_decodes()
-        self.newest_plan_id = -1  # another scheduler counts from 0
+        self.newest_plan_id = -1
         self._plans.clear()
         while (batch := self.take_urgent()) is not None:
             for chunk in batch.chunks:
@@ -184,14 +188,14 @@ class Plans:
         return bool(self._urgent)
 
     def _may_wait(self, plan: StepPlan) -> bool:
-        """Whether it may have to wait, for plans that were sent before or for a load: then it overtakes none."""
+        """Whether a plan may have to wait for KV of a group or of a load; such a plan overtakes no other."""
         requests = (self._sequences.get(part.request_id, part.epoch) for part in plan.chunks)
         return any(
             request is not None and (request.exchange is not None or request.load is not None) for request in requests
         )
 
     def _must_wait(self, plan: StepPlan) -> bool:
-        """Whether it draws a token under a grammar that is being compiled, or waits for frames."""
+        """Whether a plan draws a token under a grammar that is being compiled, or waits for frames."""
         if self._waits_for_frames(plan):
             return True
         if self.grammars.is_idle:
@@ -201,9 +205,9 @@ class Plans:
 
     @property
     def _next_index(self) -> int | None:
-        """Which plan is next: the first, or one that may overtake those that wait for a grammar; None if none can be.
+        """Index of the next plan: the first, or one that may overtake plans that must wait; None if none can run.
 
-        A plan overtakes none of its own requests' earlier ones, and none that says something else of the residents.
+        A plan overtakes no earlier plan of the same requests, and no plan that holds decodes differently.
         """
         if not self._plans or not self._must_wait(self._plans[0]):
             return 0 if self._plans else None
@@ -226,23 +230,23 @@ class Plans:
         return self._ready(self._share(self._sequences.decoding))
 
     def _share(self, residents: list[LocalRequest]) -> list[LocalRequest]:
-        """Return those that the next step may have: of those that are in none, a stage's part of all."""
+        """Return residents for the next step: at most a stage's share of all, and only ones that are in no step."""
         free = [request for request in residents if not request.in_step]
         return free[: ceil(len(residents) / self._num_stages)]
 
     def _follows_at_once(self, request: LocalRequest) -> bool:
-        """Whether a chunk of a request may begin while the one before it is computed: behind it, stage by stage."""
+        """Whether a chunk may begin before the previous one is computed, following it from stage to stage."""
         return self._num_stages > 1 and request.exchange is None and request.load is None
 
     def _ready(self, residents: list[LocalRequest]) -> list[LocalRequest]:
-        """Return those whose grammar is compiled, if they have one."""
+        """Return the residents without a grammar that is being compiled."""
         return residents if self.grammars.is_idle else list(filter(self._is_ready, residents))
 
     def _is_ready(self, request: LocalRequest) -> bool:
         return self.grammars.is_ready(request.generation.params.grammar)
 
     def _waits_for_frames(self, plan: StepPlan) -> bool:
-        """Whether it needs more frames than there are, while somebody has some who will give them back."""
+        """Whether a plan needs more frames than are free, while some request holds frames that it will free."""
         requests = ((self._sequences.get(part.request_id, part.epoch), part) for part in plan.chunks)
         num_wanted = sum(
             self._windows.num_to_take(request.held, part.start + part.num_tokens)
@@ -254,7 +258,11 @@ class Plans:
         )
 
     def _take_frames(self, request: LocalRequest, num_tokens: int) -> bool:
-        """Let a request write so many tokens, at the price of prompts that have begun; if that fails, drop it."""
+        """Take the frames for a request's first ``num_tokens``, and return True.
+
+        If frames are short, drop other begun prompts, the latest first. Without such a prompt, drop the request itself
+        and return False.
+        """
         while True:
             try:
                 self._windows.take(request.held, request.sequence.block_table, num_tokens)
@@ -266,14 +274,14 @@ class Plans:
                     return False
 
     def _last_begun(self, request: LocalRequest) -> LocalRequest | None:
-        """Return the prompt that came last, begun and in no step now, but for this one."""
+        """Return the latest other prompt that has begun and is in no step; None if there is none."""
         for other in reversed(list(self._sequences)):
             if other.phase is SeqPhase.PREFILLING and other.held.places and not other.in_step and other is not request:
                 return other
         return None
 
     def _batch(self, plan: StepPlan) -> Batch | None:
-        """What is there to do of a plan; if that is nothing, it is done."""
+        """Return the batch of a plan; if no work is left, report the plan as done and return None."""
         self._own.planned(plan)
         self._held_until_s = None
         chunks = tuple(chunk for part in plan.chunks if (chunk := self._begin(part)) is not None)
@@ -284,7 +292,7 @@ class Plans:
         return None
 
     def _made(self, plan: StepPlan | None, chunks: tuple[BatchChunk, ...], decodes: tuple[BatchDecode, ...]) -> Batch:
-        """Return a batch that waits for whatever copies touch the blocks that it writes into."""
+        """Return a batch that waits for all copies that use the blocks to be written."""
         guards = self._sequences.guards
         copies = [guard for each in chunks for guard in guards(each.request, each.plan.start, each.plan.num_tokens)]
         for each in decodes:
@@ -303,9 +311,9 @@ class Plans:
         return tuple(begun)
 
     def _goes_on(self, decode: BatchDecode) -> bool:
-        """Let a resident's next tokens be written in layers with a window, behind which it gives up what it held.
+        """Take the frames for a resident's next tokens, and free frames behind the window.
 
-        All that it holds goes along if it is moving.
+        A moving request frees none, because all its frames are sent. Returns False if the request was dropped.
         """
         request = decode.request
         num_tokens = len(request.sequence.token_ids) - 1
@@ -315,9 +323,8 @@ class Plans:
 
     def _begin(self, part: ChunkPlan) -> BatchChunk | None:
         request = self._sequences.get(part.request_id, part.epoch)
-        if (
-            request is None or request.state.incoming is not None
-        ):  # freed meanwhile, perhaps to receive its KV since then
+        # The request may have been freed meanwhile, and may now receive its KV.
+        if request is None or request.state.incoming is not None:
             return None
         end = part.start + part.num_tokens
         num_tokens = len(request.sequence.token_ids)

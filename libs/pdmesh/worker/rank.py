@@ -42,11 +42,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Compute with the others until the leader ends; return the exit code."""
+    """Compute with the other ranks until the leader ends, and return the exit code.
+
+    SIGTERM and SIGINT are ignored, because the leader drains first. Garbage is collected rarely, as in the leader,
+    since the other ranks would wait. If the leader does not open the cache, it has failed and has reported why.
+    """
     start = msgspec.json.decode(sys.argv[1], type=RankStart)
     _end_with(start.leader_pid)
     faulthandler.enable()
-    for number in (signal.SIGTERM, signal.SIGINT):  # those are for the leader, which drains first
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     memory = map_memory(start.exchange_fd, exchange_bytes(start.num_ranks, start.num_stages))
     group = SharedMemoryGroup(start.share, list(map(_socket, start.socket_fds)), group_memory(memory, start.stage))
@@ -59,7 +63,7 @@ def main() -> int:
         model, weights = load_rank(config, start.num_threads, group)
         command = read_command(leader)
         if not isinstance(command, OpenCache):
-            return 0  # the leader could not start, and has said why
+            return 0
         num_bytes = command.num_blocks * model.layout.num_layers * model.layout.block_bytes
         compute = model.compute(command.num_blocks, map_memory(start.cache_fd, num_bytes))
         asked = AskedRows.of(model.config, model.layout, config.worker.max_kv_tokens_per_instance)
@@ -70,7 +74,7 @@ def main() -> int:
         is_configuration = any(isinstance(leaf, ConfigError) for leaf in leaves(error))
         leader.sendall(frame(Failed(sentences(error), is_configuration)))
         return 1
-    with rare_collections():  # as in the leader: the others would wait
+    with rare_collections():
         follower.run()
     return 0
 

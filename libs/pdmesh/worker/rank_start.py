@@ -1,8 +1,8 @@
-"""How an instance's ranks are started: processes that inherit what they have in common with others.
+"""Start of an instance's ranks: processes that inherit their sockets and shared memory.
 
-The ranks of a stage have a socket between each two of them and memory for what they exchange; each has one to the
-leader, a channel from the rank of its number in the stage before, and one to that in the next stage. The last stage's
-first rank has one to the leader.
+The ranks of a stage have a socket between each two of them, and shared memory for exchanges. Each rank has a socket to
+the leader, a channel from the rank with the same number in the previous stage, and a channel to that rank in the next
+stage. The first rank of the last stage has a channel to the leader.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from pdmesh.config_sources import PREFIX, environment_of
 from pdmesh.engine.ranks.share import RankShare
 from pdmesh.worker.ranks import FollowerProcesses, StageProcesses
 
-if TYPE_CHECKING:  # torch takes seconds to import, and an instance of one rank may need none
+# Importing torch takes seconds, and an instance of one rank may not need torch.
+if TYPE_CHECKING:
     from pdmesh.engine.ranks.group import SharedMemoryGroup
 
 
 class RankStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank's process is started with; its settings are in its environment."""
+    """Start arguments of a rank's process. The settings are in the environment.
+
+    ``socket_fds`` lead to the other ranks of the stage, with -1 at the rank's own place.
+    """
 
     leader_pid: int
     rank: int
@@ -38,7 +42,7 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
     num_stages: int = 1
     num_threads: int
     leader_fd: int
-    socket_fds: tuple[int, ...]  # to the other ranks of its stage; -1 at its own place
+    socket_fds: tuple[int, ...]
     inlet_fd: int = -1
     outlet_fd: int = -1
     exchange_fd: int
@@ -46,12 +50,12 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def share(self) -> RankShare:
-        """The part of the model that it computes."""
+        """The part of the model that the rank computes."""
         return RankShare(self.rank, self.num_ranks, self.stage, self.num_stages)
 
     @property
     def fds(self) -> list[int]:
-        """What it inherits."""
+        """File descriptors that the process inherits."""
         given = (self.leader_fd, *self.socket_fds, self.inlet_fd, self.outlet_fd, self.exchange_fd, self.cache_fd)
         return [fd for fd in given if fd >= 0]
 
@@ -60,9 +64,10 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
 def start_ranks(
     config: MeshConfig, degrees: InstanceDegrees, num_threads: int
 ) -> Iterator[FollowerProcesses | StageProcesses | None]:
-    """Start the other ranks of this process's instance, which load their parts of the model; None if it has none.
+    """Start the other ranks of this process's instance, which load their parts of the model.
 
-    They end with the block, or with the thread that enters it, however that ends. Raises ConfigError.
+    Yields None for an instance without other ranks. The ranks end with the block, or with the thread that enters the
+    block, however it ends. Raises ConfigError.
     """
     if degrees.num_ranks == 1 or config.worker.engine != "torch":
         yield None
@@ -76,7 +81,7 @@ def start_ranks(
 
 
 class _Starting:
-    """Starts the ranks of an instance, each with its ends of what it has in common with others."""
+    """Starter of an instance's ranks, which owns their sockets and shared memory until the start."""
 
     def __init__(self, config: MeshConfig, degrees: InstanceDegrees, num_threads: int) -> None:
         from pdmesh.engine.ranks.places import exchange_bytes
@@ -92,7 +97,7 @@ class _Starting:
         self._sockets: list[socket.socket] = []
 
     def followers(self) -> FollowerProcesses:
-        """Start all ranks of the one stage but the first, which this process is."""
+        """Start all ranks of the only stage except the first one, which is this process."""
         num_ranks = self._degrees.tensor
         ends = self._mesh(num_ranks)
         processes: list[subprocess.Popen[bytes]] = []
@@ -137,14 +142,14 @@ class _Starting:
         return pair
 
     def _mesh(self, num_ranks: int) -> list[list[socket.socket | None]]:
-        """Return the sockets of each rank to each other one."""
+        """Return the sockets between each two ranks, by rank; None at a rank's own place."""
         ends: list[list[socket.socket | None]] = [[None] * num_ranks for _ in range(num_ranks)]
         for first, second in combinations(range(num_ranks), 2):
             ends[first][second], ends[second][first] = self._pair()
         return ends
 
     def _give_away_all_but(self, own: Sequence[socket.socket]) -> None:
-        """Close what the processes have inherited, so that each socket closes with the one that has it."""
+        """Close inherited sockets and memory here, so that each socket closes when the process holding it ends."""
         for each in self._sockets:
             if each not in own:
                 each.close()

@@ -1,8 +1,8 @@
-"""The processes of an instance's ranks, as their leader starts them, looks after them, and ends them.
+"""The processes of an instance's ranks, as seen by the leader, which watches and ends them.
 
-The leader is the process that the mesh knows. It is rank 0, unless there are several stages: then it computes nothing,
-and all ranks are others. These are its children: they inherit sockets and memory, listen nowhere, and end when it does,
-in whatever way. If one of them ends, or stands still, so does the instance.
+The leader is the process that the mesh knows. With one stage, the leader is rank 0. With several stages, it computes
+nothing, and all ranks are other processes. The other ranks are children of the leader: they inherit sockets and memory,
+listen nowhere, and end when the leader ends, however this happens. If a rank ends or hangs, the instance ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.failures import describe_exit
 from pdmesh.worker.starvation import Thread, is_starved, threads_of
 
-if TYPE_CHECKING:  # torch takes seconds to import, and an instance of one rank may need none
+# Importing torch takes seconds, and an instance of one rank may not need torch.
+if TYPE_CHECKING:
     from torch import Tensor
 
     from pdmesh.engine.ranks.channel import StageChannel
@@ -42,21 +43,21 @@ if TYPE_CHECKING:  # torch takes seconds to import, and an instance of one rank 
 
 log = structlog.get_logger()
 
-#: Interval of a rank's heartbeats, and how many may be missing: a rank that stands still ends its instance in a second.
-#: One that the machine does not let run may miss ten times as many.
+#: Interval of a rank's heartbeats, and how many may be missing: a hanging rank ends its instance in a second. A rank
+#: that gets no processor time may miss ten times as many.
 BEAT_S = 0.1
 _MAX_MISSED_BEATS = 9
 _STARVED_BEATS = 0.1
-#: A leader that was itself not run for so long knows nothing of the others.
+#: A leader that itself got no processor time for this long ignores missing heartbeats.
 _OWN_PAUSE_S = 0.3
 _END_S = 1.0
 _NOTICE_S = 0.2
 
 
 class RankProcesses:
-    """The processes of other ranks. Made by `start_ranks`."""
+    """The processes of other ranks, beginning with ``_first_rank``. Made by `start_ranks`."""
 
-    _first_rank: int  # of them
+    _first_rank: int
 
     def __init__(
         self,
@@ -65,17 +66,18 @@ class RankProcesses:
         processes: Sequence[subprocess.Popen[bytes]],
         cache_fd: int,
     ) -> None:
-        """``groups`` are of each stage, in which the ranks' heartbeats are counted."""
+        """``groups`` count the ranks' heartbeats; there is one for each stage."""
         self._groups = groups
         self._sockets = leader_sockets
         self._processes = processes
         self._cache_fd = cache_fd
         self._telling = threading.Lock()
-        self._why = ""  # the instance must end
+        #: Why the instance must end.
+        self._why = ""
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The processes of all ranks, the leader's first."""
+        """Process ids of the leader and of all other ranks, the leader first."""
         return (os.getpid(), *(process.pid for process in self._processes))
 
     def tell(self, command: Command, stage: int | None = None) -> None:
@@ -101,7 +103,10 @@ class RankProcesses:
         return map_memory(self._cache_fd, num_bytes)
 
     def answers(self) -> Iterator[tuple[str, Ready]]:
-        """Yield how each rank computes, with its name, once it can. Raises ConfigError for the first that cannot."""
+        """Yield each rank's name and how it computes, once it is ready.
+
+        Raises ConfigError or InstanceUnavailable for the first rank that cannot start.
+        """
         for number, connection in enumerate(self._sockets):
             try:
                 answer = read_answer(connection)
@@ -113,8 +118,11 @@ class RankProcesses:
             yield self._name(number), answer
 
     def why_lost(self) -> str:
-        """Return which rank has ended or stood still; empty if none has."""
-        deadline_s = monotonic() + _NOTICE_S  # its sockets are closed a moment before it has ended
+        """Return which rank has ended or hung, and how; empty if none has.
+
+        Waits up to `_NOTICE_S`, because a rank's sockets close a moment before the process ends.
+        """
+        deadline_s = monotonic() + _NOTICE_S
         while not self._why and monotonic() < deadline_s:
             ended = next((number for number in range(len(self._processes)) if self._has_ended(number)), None)
             self._why = "" if ended is None else self._how_ended(ended)
@@ -122,9 +130,10 @@ class RankProcesses:
         return self._why
 
     async def watch(self) -> str:
-        """Return once a rank has ended, or was silent and is killed with the others: why the instance must end."""
+        """Wait until a rank ends or is silent, kill all ranks, and return why the instance must end."""
         last, missed = self._beats(), [0.0] * len(self._processes)
-        threads = [dict[int, Thread]() for _ in missed]  # of each rank that missed the last one
+        # The threads of each rank that missed the last heartbeat.
+        threads = [dict[int, Thread]() for _ in missed]
         while True:
             began_s = monotonic()
             await anyio.sleep(BEAT_S)
@@ -146,14 +155,14 @@ class RankProcesses:
             last = now
 
     def kill(self) -> None:
-        """End all ranks but this one, now; whoever waits for one of them is told."""
+        """Kill all other ranks now. Calls that wait for a rank then fail."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.wait()
 
     def close(self) -> None:
-        """Let the ranks end, and wait until they have."""
+        """Let the ranks end, wait for `_END_S`, and kill the remaining ones."""
         for connection in self._sockets:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -166,8 +175,9 @@ class RankProcesses:
         os.close(self._cache_fd)
 
     def _beats(self) -> list[int]:
+        """Return the heartbeat counts of all ranks but the leader."""
         beats = [beat for group in self._groups for beat in group.beats()]
-        return beats[-len(self._processes) :]  # the leader's own are not missed
+        return beats[-len(self._processes) :]
 
     def _has_ended(self, number: int) -> bool:
         return self._processes[number].poll() is not None
@@ -232,7 +242,7 @@ class StageProcesses(RankProcesses):
                 while True:
                     for key, _ in selector.select():
                         yield key.data, read_report(self._sockets[key.data * num_ranks])
-            except (OSError, ValueError) as error:  # closed meanwhile
+            except (OSError, ValueError) as error:
                 raise InstanceUnavailable("the instance ends") from error
 
 

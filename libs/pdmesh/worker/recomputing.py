@@ -1,7 +1,7 @@
-"""Lost ranges of spread contexts, which this instance computes again: each context decodes on another instance.
+"""Lost ranges of spread contexts that this instance computes again.
 
-That instance sends the tokens. They are computed like chunks of a prompt, beside the decodes here, and attend to the
-ranges before them on other instances. With the last chunk this instance is a member of the context.
+The instance on which the context decodes sends the tokens. The tokens are computed like chunks of a prompt, beside the
+decodes here, and attend to the earlier ranges on other instances. After the last chunk this instance holds the range.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pdmesh.worker.sequences import LocalRequest
 
 
 class RecomputedRanges:
-    """The lost ranges of an instance, with their tokens or before the tokens have come."""
+    """The lost ranges that an instance computes again, or whose tokens have not come yet."""
 
     def __init__(self, context: InstanceContext, ranges: LostRanges) -> None:
         self._context = context
         self._ranges = ranges
 
     def tokens_of(self, request: LocalRequest, num_tokens: int) -> LostTokens:
-        """Return the place for the tokens of a range."""
+        """Return the receiver for the ``num_tokens`` of a range."""
         return LostTokens(
             4 * num_tokens,
             on_all=lambda tokens, num_prompt_tokens: self._begin(request, tokens, num_prompt_tokens),
@@ -52,7 +52,7 @@ class RecomputedRanges:
         self._context.wake()
 
     def ended(self, chunk: BatchChunk, *, is_computed: bool) -> None:
-        """Note the end of a chunk. With the last one, begin to answer for the range."""
+        """Handle the end of a chunk. After the last one, begin to answer for the range."""
         request = chunk.request
         if not is_computed:
             self._fail(request, "another instance that holds KV before it does not answer")

@@ -1,4 +1,4 @@
-"""What an instance tells the scheduler and gateways about the results of a step."""
+"""Messages of an instance to the scheduler and the gateways about the results of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdmesh.worker.times import StepTime
 
 
 class TokenSink(Protocol):
-    """Sends tokens to gateways. Neither method blocks."""
+    """Sender of tokens to gateways. Neither method blocks."""
 
     def open(self, address: str, gateway_id: GatewayId) -> None:
         """Get ready to send to a gateway."""
@@ -27,7 +27,7 @@ class TokenSink(Protocol):
 
 
 class ToGateways:
-    """Tells the gateways about the requests that an instance holds."""
+    """Messages to the gateways about the requests of an instance."""
 
     def __init__(self, tokens: TokenSink) -> None:
         self._tokens = tokens
@@ -63,10 +63,10 @@ def step_done(
     own_steps: OwnDecodeSteps | None = None,
     ended: Collection[BatchChunk] = (),
 ) -> StepDone:
-    """Report what was done of a plan: ``batch``, or nothing. Chunks that were dropped meanwhile have no tokens.
+    """Return the report of a plan, which was executed as ``batch``, or not at all.
 
-    Chunks of the batch that ``ended`` before they were computed have none either. ``own_steps`` are decode steps made
-    before it that were not reported yet.
+    Chunks of dropped requests, and chunks that ``ended`` before they were computed, have 0 tokens in the report.
+    ``own_steps`` are earlier decode steps that were not reported yet.
     """
     chunks = () if batch is None else batch.chunks
     computed = {
@@ -98,7 +98,7 @@ def step_done(
 
 
 def token_out(request: LocalRequest, drawn: DrawnToken, successor: InstanceId | None = None) -> TokenOut:
-    """Make the message for a drawn token, before it joins the sequence. ``successor`` draws the next, after a move."""
+    """Make the message for a drawn token that is not in the sequence yet. After a move, ``successor`` decodes on."""
     return TokenOut(
         request_id=request.request_id,
         epoch=request.epoch,

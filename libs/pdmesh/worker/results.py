@@ -1,4 +1,4 @@
-"""The results of a step, handed out: tokens to gateways, a report to the scheduler; and what each request does next."""
+"""Results of a step: tokens for gateways, a report for the scheduler, and the next phase of each request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 
 class Results:
-    """Hands out the results of steps, and moves their requests on. ``own`` sums up the steps that no plan asked for."""
+    """Distributor of the results of steps. ``own`` sums up the steps that no plan requested."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class Results:
         self._lost_ranges = lost_ranges
 
     def hand_out(self, batch: Batch, results: list[SliceResult | None], time: StepTime) -> bool:
-        """Take the batch's results, None for what was abandoned. Return whether a stream waits for KV to leave.
+        """Distribute a batch's results, None for abandoned rows; return whether a stream waits for KV to leave.
 
-        Such a stream is paused until the last of its KV has left, which should not wait for the next step: that one's
-        thread would compete for the interpreter.
+        Such a stream is paused until its last KV has left. This should happen before the next step, whose thread would
+        compete for the interpreter. A group's chunk without a result was waiting for a lost member and is planned anew.
         """
         if batch.waiting:
             self._context.metrics.kv_wait_s.observe(time.waited_s)
@@ -67,11 +67,12 @@ class Results:
                 self._context.drop(chunk.request, why_aborted)
             elif chunk.request.gives_back:
                 self._context.drop(chunk.request, "other instances that hold KV of it do not answer")
-            elif chunk.exchange is not None:  # a member was lost, and what it waited for is planned anew
+            elif chunk.exchange is not None:
                 chunk.exchange.ledger.abandon(*chunk.begun_blocks(self._context.block_size))
         self._tell_of_step(batch, time, ended)
         for chunk, result in zip(batch.chunks, results, strict=False):
-            if result is not None and result.prompt_logprobs:  # also of a helper that was freed in its last layer
+            # A helper may have been freed in its last layer.
+            if result is not None and result.prompt_logprobs:
                 self._context.gateways.send(chunk.request, prompt_logprobs(chunk, result))
             if not self._context.sequences.step_ended(chunk.request):
                 continue
@@ -109,7 +110,7 @@ class Results:
                 self._finish(request, FinishReason.ERROR)
 
     def between_steps(self, request: LocalRequest) -> None:
-        """Let a context have the members that the scheduler named, if it named any and no step computes it."""
+        """Set the shard holders that the scheduler named, if any and if no step computes the request."""
         if request.state.next_members is None or request.in_step:
             return
         try:
@@ -118,8 +119,8 @@ class Results:
             self._context.drop(request, str(error))
 
     def _lose_members(self, request: LocalRequest) -> None:
-        """Note that a step lacked KV that other instances hold."""
-        if request.state.next_members is not None:  # named while the step ran: continue if the range is there
+        """Handle a step that lacked KV on other instances: use members named meanwhile, or report lost ones."""
+        if request.state.next_members is not None:
             self.between_steps(request)
             return
         elsewhere = request.sequence.elsewhere
@@ -127,14 +128,17 @@ class Results:
         self._context.do(self._machine.lose_members(request.state, numbers))
 
     def _tell_of_step(self, batch: Batch, time: StepTime, ended: Collection[BatchChunk]) -> None:
-        """Report a planned step; note one of the instance's own."""
+        """Report a planned step, or add one of the instance's own to the sums.
+
+        An own step with a chunk is not added, because it is slower than decodes alone.
+        """
         kind = "mixed" if batch.chunks and batch.decodes else "prefill" if batch.chunks else "decode"
         self._context.metrics.step_s.labels(kind).observe(time.duration_s)
         self._context.metrics.lent_core_s.inc(time.num_lent_cores * time.duration_s)
         if batch.plan is not None:
             report = step_done(self._context.instance_id, batch.plan, batch, time, self._own.take(), ended)
             self._context.report(report)
-        elif not batch.chunks:  # else it is slower than decodes alone
+        elif not batch.chunks:
             self._own.made(
                 num_tokens=batch.num_decode_tokens,
                 num_context_tokens=batch.num_decode_context_tokens,
@@ -170,7 +174,7 @@ class Results:
         self._context.metrics.drafted(len(decode.draft), num_accepted)
 
     def _deliver(self, request: LocalRequest, result: SliceResult) -> None:
-        """Send drawn tokens, or an embedding, to the gateway; release the request if it ends with the last of them."""
+        """Send drawn tokens, or an embedding, to the gateway; release the request if it has finished."""
         if result.embedding:
             self._context.gateways.send(request, embedding_out(request, result.embedding))
             self._finish(request, FinishReason.STOP)
@@ -190,7 +194,7 @@ class Results:
             self._moves.stepped(request, successor)
 
     def _finish(self, request: LocalRequest, reason: FinishReason) -> None:
-        """End a request whose last token, or the error in its place, has been sent."""
+        """End a request whose last token or error has been sent."""
         request.end_trace(ERROR if reason is FinishReason.ERROR else DONE)
         self._machine.endings.finish(
             request.state,

@@ -1,4 +1,4 @@
-"""A worker process: engine, KV transport, links and step loop, put together and taken apart."""
+"""A worker process: start and stop of its engine, KV transport, links and step loop."""
 
 from __future__ import annotations
 
@@ -61,12 +61,13 @@ from pdmesh.worker.threads import EngineThread, fair_num_threads
 from pdmesh.worker.token_links import open_token_links
 from pdmesh.worker.worker_metrics import WorkerMetrics
 
-if TYPE_CHECKING:  # torch takes seconds to import
+# Importing torch takes seconds.
+if TYPE_CHECKING:
     from pdmesh.engine.preloaded import PreloadedModel
 
 log = structlog.get_logger()
 
-#: Names of programs that are the first process of a container, and start one other.
+#: Names of programs that are the first process of a container and start one other.
 CONTAINER_INITS = frozenset({"catatonit", "docker-init", "dumb-init", "tini"})
 
 
@@ -104,7 +105,8 @@ async def run_worker(
                 cores = use_cores(engine, cores)
             config = replace(config, transfer=transfer_for(device_name(config), config.transfer, why_unreadable()))
             async with UcxTransport(config.transfer) as transport:
-                with rare_collections():  # a full one takes 100 ms, of a step or of a transfer
+                # A full garbage collection would delay a step or a transfer by 100 ms.
+                with rare_collections():
                     await serve_instance(
                         config,
                         context,
@@ -158,7 +160,7 @@ async def serve_instance(
             model=served_model_name(config),
             kv_layout=engine.kv.layout,
             num_blocks=engine.kv.num_blocks,
-            # What its cache can hold, if that is less: nobody is promised more.
+            # The KV cache may hold fewer tokens than the model allows.
             max_model_len=min(engine.max_model_len, engine.kv.num_blocks * engine.kv.layout.block_size)
             if range_tokens == 0
             else engine.max_model_len,
@@ -220,7 +222,8 @@ async def serve_instance(
         anyio.create_task_group() as links,
     ):
         if tier is not None:
-            load_bytes_per_s = await thread.run(tier.measure)  # the mover has shown its memory to a device
+            # The mover has registered the tier's memory with a device by now.
+            load_bytes_per_s = await thread.run(tier.measure)
         instance = Instance(
             instance_id=instance_id,
             role=role,
@@ -292,9 +295,9 @@ async def serve_instance(
 
 
 def process_number(started_at: float) -> int:
-    """Return a number that no earlier process of this instance's name had.
+    """Return a number that no earlier process of the same instance name had: the pid, or in a container the start time.
 
-    In a container each process has the same pid, as the first process or an init's child: the start time is used.
+    In a container the pid is always the same, both of the first process and of an init's child.
     """
     pid = os.getpid()
     is_first = pid == 1 or (os.getppid() == 1 and Path("/proc/1/comm").read_text().strip() in CONTAINER_INITS)
@@ -307,7 +310,7 @@ async def _announce(context: ServiceContext, scheduler: WorkerSession, facts: di
 
 
 async def _end_without(ranks: RankProcesses, work: anyio.CancelScope) -> None:
-    """End what an instance does once one of its ranks is lost."""
+    """Cancel ``work`` once a rank is lost."""
     log.error("the instance ends", reason=await ranks.watch())
     work.cancel()
 
@@ -315,7 +318,7 @@ async def _end_without(ranks: RankProcesses, work: anyio.CancelScope) -> None:
 async def _drain(
     context: ServiceContext, scheduler: WorkerSession, instance: Instance, work: anyio.CancelScope
 ) -> None:
-    """Wait to be told to stop; then take nothing new, and let what runs end until told to give it up."""
+    """Wait for the stop; then refuse new requests, and cancel ``work`` when all have ended or the process must end."""
     await context.stopping.wait()
     instance.stop_admitting()
     scheduler.report(DrainRequested(instance.instance_id))
@@ -333,7 +336,10 @@ async def _drain(
 
 
 def reserve_cores(config: MeshConfig, degrees: InstanceDegrees, num_threads: int) -> LentCores | None:
-    """Take a row for this worker in the table of cores, if workers lend each other cores. Its own cores are in use."""
+    """Take a row for this worker in the table of cores and mark its cores as in use.
+
+    Returns None if workers do not lend each other cores, or if the table cannot be used.
+    """
     worker = config.worker
     if worker.cores_file is None or not worker.lend_cores or worker.engine != "torch" or degrees.num_ranks > 1:
         return None
@@ -347,8 +353,8 @@ def reserve_cores(config: MeshConfig, degrees: InstanceDegrees, num_threads: int
 
 
 def use_cores(engine: Engine, cores: LentCores) -> LentCores | None:
-    """Have the engine compute with ``cores``; None if its results would depend on the number of threads."""
-    from pdmesh.engine.runner import TorchEngine  # loaded already
+    """Let the engine compute with ``cores`` and return them; None if results depend on the number of threads."""
+    from pdmesh.engine.runner import TorchEngine
 
     assert isinstance(engine, TorchEngine)
     if not engine.any_num_threads:
@@ -365,7 +371,10 @@ def offload_tier(
     wakeup: Wakeup,
     on_lost: Callable[[PrefixHashes], object],
 ) -> OffloadTier | None:
-    """Return the tier that the settings ask for, if any. Raises ConfigError where there can be none."""
+    """Return the configured offload tier, if any. Raises ConfigError if the settings contradict each other.
+
+    A tier that is too small for one granule counts as none.
+    """
     if worker.kv_offload_disk_bytes and worker.kv_offload_dir is None:
         raise ConfigError(
             "worker.kv_offload_disk_bytes is set, but worker.kv_offload_dir is not: name a directory on a disk"
@@ -380,7 +389,7 @@ def offload_tier(
         disk_bytes=worker.kv_offload_disk_bytes,
         directory=worker.kv_offload_dir,
         on_lost=on_lost,
-        # anyio has no call from a thread that does not wait for its result.
+        # anyio has no call from a thread that returns without waiting for the result.
         call_soon=asyncio.get_running_loop().call_soon_threadsafe,
     )
     if tier.num_granules == 0:
@@ -390,7 +399,7 @@ def offload_tier(
 
 
 def prompt_lookup(worker: WorkerConfig, device: str) -> PromptLookup | None:
-    """Return what drafts tokens, if anything is to. Raises ConfigError where that cannot be."""
+    """Return the configured drafter, if any. Raises ConfigError for a device without exact drafts."""
     if worker.speculation == "off":
         return None
     if device != "cpu":
@@ -406,7 +415,10 @@ def prompt_lookup(worker: WorkerConfig, device: str) -> PromptLookup | None:
 
 
 def transfer_for(device: str, config: TransferConfig, unreadable: str | None) -> TransferConfig:
-    """Return the settings for KV on ``device``; ``unreadable`` says why peers cannot read this process's memory."""
+    """Return the transfer settings for KV on ``device``.
+
+    ``unreadable`` says why peers cannot read this process's memory; None: they can.
+    """
     if device != "cpu":
         config = replace(config, max_payload_bytes=config.device_payload_bytes)
     if unreadable is None or not names_shared_memory(ucx_tls(config)):

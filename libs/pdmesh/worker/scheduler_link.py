@@ -1,6 +1,6 @@
-"""The worker's stream to the scheduler: it registers, renews the lease, carries reports, and reconnects after a loss.
+"""The worker's stream to the scheduler: registration, heartbeats and reports, and reconnecting after a loss.
 
-Reports are not kept while the scheduler is away, because registering again tells it all that it must know.
+Reports are dropped while the scheduler is away, because the next registration has all that it needs.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ log = structlog.get_logger()
 
 METHOD = "/pdmesh.v1.Scheduler/Worker"
 
-#: For the scheduler to hear our goodbye.
+#: Seconds for the scheduler to hear the goodbye.
 LEAVE_LIMIT_S = 5.0
 
 
 class WorkerSession:
     """The worker's session with the scheduler.
 
-    Before each registration ``prepare`` is awaited (it may have to let a step end); ``registration`` returns what is
-    true at the moment of sending, and ``registered`` is called when it was accepted. ``handle`` takes the scheduler's
-    messages, and ``lost`` is called whenever the stream ends.
+    Before each registration ``prepare`` is awaited, and may wait for a step to end. ``registration`` returns the state
+    at the moment of sending. ``registered`` is called when the registration was accepted. ``handle`` takes the
+    scheduler's messages, and ``lost`` is called whenever the stream ends.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class WorkerSession:
         self.registered = anyio.Event()
 
     def report(self, event: InstanceEvent) -> None:
-        """Queue an event; dropped while the scheduler is away."""
+        """Queue an event, or drop it while the scheduler is away."""
         self._session.post(EventMessage.of(event))
 
     def answer(self, checked: PeersChecked) -> None:
-        """Queue what a check found; dropped while the scheduler is away."""
+        """Queue the result of a check, or drop it while the scheduler is away."""
         self._session.post(checked)
 
     async def run(self) -> None:
@@ -88,7 +88,7 @@ class WorkerSession:
         await self._session.run()
 
     async def leave(self) -> None:
-        """Say goodbye and wait, for a while, until the scheduler has heard it."""
+        """Send a goodbye and wait until the scheduler has read it, for `LEAVE_LIMIT_S` at most."""
         if self._session.post(Goodbye()):
             with anyio.move_on_after(LEAVE_LIMIT_S):
                 await self._session.finish()
@@ -127,7 +127,7 @@ class WorkerSession:
                 assert_never(message)
 
     def overflowed(self) -> None:
-        pass  # registering again tells it all
+        """Do nothing, because the next registration has the whole state."""
 
     def lost(self) -> None:
         self._lost()

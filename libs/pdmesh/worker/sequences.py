@@ -1,7 +1,7 @@
-"""The requests an instance holds: their blocks, their transcripts, and how far each has come.
+"""The requests of an instance: their blocks, their transcripts, and their progress.
 
-A request is *released* once: its transfer is stopped, its blocks go back to the pool, and when the last of them is free
-the scheduler is told. While a step uses the blocks, or a copy still touches them, the release waits for it.
+A request is *released* once: its transfer is stopped, its blocks go back to the pool, and the scheduler gets a report
+when the last block is free. The release waits while a step or a copy still uses the blocks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pdmesh.wire.messages import Generation
 from pdmesh.worker.spans import RequestTrace
 from pdmesh.worker.windows import HeldBlocks, Windows
 
-#: How requests are counted by phase, in metrics.
+#: Names of phases in metrics.
 _STAGES = {
     SeqPhase.PREFILLING: "prefilling",
     SeqPhase.COMPUTED: "sending",
@@ -48,19 +48,19 @@ _STAGES = {
     SeqPhase.PAUSED: "leaving",
 }
 
-#: Phases in which all tokens but the last one have their KV here.
+#: Phases in which all tokens except the last one have their KV here.
 _WITH_DRAWN = (SeqPhase.COMPUTED, SeqPhase.DECODING, SeqPhase.PAUSED)
 
 
 class Drawn(NamedTuple):
-    """Granules that a request drew, kept as it ends; the first so many were kept before."""
+    """Drawn granules that are cached when a request ends. The first ``num_known`` of them were cached before."""
 
     granules: PrefixHashes = ()
     num_known: int = 0
 
 
 class ContextTable(Sequence[int]):
-    """A sequence's blocks by their place in its context, those that others hold among them: they are nowhere here."""
+    """A sequence's blocks by their place in the context, with `NO_BLOCK` for blocks on other instances."""
 
     def __init__(self, sequence: EngineSequence, block_size: int) -> None:
         self._table = sequence.block_table
@@ -83,30 +83,48 @@ class ContextTable(Sequence[int]):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LocalRequest:
-    """One request of one epoch on this instance."""
+    """A request of one epoch on this instance.
+
+    ``state``: phase, copies and shard holders.
+    ``max_kv_tokens``: most tokens whose KV the request may come to have.
+    ``sender``: set if the KV moves on after the prefill.
+    ``exchange``: set if a group computes the prompt.
+    ``load``: set while KV comes from the offload tier.
+    ``move``: set while the request decodes and moves to another instance.
+    ``num_tokens_told``: length of the transcript that was sent when the move began.
+    ``trace``: set if the request is traced.
+    ``held``: frames in layers with a window.
+    ``num_reused_tokens``: number of first tokens whose KV was cached here, in blocks or in the offload tier.
+    ``num_shared_tokens``: number of first tokens in blocks shared with others; other reused tokens came from the tier.
+    ``num_drafted_tokens``: drafted tokens that steps here verified, ``num_accepted_tokens`` of them successfully.
+    ``num_chunks``: number of chunks that have begun, and ``num_begun_tokens`` the end of the last one.
+    ``began_s``: when this instance began to compute the request's lost range.
+    ``num_steps``: number of steps that use the request now; with several stages, each may have a chunk of it.
+    ``has_drawn``: whether all tokens except the last one had KV here at the release.
+    """
 
     generation: Generation
     sequence: EngineSequence
-    state: SequenceState  # phase, copies, members
+    state: SequenceState
     block_size: int
-    max_kv_tokens: int  # that it may come to hold
-    sender: KvSource | None = None  # set if its KV moves on after its prefill
-    exchange: KvExchange | None = None  # set if a group computes its prompt
-    load: KvLoad | None = None  # set while some of its KV comes from the offload tier
-    move: KvSource | None = None  # set while it decodes, and moves to another instance
-    num_tokens_told: int = 0  # tokens of the transcript that was sent as the move began
-    trace: RequestTrace | None = None  # set if the request is traced
-    held: HeldBlocks = field(default_factory=HeldBlocks)  # in layers with a window
-    num_reused_tokens: int = 0  # the first ones, whose KV was here
-    num_shared_tokens: int = 0  # of these, in blocks that others have, too: what is behind came from the offload tier
-    num_drafted_tokens: int = 0  # verified here, by steps of its own decoding
-    num_accepted_tokens: int = 0  # of these
-    num_chunks: int = 0  # begun
-    num_begun_tokens: int = 0  # up to the end of the last chunk that was begun
+    max_kv_tokens: int
+    sender: KvSource | None = None
+    exchange: KvExchange | None = None
+    load: KvLoad | None = None
+    move: KvSource | None = None
+    num_tokens_told: int = 0
+    trace: RequestTrace | None = None
+    held: HeldBlocks = field(default_factory=HeldBlocks)
+    num_reused_tokens: int = 0
+    num_shared_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_chunks: int = 0
+    num_begun_tokens: int = 0
     reports: RoomReports = field(default_factory=RoomReports)
-    began_s: float = 0.0  # when this instance began to compute it, if it is a lost range
-    num_steps: int = 0  # that it is in: one, or of several stages some, each with a chunk of it
-    has_drawn: bool = False  # all of its tokens but the last one had KV here as it was released
+    began_s: float = 0.0
+    num_steps: int = 0
+    has_drawn: bool = False
 
     @property
     def request_id(self) -> RequestId:
@@ -122,52 +140,53 @@ class LocalRequest:
 
     @property
     def is_released(self) -> bool:
-        """Whether it is released; a step or a copy may still use its blocks."""
+        """Whether the request is released; a step or a copy may still use its blocks."""
         return self.state.is_freed
 
     @property
     def chain(self) -> PrefixHashes:
-        """Granules of its prompt, cached as it is computed: see `pdmesh.model.Request.chain`."""
+        """Granules of the prompt, cached as they are computed: see `pdmesh.model.Request.chain`."""
         return self.state.chain
 
     @property
     def gives_back(self) -> bool:
-        """Whether its prompt is longer than the room here: ranges of it leave while it is computed."""
+        """Whether the prompt is longer than the room here, so that ranges leave while it is computed."""
         return self.state.prompt.num_blocks_at_once > 0
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens of its prompt that were computed here, or reused."""
+        """Number of prompt tokens that were computed here or reused."""
         return self.state.prompt.num_computed_tokens
 
     @property
     def next_instance_id(self) -> InstanceId | None:
-        """The instance that will decode the request, if that is another one and known."""
+        """The other instance that will decode the request; None if it is unknown or this one."""
         onward = self.state.onward
         return None if onward is None or onward.transfer is None else onward.transfer.destination_ids[0]
 
     def note_commit(self) -> None:
-        """Commit the move if its last message has left: from then on the target may have begun."""
+        """Commit a frozen move whose last message has left, since the target may decode from then on."""
         move = self.state.move
         if move is not None and move.state is CopyState.FROZEN and self.move is not None and self.move.committed:
             move.commit()
 
     @property
     def in_step(self) -> bool:
-        """Whether a step uses its blocks."""
+        """Whether a step uses the request's blocks."""
         return self.num_steps > 0
 
     def begins(self, part: ChunkPlan) -> bool:
-        """Whether a chunk can be the next one here: it follows what is computed, or a group leaves gaps for others.
+        """Whether a chunk can be the next one here, and begin it in the group's exchange, if any.
 
-        Of several stages it may follow what is being computed.
+        Without a group, a chunk must follow the computed tokens, or with several stages the tokens being computed. A
+        group's chunk may leave gaps for other members, but must be made of whole blocks, since a page has one writer.
         """
         if self.exchange is None:
             return part.start == (self.num_begun_tokens if self.in_step else self.num_computed_tokens)
         end = part.start + part.num_tokens
         if part.is_last and not self.exchange.leads:
             return False
-        if part.start % self.block_size and part.start != self.num_begun_tokens:  # a page has one writer
+        if part.start % self.block_size and part.start != self.num_begun_tokens:
             return False
         if end % self.block_size and not part.is_last:
             return False
@@ -176,12 +195,12 @@ class LocalRequest:
 
     @property
     def num_own_tokens(self) -> int:
-        """Tokens of its transcript whose KV no other instance holds."""
+        """Number of tokens of the transcript whose KV is not on other instances."""
         return len(self.sequence.token_ids) - self.sequence.num_elsewhere_tokens
 
     @property
     def context_table(self) -> ContextTable:
-        """The blocks of its whole context, of which others may hold the first; as it grows."""
+        """Live view of the blocks of the whole context; other instances may hold the first ones."""
         return ContextTable(self.sequence, self.block_size)
 
     @property
@@ -191,16 +210,17 @@ class LocalRequest:
 
     @property
     def is_low(self) -> bool:
-        """Whether it needs more blocks soon, or at once."""
+        """Whether the request needs more blocks, soon or at once."""
         num_blocks = len(self.sequence.block_table)
         if self.is_released or num_blocks * self.block_size >= self.max_kv_tokens - self.sequence.num_elsewhere_tokens:
             return False
         return is_low(self.num_own_tokens, num_blocks, self.block_size)
 
     def is_news(self, range_tokens: int) -> bool:
-        """Return whether the scheduler has not heard that it is low, out of room, or holds more than a range.
+        """Note the room of the request, and return whether it is worth a report.
 
-        The last token has no KV yet.
+        A report is due when the request gets low or out of room, or has more KV here than a range. The last token has
+        no KV yet.
         """
         if self.is_released:
             return False
@@ -211,18 +231,18 @@ class LocalRequest:
 
     @property
     def decodes_nowhere(self) -> bool:
-        """Whether it is to decode, and cannot have begun to, here or where its KV goes."""
+        """Whether the request waits to decode, and cannot have begun here or at the receiver of its KV."""
         if self.phase is SeqPhase.COMPUTED:
             return self.sender is not None and not self.sender.may_have_landed
         return self.state.decodes_nowhere
 
     def end_trace(self, outcome: str) -> None:
-        """What was open in its trace ended so. Does nothing the second time."""
+        """End the open spans of the trace with an outcome. Does nothing the second time."""
         if self.trace is not None:
             self.trace.ended(self.sequence.num_output_tokens, outcome)
 
     def as_resident(self, granules: PrefixHashes) -> Resident:
-        """Return what a scheduler is told of it; ``granules`` are those of its prompt that are kept, too."""
+        """Return the request for a registration. ``granules`` are the cached ones of the prompt."""
         return Resident(
             request_id=self.request_id,
             epoch=self.epoch,
@@ -241,7 +261,8 @@ class LocalRequest:
 class Sequences:
     """The requests that an instance has blocks for.
 
-    ``on_released`` is called once per request, when its last block is free or kept, with what ``keep_drawn`` has kept.
+    ``on_released`` is called once per request, when the last block is free or only cached, with the result of
+    ``keep_drawn``, which caches the drawn granules.
     """
 
     def __init__(
@@ -259,7 +280,7 @@ class Sequences:
         self._keep_drawn = keep_drawn
         self._on_released = on_released
         self._requests: dict[tuple[RequestId, Epoch], LocalRequest] = {}
-        self.states: dict[RequestKey, SequenceState] = {}  # phase and copies of each
+        self.states: dict[RequestKey, SequenceState] = {}
         self._decoding: dict[tuple[RequestId, Epoch], LocalRequest] = {}
         self._leaving: set[LocalRequest] = set()
         self._released = anyio.Event()
@@ -280,18 +301,18 @@ class Sequences:
 
     @property
     def decoding(self) -> list[LocalRequest]:
-        """The residents that have room for a token more, and all of their KV, oldest first."""
+        """Residents with room for one more token and without a lost range, oldest first."""
         return [request for request in self._decoding.values() if request.has_room and not request.state.has_lost_range]
 
     @property
     def num_decoding(self) -> int:
-        """Residents, those that wait for credit among them."""
+        """Number of residents, including residents that wait for room."""
         return len(self._decoding)
 
     def num_of_stage(self) -> dict[str, int]:
-        """How many are held, by stage; prompts of which no chunk has begun are ``queued``.
+        """Return the number of requests by stage.
 
-        Residents that wait for room are ``out_of_credit``.
+        Prompts without a begun chunk are ``queued``, and residents that wait for room are ``out_of_credit``.
         """
         counts = dict.fromkeys(("queued", *_STAGES.values(), "out_of_credit"), 0)
         for request in self:
@@ -319,7 +340,7 @@ class Sequences:
         del self._decoding[request.request_id, request.epoch]
 
     def release(self, request: LocalRequest) -> None:
-        """Stop what runs for the request and give its blocks back, at once or when the step that uses them ends."""
+        """Stop a request's copies and loads and free its blocks, at once or when the step that uses them ends."""
         if request.is_released:
             return
         key = request.request_id, request.epoch
@@ -335,14 +356,14 @@ class Sequences:
             self._free(request)
 
     def step_ended(self, request: LocalRequest) -> bool:
-        """Note that a step does not use the request's blocks any more; False if it was released meanwhile."""
+        """End a step's use of the request's blocks; return False if the request was released meanwhile."""
         request.num_steps -= 1
         if request.is_released and not request.in_step:
             self._free(request)
         return not request.is_released
 
     def abort_waiting(self, reason: str) -> None:
-        """End what the engine's thread waits for."""
+        """Abort all waits of the engine's thread for groups and loads."""
         for request in self:
             if request.exchange is not None:
                 request.exchange.gate.abort(reason)
@@ -357,7 +378,7 @@ class Sequences:
         return self._pool.guards_of(request.sequence.block_table[first:end])
 
     def may_write(self, request: LocalRequest, part: ChunkPlan) -> bool:
-        """Whether there are blocks for a chunk to fill, which are this request's alone."""
+        """Whether the table has all blocks that a chunk fills, and none of them is shared."""
         table, num_elsewhere_tokens = request.sequence.block_table, request.sequence.num_elsewhere_tokens
         first = (part.start - num_elsewhere_tokens) // request.block_size
         end = num_blocks_for(part.start - num_elsewhere_tokens + part.num_tokens, request.block_size)
@@ -369,12 +390,12 @@ class Sequences:
             await self._released.wait()
 
     async def emptied(self) -> None:
-        """Wait until nothing is held."""
+        """Wait until no request is left and all blocks of released ones are free."""
         while self._requests or self._leaving:
             await self._released.wait()
 
     def check_integrity(self) -> None:
-        """Check that each block is in as many of the requests' tables as the pool counts references."""
+        """Raise AssertionError if tables and the pool's references disagree, or residents write into shared blocks."""
         self._pool.check_integrity()
         held, tables = (
             self._pool.references,

@@ -15,11 +15,11 @@ CHUNK = "chunk"
 TRANSFER = "kv transfer"
 DECODE = "decode"
 
-#: How a span ended. FREED: somebody else has no more need of it, as after a cancel or a stop string.
+#: Outcomes of a span. FREED: the request is not needed any more, as after a cancel or a stop string.
 DONE, FREED, FAILED, ERROR = "done", "freed", "failed", "error"
 FAILURES = (FAILED, ERROR)
 
-#: Chunk events of one span; a very long prompt's later chunks are only counted.
+#: Most chunk events of one span; later chunks of a very long prompt are only counted.
 MAX_CHUNK_EVENTS = 256
 
 
@@ -31,7 +31,7 @@ def trace_of(tracing: Tracing, generation: Generation, instance_id: InstanceId) 
 
 
 class RequestTrace:
-    """A request's trace on this instance. Each method notes an event of now; a span is recorded when it is over."""
+    """A request's trace on this instance. Each method notes an event that happens now; finished spans are recorded."""
 
     def __init__(self, tracing: Tracing, traceparent: str, generation: Generation, instance_id: InstanceId) -> None:
         self._tracing = tracing
@@ -77,7 +77,7 @@ class RequestTrace:
         self._granted_at = None
 
     def receiver_lost(self) -> None:
-        """Note that the granted transfer ends here; the KV may go elsewhere."""
+        """Note that the granted transfer failed; the KV may go to another receiver."""
         if self._granted_at is not None:
             self._record(TRANSFER, self._granted_at, time.time(), {}, FAILED)
             self._granted_at = None
@@ -86,7 +86,7 @@ class RequestTrace:
         self._decode_began_at = time.time()
 
     def ended(self, num_output_tokens: int, outcome: str) -> None:
-        """Note that the instance is done with the request; spans that are still open end with it. Idempotent."""
+        """End all open spans, because the instance is done with the request. Idempotent."""
         now = time.time()
         self._end_prefill(now, outcome)
         if self._granted_at is not None:

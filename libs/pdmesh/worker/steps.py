@@ -1,14 +1,13 @@
-"""The step loop: the next plan if there is one, else a decode step over the residents, else wait.
+"""The step loop: execute the next plan, else a decode step over the residents, else wait.
 
-An urgent plan that comes while a step with chunks is running is executed inside it, between two of its layers, and
-handed out at once. Steps of decodes alone are short, and are not interrupted.
+An urgent plan that comes while a step with chunks runs is executed inside this step, between two layers, and its
+results are distributed at once. Steps of decodes alone are short, and are not interrupted.
 
-A chunk of a prompt that several instances compute, or of which KV comes from the offload tier, waits before each
-layer's attention for the KV before it.
+A chunk waits before each layer's attention for earlier KV that a group computes or that comes from the offload tier.
 
-An engine of several stages has several steps under way. The next one is made as the last one begins, so that one waits
-at the first stage and no more: what is urgent takes the place behind it, and runs inside no other. A step that may wait
-for KV is followed by none, and so is one with chunks that may begin again: the next chunks need theirs.
+An engine of several stages has several steps under way. The next step is made when the last one begins, so that only
+one waits at the first stage. An urgent plan is the step after that one, and runs inside no other. After a step that may
+wait for KV, or whose chunks may be computed again, the next step begins only at its end, because it may need the KV.
 """
 
 from __future__ import annotations
@@ -42,22 +41,26 @@ log = structlog.get_logger()
 
 
 class _Executed(NamedTuple):
+    """An executed batch. Chunks whose waiting was aborted, and rows whose KV elsewhere was lost, have no result."""
+
     batch: Batch
-    results: list[SliceResult | None]  # None of chunks whose waiting was aborted, and of decodes whose KV was lost
+    results: list[SliceResult | None]
     time: StepTime
 
 
 class _EndsEarly(Exception):
-    """A running step should go no further as it is: all of it was aborted, or a chunk was given up."""
+    """Signal to stop a running step, because all rows were aborted or a chunk must be removed."""
 
 
 class _Step:
-    """One batch on the engine's thread, and what happens between its layers.
+    """A batch on the engine's thread, and the work between its layers.
 
-    New KV is handed on, what is urgent is run, and chunks of groups wait for the KV before them; what is urgent
-    meanwhile is run then. A chunk whose waiting is aborted goes on with whatever is in its blocks: they are freed next.
-    Those of one that was given up, as a member was lost, are not, and some of its pages may be here already, and on
-    their way to others. So nothing is computed of it without the KV before it: the step's other rows begin again.
+    Between layers, new KV is published, urgent batches run, and chunks wait for earlier KV, while urgent batches run,
+    too. A chunk whose wait is aborted is computed with any contents of its blocks, which are freed next. A chunk that
+    lost a member of its group keeps its blocks, and some of its pages may already be sent to others. So such a chunk
+    must not be computed without the earlier KV, and the other rows of the step begin again.
+
+    ``run_inside`` runs an urgent batch; None inside another step, and with several stages.
     """
 
     def __init__(
@@ -73,11 +76,12 @@ class _Step:
         self._cores = cores
         self._plans = plans
         self._engine = engine
-        self._run_inside = run_inside  # None: it is inside another, or there are stages
+        self._run_inside = run_inside
         self._flight = flight or StepFlight()
         self._block_size = engine.kv.layout.block_size
         self._aborted: list[BatchChunk] = []
-        self._lost: list[BatchChunk | BatchDecode] = []  # some of their KV is elsewhere, and nobody answers there
+        #: Rows whose KV on another instance gets no answer.
+        self._lost: list[BatchChunk | BatchDecode] = []
         self._publish = batch.on_layer(self._block_size, self._aborted)
         self._waiting = batch.waiting
         self._urgent = Urgent(lambda: run_inside is not None and plans.has_urgent, self._run_urgent)
@@ -119,7 +123,7 @@ class _Step:
         return _Executed(batch, results, step_time)
 
     def _rows(self) -> dict[int, SequenceSlice]:
-        """What is left to compute, by its place in the batch."""
+        """Return the rows left to compute, by their place in the batch."""
         rows = [*self._batch.chunks, *self._batch.decodes]
         ended = {index for index, row in enumerate(rows) if row in self._aborted or row in self._lost}
         return {index: part for index, part in enumerate(self._batch.slices) if index not in ended}
@@ -136,7 +140,8 @@ class _Step:
             return
         urgent = self._plans.take_urgent()
         if urgent is not None:
-            self._engine.settle()  # what a device has not done yet of the outer step is not the urgent one's time
+            # Let the device finish the queued work of the outer step, which is not the urgent step's time.
+            self._engine.settle()
             began_s = time.perf_counter()
             self._run_inside(urgent)
             self._nested_s += time.perf_counter() - began_s
@@ -157,12 +162,15 @@ class _Step:
 
 
 class _Executor:
-    """What runs on the engine's thread. ``on_inside`` is told there of each batch that ran inside another."""
+    """Executor of batches on the engine's thread. ``on_inside`` gets each batch that ran inside another.
+
+    ``broken`` has the batches that ended with the engine's failure.
+    """
 
     def __init__(
         self, plans: Plans, engine: Engine, on_inside: Callable[[_Executed], object], cores: LentCores | None
     ) -> None:
-        self.broken: list[Batch] = []  # batches that ended with the engine's failure
+        self.broken: list[Batch] = []
         self._plans = plans
         self._engine = engine
         self._on_inside = on_inside
@@ -192,10 +200,10 @@ async def run_steps(
 ) -> Exception:
     """Execute batches until cancelled. If the engine breaks, end the requests of its batches and return its error.
 
-    While a step runs on the engine's thread, the event loop serves the links. ``cores`` is this worker's part of the
+    While a step runs on the engine's thread, the event loop serves the links. ``cores`` is this worker's row of the
     table, if workers lend each other cores.
     """
-    # anyio has no call from a thread that does not wait for its result.
+    # anyio has no call from a thread that returns without waiting for the result.
     call_soon = asyncio.get_running_loop().call_soon_threadsafe
     done_inside, inside = anyio.create_memory_object_stream[_Executed](MAX_QUEUED_PLANS)
     executor = _Executor(
@@ -241,9 +249,9 @@ async def _run_batches(
 
 
 def _failed(instance: Instance, executor: _Executor, error: Exception) -> Exception:
-    """End the requests of the batches that the engine broke with, and return its error.
+    """End the requests of the batches with which the engine broke, and return the error.
 
-    If a rank is gone, its requests go on elsewhere, as if this process were.
+    If a rank is lost, the requests are left to restart elsewhere, as after the loss of this process.
     """
     if not isinstance(error, InstanceUnavailable):
         log.error("the engine failed", exc_info=error)
@@ -253,14 +261,14 @@ def _failed(instance: Instance, executor: _Executor, error: Exception) -> Except
 
 
 class _Pipelined:
-    """Several steps under way, each on one of ``lanes``. Their results are handed out in the order of the steps."""
+    """Loop with several steps under way, each on one of ``lanes``. Results are distributed in the steps' order."""
 
     def __init__(self, instance: Instance, executor: _Executor, lanes: Iterable[EngineThread]) -> None:
         self._instance = instance
         self._executor = executor
         self._free = deque(lanes)
         self._changed = anyio.Event()
-        self._last_done = anyio.Event()  # of the step that was begun last
+        self._last_done = anyio.Event()
         self._last_done.set()
         self._failure: Exception | None = None
 
@@ -282,7 +290,10 @@ class _Pipelined:
         await self._changed.wait()
 
     async def _begin(self, batch: Batch, steps: TaskGroup) -> None:
-        """Return once the first stage computes the batch; once it is done, if it may wait for KV or begin again."""
+        """Begin a batch, and return once the first stage computes it.
+
+        A batch that may wait for KV, or be computed again, is awaited to its end.
+        """
         call_soon = asyncio.get_running_loop().call_soon_threadsafe
         begun, before, done = anyio.Event(), self._last_done, anyio.Event()
         self._last_done = done

@@ -1,4 +1,4 @@
-"""The thread that the engine lives on, and how many cores it may use."""
+"""The engine's thread, and the number of cores that it may use."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pdmesh.threads import CallThread
 def fair_num_threads(num_threads: int, num_ranks: int = 1) -> int:
     """Return ``num_threads``, or for 0 a rank's share of half of the process's cores.
 
-    The other pool's instance gets the rest.
+    The other half is for an instance of the other pool.
     """
     return num_threads or max(1, num_usable_cores() // 2 // num_ranks)
 
 
 class EngineThread(CallThread):
-    """Runs blocking calls one after the other on one thread of its own.
+    """A thread that runs blocking calls one after the other. ``wakeup`` is for calls that wait.
 
-    Always the same thread, because native thread pools and device contexts belong to the thread that made them.
+    All calls run on one thread, because native thread pools and device contexts belong to the thread that made them.
     """
 
     def __init__(self, name: str = "engine") -> None:
         super().__init__(name)
-        self.wakeup = Wakeup()  #: for calls that wait for something
+        self.wakeup = Wakeup()

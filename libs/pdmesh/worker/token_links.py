@@ -1,10 +1,9 @@
 """Streams of tokens to gateways: one for each gateway address, opened at the first request and kept while it is used.
 
-The tokens of one step are posted together and leave in one frame, and so do those of several steps that follow each
-other within a millisecond. Each link remembers its latest messages and sends them again after a reconnect. A gateway
-drops those that it has, by (epoch, index), so a broken stream costs nothing. A gateway whose stream was away for longer
-finds a gap and resumes the requests concerned. A gateway that cannot be reached is told to the scheduler, which may
-reach it: other instances then speak to it.
+The tokens of one step are sent in one frame, and so are the tokens of several steps within a millisecond. Each link
+remembers its latest messages and sends them again after a reconnect. The gateway drops known messages by (epoch,
+index), so a broken stream costs nothing. After a longer break the gateway finds a gap and resumes the requests
+concerned. An unreachable gateway is reported to the scheduler, which may reach it and let other instances serve it.
 """
 
 from __future__ import annotations
@@ -41,30 +40,30 @@ log = structlog.get_logger()
 
 METHOD = "/pdmesh.v1.Gateway/Tokens"
 
-#: Between two frames to a gateway. Steps of a model take longer; each frame costs both ends more than its tokens do.
+#: Least time between two frames to a gateway. Steps of a model take longer, and a frame costs more than its tokens.
 FRAME_INTERVAL_S = 0.001
 
-#: Messages sent again after a reconnect.
+#: Number of messages sent again after a reconnect.
 NUM_REMEMBERED = 1024
 
-#: A gateway that cannot be reached for so long is forgotten; the next request from it begins anew.
+#: Time after which an unreachable gateway is forgotten; the next request from it connects anew.
 GIVE_UP_S = 30.0
 
-#: For a gateway to accept the first stream, and another one after a stream broke: a gateway that lives does in a tenth.
+#: Limits for a gateway to accept the first stream, and another after a break. A living one needs a tenth of them.
 FIRST_OPEN_LIMIT_S = 2.0
 OPEN_LIMIT_S = 0.5
 
-#: The same where it had answered nothing for a while: then it is the way that is broken, or will be soon open again.
+#: The limit after a break where the gateway had been silent: either the path is broken, or it will be open again soon.
 SILENT_OPEN_LIMIT_S = 0.2
 
-#: How often the scheduler is told again of a gateway that cannot be reached, which it remembers for a while only.
+#: Interval of repeated reports of an unreachable gateway, since the scheduler forgets them after a while.
 REPEAT_S = 10.0
 
-#: For a gateway to read what is left when we stop.
+#: Seconds for gateways to read the last messages when the worker stops.
 FLUSH_LIMIT_S = 2.0
 
 
-#: Requests, as (id, epoch), of which a gateway may lack what was sent last.
+#: Requests, as (id, epoch), whose last messages a gateway may lack.
 Unconfirmed = tuple[tuple[RequestId, Epoch], ...]
 
 
@@ -87,7 +86,7 @@ class TokenLinks:
         self._links: dict[str, _GatewayLink] = {}
 
     def open(self, address: str, gateway_id: GatewayId) -> None:
-        """Connect in the background, so that the first token need not wait for it."""
+        """Connect in the background, so that the first token need not wait for the connection."""
         if address not in self._links:
 
             def report(is_up: bool, unconfirmed: Unconfirmed) -> None:
@@ -102,7 +101,7 @@ class TokenLinks:
         self._links[address].send(message)
 
     async def flush(self) -> None:
-        """Send nothing more, and wait for a while until gateways have read what was sent."""
+        """Stop sending, and wait until gateways have read all messages, for `FLUSH_LIMIT_S` at most."""
         with anyio.move_on_after(FLUSH_LIMIT_S):
             async with anyio.create_task_group() as tasks:
                 for link in self._links.values():
@@ -119,7 +118,11 @@ class TokenLinks:
 
 
 class _GatewayLink:
-    """The stream to one gateway, over all its reconnects."""
+    """The stream to one gateway, over all reconnects.
+
+    ``report`` gets whether the link is up, after it was down for the first time. ``_num_unconfirmed`` counts the last
+    remembered messages that no answered heartbeat followed.
+    """
 
     def __init__(
         self,
@@ -129,11 +132,11 @@ class _GatewayLink:
         max_queued: int,
     ) -> None:
         self._registration = registration
-        self._report = report  # whether it is up, if it has not always been
+        self._report = report
         self._opened, self._broke = anyio.Event(), anyio.Event()
         self._remembered: deque[TokenMessage] = deque(maxlen=NUM_REMEMBERED)
-        self._num_unconfirmed = 0  # of these, the last
-        #: For each heartbeat without an answer: how many were sent after it, and before the next one.
+        self._num_unconfirmed = 0
+        #: For each unanswered heartbeat: the number of messages sent between it and the next one.
         self._asked: deque[int] = deque()
         self._session: Session[TokensUp, TokensDown] = Session(
             channel, METHOD, TokensDown, self, max_queued=max_queued, interval_s=FRAME_INTERVAL_S
@@ -150,7 +153,7 @@ class _GatewayLink:
 
     @property
     def _unconfirmed(self) -> Unconfirmed:
-        """What no answered heartbeat followed."""
+        """Requests with messages that no answered heartbeat followed."""
         num_confirmed = max(0, len(self._remembered) - self._num_unconfirmed)
         messages = islice(self._remembered, num_confirmed, None)
         return tuple(dict.fromkeys((message.request_id, message.epoch) for message in messages))
@@ -164,7 +167,7 @@ class _GatewayLink:
             tasks.cancel_scope.cancel()
 
     async def _watch(self) -> None:
-        """Report when it has been down for longer than a gateway that lives needs, and when it is up again."""
+        """Report when the link is down for longer than a living gateway needs, and when it is up again."""
         limit_s = FIRST_OPEN_LIMIT_S
         while True:
             with anyio.move_on_after(limit_s):
@@ -200,7 +203,8 @@ class _GatewayLink:
 
     def handle(self, message: TokensDown) -> None:
         match message:
-            case TokensHeard():  # all that was sent before the heartbeat that it answers
+            case TokensHeard():
+                # The gateway has all messages that were sent before the answered heartbeat.
                 if not self._asked:
                     raise ProtocolError("the gateway answers a heartbeat that was not sent")
                 self._num_unconfirmed = sum(self._asked)
@@ -213,7 +217,8 @@ class _GatewayLink:
 
     def lost(self) -> None:
         self._asked.clear()
-        if self._opened.is_set():  # else it was lost before, and somebody waits for it
+        # If the event is not set, the link was down already, and `_watch` waits for the event.
+        if self._opened.is_set():
             self._opened = anyio.Event()
             self._broke.set()
         self._limit.deadline = min(self._limit.deadline, anyio.current_time() + GIVE_UP_S)
@@ -229,9 +234,10 @@ async def open_token_links(
     weights: str = "",
     max_queued: int = MAX_QUEUED_MESSAGES,
 ) -> AsyncGenerator[TokenLinks]:
-    """Yield links that live as long as the block. ``arithmetic`` is the class that the instance says it computes in.
+    """Yield links that live as long as the block.
 
-    ``weights`` is the identity of the weights that draw its tokens. ``report`` hears which links are down, or up again.
+    ``arithmetic`` is the instance's arithmetic class, and ``weights`` the identity of its weights. ``report`` gets the
+    links that are down, or up again.
     """
     registration = RegisterTokens(instance_id=instance_id, arithmetic=arithmetic, weights=weights)
     async with anyio.create_task_group() as tasks:

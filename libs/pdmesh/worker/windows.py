@@ -1,4 +1,4 @@
-"""What a request holds in layers with a window: the frames of its blocks that may still be seen, and of no others."""
+"""Frames of requests in layers with a window: a request holds frames only for blocks that may still be seen."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from pdmesh.model import IndexRange, num_blocks_for
 
 @dataclass(slots=True, eq=False)
 class HeldBlocks:
-    """Of a request's block table, by their places in it, the blocks whose frames it holds."""
+    """Places in a request's block table whose frames the request holds: none before ``first`` or from ``end`` on."""
 
     places: set[int] = field(default_factory=set[int])
-    first: int = 0  # nothing before it is held
-    end: int = 0  # nothing from here on
+    first: int = 0
+    end: int = 0
 
 
 class Windows:
-    """Lets block tables hold frames as their sequences go on. Does nothing where no layer's KV is given up.
+    """Frames of all block tables as their sequences grow. Does nothing where no layer frees KV. Event loop only.
 
-    Event loop only. Whatever takes frames raises `pdmesh.kv.frames.OutOfFrames`, and changes nothing, if there are too
-    few.
+    Methods that take frames raise `pdmesh.kv.frames.OutOfFrames`, and change nothing, if there are too few.
     """
 
     def __init__(self, store: KvStore, pool: BlockPool) -> None:
@@ -33,29 +32,29 @@ class Windows:
 
     @property
     def are_freed(self) -> bool:
-        """Whether anything is given up behind windows."""
+        """Whether frames behind windows are freed."""
         return self.frames is not None
 
     @property
     def num_available(self) -> int:
-        """Frames that can be taken."""
+        """Number of frames that can be taken."""
         return 0 if self.frames is None else self.frames.num_available
 
     def begin(self, held: HeldBlocks, block_table: Sequence[int], num_tokens: int) -> None:
-        """Hold what the token behind so many sees, whether they are there or to come."""
+        """Hold the frames that token ``num_tokens`` sees, whether their KV is there or will come."""
         first, end = self._layout.first_held_block(num_tokens), num_blocks_for(num_tokens, self._layout.block_size)
         held.first = held.end = first
         self.extend(held, block_table, IndexRange(first, end))
         held.end = end
 
     def is_seen(self, block_table: Sequence[int], num_tokens: int, num_blocks: int) -> bool:
-        """Whether of the first ``num_blocks`` of a table those are there that the token behind ``num_tokens`` sees."""
+        """Whether token ``num_tokens`` finds all frames that it sees among the first ``num_blocks`` of a table."""
         return self.frames is None or self.frames.has_all(
             block_table[self._layout.first_held_block(num_tokens) : num_blocks]
         )
 
     def take(self, held: HeldBlocks, block_table: Sequence[int], num_tokens: int) -> None:
-        """Hold the blocks that so many first tokens fill, before those behind what is held are written."""
+        """Hold frames for the blocks of the first ``num_tokens``, from ``held.end`` on, before they are written."""
         end = num_blocks_for(num_tokens, self._layout.block_size)
         if end > held.end:
             self.extend(held, block_table, IndexRange(held.end, end))
@@ -65,7 +64,7 @@ class Windows:
         return max(0, num_blocks_for(num_tokens, self._layout.block_size) - held.end) if self.are_freed else 0
 
     def extend(self, held: HeldBlocks, block_table: Sequence[int], blocks: IndexRange) -> None:
-        """Hold these blocks, too."""
+        """Hold the frames of these blocks, too."""
         if self.frames is not None:
             new = [place for place in range(*blocks) if place not in held.places]
             self.frames.hold([block_table[place] for place in new])
@@ -73,18 +72,18 @@ class Windows:
         held.first, held.end = min(held.first, blocks.start), max(held.end, blocks.stop)
 
     def pass_by(self, held: HeldBlocks, block_table: Sequence[int], num_tokens: int) -> None:
-        """Give up what nobody sees from the token behind so many on."""
+        """Free frames outside the attention window of token ``num_tokens``."""
         first = self._layout.first_held_block(num_tokens)
         if first > held.first:
             self._let_go(held, block_table, range(held.first, first))
             held.first = first
 
     def end(self, held: HeldBlocks, block_table: Sequence[int]) -> None:
-        """Give up everything. Another request may go on from here."""
+        """Free all frames. Another request may continue from the end of this one."""
         self._let_go(held, block_table, sorted(held.places), resumable=True)
 
     def check_integrity(self, tables: Iterable[tuple[HeldBlocks, Sequence[int]]]) -> None:
-        """AssertionError names what does not balance."""
+        """Raise AssertionError if the tables and the counts of frames contradict each other."""
         if self.frames is not None:
             self.frames.check_integrity({table[place] for held, table in tables for place in held.places})
 

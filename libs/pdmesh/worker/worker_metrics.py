@@ -19,15 +19,15 @@ _TRANSFER_BUCKETS_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 
 
 _LORA_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
 
-#: Reasons for dropping what nobody of the mesh can have sent.
+#: Reasons for dropping pieces that no member of the mesh can have sent.
 _OF_STRANGERS = ("refused", "malformed")
 
-#: Stages in which a request waits for others: for its turn, or for its KV to arrive.
+#: Stages in which a request waits for its turn or for KV to arrive.
 _WAITING_STAGES = ("queued", "receiving")
 
 
 class WorkerMetrics:
-    """One instance's counters, in a registry of its own."""
+    """Counters of one instance, in a separate registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -110,7 +110,7 @@ class WorkerMetrics:
         )
 
     def drafted(self, num_tokens: int, num_accepted: int) -> None:
-        """Count a draft of ``num_tokens`` and the first ``num_accepted`` of them."""
+        """Count a draft of ``num_tokens`` whose first ``num_accepted`` tokens were drawn."""
         self._drafts.inc()
         self._draft_tokens.inc(num_tokens)
         self._accepted_tokens.inc(num_accepted)
@@ -128,7 +128,7 @@ class WorkerMetrics:
         offloads: Callable[[], OffloadCounters] | None = None,
         frames: WindowFrames | None = None,
     ) -> None:
-        """Register gauges that are read when Prometheus asks; ``stages`` counts the requests held by stage."""
+        """Register gauges that are read when Prometheus asks; ``stages`` returns the number of requests by stage."""
         self.registry.register(_Books(pool, stages, pieces))
         if frames is not None:
             self.registry.register(_Frames(frames))
@@ -141,7 +141,7 @@ class WorkerMetrics:
 
 
 class _Books(Collector):
-    """What is held, by block and by request."""
+    """Gauges of blocks and requests, and counters of KV pieces."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class _Books(Collector):
 
 
 class _Frames(Collector):
-    """The KV of layers with a window."""
+    """Gauges of the KV blocks of layers with a window."""
 
     def __init__(self, frames: WindowFrames) -> None:
         self._frames = frames
@@ -211,7 +211,7 @@ class _Frames(Collector):
 
 
 class _Offloads(Collector):
-    """What the offload tier holds, and what went there and came back."""
+    """Contents of the offload tier, and bytes copied to the tier and back."""
 
     def __init__(self, counters: Callable[[], OffloadCounters]) -> None:
         self._counters = counters
@@ -238,7 +238,7 @@ class _Offloads(Collector):
 
 
 class _Load(Collector):
-    """The five that routers and dashboards for vLLM read of each server."""
+    """The five metrics that routers and dashboards for vLLM read from each server."""
 
     def __init__(self, pool: BlockPool, model: str, block_size: int, stages: Callable[[], Mapping[str, int]]) -> None:
         self._pool = pool
