@@ -1,7 +1,7 @@
-"""The cached blocks of an instance, with the number of sequences that share each, and its offload tier.
+"""The cached blocks of an instance, with the number of sequences that share each, and the offload tier.
 
-The cache only obeys. It checks the beliefs of the core: a reused granule is cached, a dropped granule has no owner, and
-the tier has the granules that are loaded, and room for the offloaded ones.
+The cache only obeys the core, and checks the core's view: reused granules are cached, evicted granules have no owner,
+and the tier has the granules to load.
 """
 
 from __future__ import annotations
@@ -13,58 +13,68 @@ from pdmesh.plans import Evictions
 
 
 class CachedPrefix:
-    """The blocks of one sequence that are cached, or may be."""
+    """Cached and cacheable blocks of one sequence.
+
+    ``num_granules``: number of granules whose KV is here.
+    ``cached``: granules that other sequences may share.
+    """
 
     __slots__ = ("cached", "chain", "num_granules", "num_loaded")
 
     def __init__(self, chain: PrefixHashes = (), num_loaded: int = 0) -> None:
-        """``chain``: granules of the prompt; ``num_loaded``: the last ones of the reused, which the tier has."""
+        """``chain``: granules of the prompt. ``num_loaded``: number of the last reused granules, found in the tier."""
         self.chain = chain
         self.num_loaded = num_loaded
-        self.num_granules = 0  # granules whose KV is here
-        self.cached: list[PrefixHash] = []  # granules that other sequences may share
+        self.num_granules = 0
+        self.cached: list[PrefixHash] = []
 
     def clear(self) -> None:
-        """Forget the chain: its blocks were freed."""
+        """Forget the chain, because its blocks were freed."""
         self.chain = ()
 
 
 class BlockCache:
-    """The cache of one instance."""
+    """The prefix cache of one instance.
+
+    ``_owners`` counts the sequences that have a granule in their blocks; ``_num_shared`` counts granules with an owner.
+    ``_before`` has each cached granule's predecessor in the chain, and ``_unreported`` owned granules that no scheduler
+    knows. ``_lost`` has granules that the tier lost by itself and that were not offloaded again. Granules are in order
+    of use, the least recently used first.
+    """
 
     def __init__(self, block_size: int, num_offload_granules: int = 0) -> None:
-        """``num_offload_granules`` is what its offload tier holds."""
+        """``num_offload_granules`` is the capacity of the offload tier."""
         self._granule_blocks = blocks_of_granule(block_size)
-        self._owners: dict[PrefixHash, int] = {}  # requests that have it in their blocks; let go of longest ago first
-        self._before: dict[PrefixHash, PrefixHash | None] = {}  # granule before each cached one in its chain
-        self._unreported: set[PrefixHash] = set()  # owned ones that no scheduler knows of
-        self._num_shared = 0  # with an owner
+        self._owners: dict[PrefixHash, int] = {}
+        self._before: dict[PrefixHash, PrefixHash | None] = {}
+        self._unreported: set[PrefixHash] = set()
+        self._num_shared = 0
         self._num_offload_granules = num_offload_granules
-        self._offloaded: dict[PrefixHash, None] = {}  # used longest ago first
-        self._lost: set[PrefixHash] = set()  # from there, by itself, and not offloaded again
+        self._offloaded: dict[PrefixHash, None] = {}
+        self._lost: set[PrefixHash] = set()
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are kept, those that requests have, too, among them."""
+        """Number of cached blocks, including blocks that sequences share."""
         return len(self._owners) * self._granule_blocks
 
     @property
     def num_idle_blocks(self) -> int:
-        """Those of them that no request has."""
+        """Number of cached blocks without an owner."""
         return (len(self._owners) - self._num_shared) * self._granule_blocks
 
     @property
     def granules(self) -> PrefixHashes:
-        """All that a scheduler may know of, the longest unused first."""
+        """All cached granules that a scheduler may know, the least recently used first."""
         return tuple([granule for granule in self._owners if granule not in self._unreported])
 
     def reported(self, prefix: CachedPrefix) -> PrefixHashes:
-        """Return the cached granules of a sequence that a scheduler may know of."""
+        """Return the cached granules of a sequence that a scheduler may know."""
         return tuple([granule for granule in prefix.cached if granule not in self._unreported])
 
     @property
     def offloaded(self) -> PrefixHashes:
-        """All that the tier has, the longest unused first."""
+        """All granules of the tier, the least recently used first."""
         return tuple(self._offloaded)
 
     def num_cached_blocks(self, prefix: CachedPrefix) -> int:
@@ -83,7 +93,7 @@ class BlockCache:
     def share(self, prefix: CachedPrefix, num_reused: int) -> int:
         """Let a sequence share the first granules of its chain; return the number of shared blocks.
 
-        The granules that come from the tier, the last ones, are in the sequence's own blocks.
+        The last reused granules, which come from the tier, get blocks of the sequence's own.
         """
         num_shared = num_reused - prefix.num_loaded
         for granule in prefix.chain[:num_shared]:
@@ -92,7 +102,7 @@ class BlockCache:
         return num_shared * self._granule_blocks
 
     def computed(self, prefix: CachedPrefix, num_granules: int) -> int:
-        """Cache the first granules of a sequence; return the number of blocks that were not cached before."""
+        """Cache the first granules of a sequence; return the number of newly cached blocks."""
         num_before, first = len(prefix.cached), prefix.num_granules
         before = prefix.chain[first - 1] if 0 < first <= len(prefix.chain) else None
         for granule in prefix.chain[first:num_granules] if self._granule_blocks else ():
@@ -106,9 +116,9 @@ class BlockCache:
         return (len(prefix.cached) - num_before) * self._granule_blocks
 
     def drawn(self, granules: PrefixHashes) -> tuple[PrefixHashes, int]:
-        """Return which of the granules that a request drew stay when it ends, and how many of them are kept already.
+        """Return the drawn granules that stay cached when a request ends, and how many of them are cached already.
 
-        One that is kept without what is before it is about to be dropped.
+        A granule that is cached without its predecessor is about to be evicted, so it ends the result.
         """
         is_kept = [granule in self._owners for granule in granules]
         num_known = is_kept.index(False) if False in is_kept else len(granules)
@@ -116,7 +126,12 @@ class BlockCache:
         return granules[:num_staying], num_known
 
     def end(self, prefix: CachedPrefix, drawn: PrefixHashes) -> int:
-        """Give back a sequence's blocks, ``drawn`` among them; return the number of blocks that stay cached."""
+        """Free a sequence's blocks, and cache the granules ``drawn``.
+
+        Returns the number of blocks that the sequence had in the cache. The chain's granules become the most recently
+        used ones, the first granule last, so that no granule outlives its predecessor. Unreported granules without
+        another owner leave the cache.
+        """
         num_cached = len(prefix.cached)
         before = prefix.chain[-1] if prefix.chain else None
         for granule in drawn if self._granule_blocks else ():
@@ -127,7 +142,7 @@ class BlockCache:
             self._owners[granule] = self._owners.pop(granule, 0)
         own = set(prefix.cached)
         for granule in reversed(prefix.chain):
-            if granule in self._owners:  # what is behind it must not outlive it, whoever has it
+            if granule in self._owners:
                 number = self._owners.pop(granule) - (granule in own)
                 self._num_shared -= not number and granule in own
                 if number or granule not in self._unreported:
@@ -138,9 +153,10 @@ class BlockCache:
         return num_cached * self._granule_blocks
 
     def make_room(self, room: Evictions) -> PrefixHashes:
-        """Evict what a command names.
+        """Evict the granules that a command names.
 
-        Return what the tier loses for it: the scheduler may not know of all that is there, if it heard late of a loss.
+        Returns the granules that the tier loses by this. There may be some, since the scheduler may not know all
+        granules in the tier if a report of a loss came late.
         """
         for granule in room.evict:
             has_it = self._offloaded.pop(granule, self._lost) is None
@@ -159,7 +175,7 @@ class BlockCache:
         return lost
 
     def drop_headless(self) -> None:
-        """Drop granules without the beginning of their chains: the next scheduler will not know of these.
+        """Evict granules without the beginning of their chains, because the next scheduler will not know them.
 
         Sequences that own such granules keep the blocks to their end.
         """
@@ -180,13 +196,13 @@ class BlockCache:
         self._unreported.discard(granule)
 
     def lose(self, granules: Iterable[PrefixHash]) -> None:
-        """Lose granules of the tier."""
+        """Remove granules from the tier and remember them as lost."""
         for granule in granules:
             del self._offloaded[granule]
             self._lost.add(granule)
 
     def lost_of(self, prefix: CachedPrefix, num_reused: int) -> PrefixHashes:
-        """Return the granules that a sequence is to load, of the first ``num_reused``, and that the tier has lost."""
+        """Return the granules that a sequence loads from the tier and that the tier has lost."""
         to_load = prefix.chain[num_reused - prefix.num_loaded : num_reused]
         return tuple([granule for granule in to_load if granule in self._lost])
 

@@ -17,7 +17,7 @@ class Chunks:
         self._floor = floor
 
     def begin(self, sequence: Sequence) -> None:
-        """Offer the KV of a prompt with its first chunk."""
+        """Offer the KV of a prompt when its first chunk begins."""
         onward = sequence.onward
         if onward is not None and onward.state is CopyState.WAITING:
             onward.offer()
@@ -25,13 +25,13 @@ class Chunks:
             floor.effects.append(TransferOffered(floor.instance_id, *sequence.key, onward.transfer_id))
 
     def end(self, sequence: Sequence, chunk: ChunkPlan) -> None:
-        """Note that a chunk is computed, and cache the prompt up to its end."""
+        """Record a computed chunk, and cache the prompt up to its end."""
         num_tokens = chunk.start + chunk.num_tokens
         sequence.compute(num_tokens)
         self._floor.computed(sequence, num_tokens // GRANULE_TOKENS)
 
     def end_prompt(self, sequence: Sequence, *, ends: bool = False) -> None:
-        """Note that the first token is drawn: decode here, unless the KV is for another instance or all ``ends``."""
+        """Record the first token. Decode here, unless the KV moves on or the generation ``ends``."""
         moves_on = sequence.moves_on
         sequence.end_prompt()
         if not moves_on and not ends:

@@ -51,7 +51,7 @@ class Copy:
     # --- transitions ---
 
     def offer(self) -> None:
-        """Note that there is something to send."""
+        """Offer the KV, because the first chunk has begun."""
         self._go("offer", CopyState.OFFERED)
 
     def grant(self, transfer: TransferPlan) -> None:
@@ -69,19 +69,19 @@ class Copy:
         self.transfer = None
 
     def freeze(self) -> None:
-        """Note that the sequence draws no more."""
+        """Record that the sequence draws no more tokens here."""
         self._go("freeze", CopyState.FROZEN)
 
     def commit(self) -> None:
-        """Note that the destination may begin from here on."""
+        """Record that the destination may decode from now on."""
         self._go("commit", CopyState.COMMITTED)
 
     def abandon(self) -> None:
-        """Await no acknowledgement."""
+        """Stop waiting for an acknowledgement."""
         self._go("abandon", CopyState.ABANDONED)
 
     def _go(self, transition: str, state: CopyState) -> None:
-        """Raises IllegalTransition."""
+        """Change the state. Raises IllegalStep if the table does not allow the transition."""
         begins, leads = COPY_TRANSITIONS[transition]
         if self.state not in begins or state not in leads:
             raise IllegalStep(f"{transition} of a copy from {self.state} to {state}")

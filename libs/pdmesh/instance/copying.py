@@ -1,6 +1,6 @@
-"""Copies from and to an instance as they go on: hand-overs, moves, ranges of contexts, and cached blocks.
+"""Rules for copies from and to an instance: hand-overs, moves, ranges of contexts, and cached blocks.
 
-The rules know no blocks and no residents, which a `pdmesh.instance.floor.Floor` has.
+The rules know no blocks and no residents, which are in a `pdmesh.instance.floor.Floor`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from pdmesh.instance.sequence_phases import DECODES, SeqPhase
 from pdmesh.model import PartMember, Then, TransferId
 from pdmesh.plans import TransferPlan
 
-#: `Hold` lets a sequence decode here.
+#: Commands for copies of a sequence. `Hold` lets a sequence decode here.
 CopyCommand = SendCopy | StopCopy | Hold
 
 _UNWANTED = "it is not wanted any more"
 
 
 class CopyRules:
-    """The copies from and to one instance."""
+    """Rules for the copies from and to one instance."""
 
     def __init__(self, floor: Floor) -> None:
         self._floor = floor
@@ -58,7 +58,8 @@ class CopyRules:
             case StopCopy(transfer_id=transfer_id):
                 if sequence.moves_by(transfer_id):
                     self._fail_move(sequence, _UNWANTED)
-                else:  # the move never began here, or has ended
+                else:
+                    # The move never began here, or has ended.
                     self._fail(sequence, transfer_id, _UNWANTED, committed=False)
             case Hold(ends_move=True):
                 if sequence.moves_by(command.move_id):
@@ -76,7 +77,8 @@ class CopyRules:
             lost_range = self._lost_range(sequence, transfer)
             handed = None if sequence.handing is None else sequence.handing.transfer
             if lost_range is not None and handed is not None and handed.is_of_lost_range:
-                self._stop_handing(sequence)  # another target takes the place of the first
+                # Another target replaces the first one.
+                self._stop_handing(sequence)
             is_here = lost_range is not None or self._is_of_range(sequence, transfer)
             if reason or sequence.handing is not None or not is_here:
                 reason = reason or "the range is not here, or on its way already"
@@ -88,9 +90,11 @@ class CopyRules:
             sequence.hand_range(transfer)
         elif transfer.is_move:
             if sequence.has_lost_range:
-                return  # the lost range was reported, and the request starts again
+                # The lost range was reported, and the request starts again.
+                return
             if not reason and sequence.move is not None and not sequence.move.may_have_begun:
-                self.stay(sequence)  # another target takes the place of the first
+                # Another target replaces the first one.
+                self.stay(sequence)
             if reason or not sequence.is_decoding or sequence.move is not None:
                 reason = reason or "it does not decode here, or its target may have begun"
                 self._refuse(command, reason)
@@ -102,7 +106,7 @@ class CopyRules:
                 self._refuse(command, reason or "its KV stays here")
                 return
             if onward.transfer not in (transfer, None):
-                onward.lose_receiver()  # another receiver takes its place
+                onward.lose_receiver()
             if onward.is_sending:
                 return
             is_renewed = onward.transfer is None
@@ -115,7 +119,7 @@ class CopyRules:
         return transfer.is_of_part and not transfer.is_of_lost_range and has_kv
 
     def _lost_range(self, sequence: Sequence, transfer: TransferPlan) -> int | None:
-        """Return the number of the lost range that a transfer is for; None if no member of a context had the range."""
+        """Return the number of the lost range for which a transfer is; None if no member held such a range."""
         if not transfer.is_of_lost_range or sequence.phase not in DECODES:
             return None
         number = range_at(transfer, transfer.destination_ids[0])
@@ -124,7 +128,8 @@ class CopyRules:
     def _pause(self, sequence: Sequence, command: StopCopy) -> None:
         onward = sequence.onward
         if onward is None or onward.transfer is None:
-            return  # the transfer failed here, too
+            # The transfer has failed here, too.
+            return
         if not onward.is_sending or sequence.is_computed:
             self._refuse(command, "its KV is not being sent, or all of it is computed")
             return
@@ -147,7 +152,8 @@ class CopyRules:
         if onward is None:
             self._refuse(command, "its KV stays")
             return
-        if onward.transfer is not None:  # granted again before the scheduler heard that the transfer failed
+        # The transfer may have been granted again before the scheduler heard of its failure.
+        if onward.transfer is not None:
             self._lose_receiver(sequence)
         if not self._floor.keep(sequence, command):
             return
@@ -158,10 +164,10 @@ class CopyRules:
     def _refuse(self, command: CopyCommand, reason: str) -> None:
         self._effects.append(Refused(command, reason))
 
-    # --- how copies go ---
+    # --- events of copies ---
 
     def hear(self, sequence: Sequence, event: CopyEvent) -> None:
-        """Take an event of a copy."""
+        """Handle an event of a copy."""
         match event:
             case CopyLanded():
                 self._landed(sequence, event)
@@ -219,7 +225,7 @@ class CopyRules:
         self._floor.release(sequence)
 
     def _failed(self, sequence: Sequence, event: CopyFailed) -> None:
-        """Give a transfer up: as a receiver with all that has come, as the source of a prompt without loss."""
+        """Report a failed transfer. The source of a prompt keeps the KV; other ends of a copy release the sequence."""
         transfer = sequence.transfer
         assert transfer is not None, f"{sequence.key} has no transfer to fail"
         self._fail(sequence, transfer.transfer_id, event.reason)
@@ -236,7 +242,7 @@ class CopyRules:
         onward.lose_receiver()
 
     def _fail_move(self, sequence: Sequence, reason: str) -> None:
-        """Send no more of a sequence that moves, and report whether it continues here."""
+        """Stop a move and report it. The sequence continues here, unless the destination may have begun."""
         move = sequence.move
         assert move is not None, f"{sequence.key} does not move"
         transfer_id, may_have_begun = move.transfer_id, move.may_have_begun
@@ -247,14 +253,14 @@ class CopyRules:
         self._fail(sequence, transfer_id, reason, committed=may_have_begun)
 
     def freeze(self, sequence: Sequence, num_tokens: int) -> None:
-        """Let a resident that moves draw no more: it has ``num_tokens`` of prompt and output."""
+        """Pause a moving resident, which has ``num_tokens`` of prompt and output."""
         assert sequence.move is not None, f"{sequence.key} pauses without a reason"
         sequence.pause(num_tokens)
         sequence.move.freeze()
         self._effects.append(Froze(sequence))
 
     def stay(self, sequence: Sequence) -> None:
-        """Let a sequence continue here that was about to leave."""
+        """Cancel a move, and let the sequence continue here."""
         move = sequence.move
         assert move is not None, f"{sequence.key} does not move"
         assert move.transfer is not None, f"{sequence.key} moves nowhere"
@@ -274,7 +280,7 @@ class CopyRules:
         self._acknowledged(sequence, transfer_id, event)
 
     def end_landed_range(self, sequence: Sequence, members: tuple[PartMember, ...]) -> None:
-        """End the copy of a range that one of ``members`` has: the acknowledgement may still be on its way."""
+        """End the copy of a range that one of ``members`` holds by now, although no acknowledgement has come yet."""
         handing = sequence.handing
         if handing is None or handing.transfer is None:
             return

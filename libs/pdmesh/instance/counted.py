@@ -1,4 +1,4 @@
-"""An instance machine whose blocks and tokens are counted: the simulator and the laws run it."""
+"""An instance machine that only counts blocks and tokens, for the simulator and the laws."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdmesh.model import FinishReason, InstanceId, InstanceProfile, PartMember, 
 
 
 class CountedMachine(InstanceMachine):
-    """Machine of one instance. ``length_of`` returns how long a request gets."""
+    """Counting machine of one instance. ``length_of`` returns the length of a request."""
 
     def __init__(self, profile: InstanceProfile, length_of: Callable[[RequestKey], Length]) -> None:
         self.holding = holding = Holding(profile, length_of)
@@ -27,7 +27,7 @@ class CountedMachine(InstanceMachine):
     # --- copies ---
 
     def end_copies(self) -> list[Effect]:
-        """End every copy: quarantined blocks are free."""
+        """End every copy, and free quarantined blocks."""
         self.holding.end_copies()
         return self.done()
 
@@ -52,7 +52,7 @@ class CountedMachine(InstanceMachine):
         return self.done()
 
     def begin_step(self) -> list[Effect]:
-        """Begin the next plan's step, which is the last one of ``steps.running`` from then on."""
+        """Begin the next plan's step, and append it to ``steps.running``."""
         self.steps.begin()
         return self.done()
 
@@ -65,9 +65,9 @@ class CountedMachine(InstanceMachine):
         ended_s: float = 0.0,
         ended_by_first_token: bool = False,
     ) -> list[Effect]:
-        """End the running step. Chunks of ``uncomputed`` ended without the KV before them.
+        """End the running step. Chunks of ``uncomputed`` were not computed, because earlier KV did not come.
 
-        ``ended_by_first_token`` ends the generations of its last chunks at once.
+        With ``ended_by_first_token``, generations end with the first token.
         """
         self.steps.end(
             uncomputed,
@@ -79,7 +79,7 @@ class CountedMachine(InstanceMachine):
         return self.done()
 
     def make_own_steps(self, num_steps: int, *, duration_s: float, began_s: float, ended_s: float) -> list[Effect]:
-        """Make decode steps without a plan: no more than residents and reports allow at once."""
+        """Make decode steps without a plan, at most as many as residents and reports allow at once."""
         self.steps.make_own(num_steps, duration_s=duration_s, began_s=began_s, ended_s=ended_s)
         return self.done()
 
@@ -95,7 +95,7 @@ class CountedMachine(InstanceMachine):
         num_output_tokens: int | None = None,
         drawn: PrefixHashes | None = None,
     ) -> list[Effect]:
-        """End a generation, with all that it was to draw unless ``num_output_tokens`` or ``drawn`` say otherwise."""
+        """End a generation with its full length, unless ``num_output_tokens`` or ``drawn`` say otherwise."""
         self.steps.finish(sequence, reason, num_output_tokens, drawn)
         return self.done()
 
@@ -106,7 +106,7 @@ class CountedMachine(InstanceMachine):
         return self.done()
 
     def drop_all_but_decoding(self) -> list[Effect]:
-        """End every copy, and forget all plans and all sequences that do not decode."""
+        """End every copy, and drop all plans and all sequences that do not decode."""
         self.holding.end_copies()
         effects = super().drop_all_but_decoding()
         self.cache.drop_headless()

@@ -15,7 +15,7 @@ from pdmesh.plans import ChunkPlan, PrefillGroup, StepPlan, TransferPlan
 
 
 class Planned(NamedTuple):
-    """A plan waits, and can begin in its turn."""
+    """A plan was queued."""
 
     plan: StepPlan
 
@@ -41,7 +41,7 @@ class WaitNoLonger(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """The KV of a chunk is complete; ``ends``: with its token the generation does."""
+    """The KV of a chunk is complete. ``ends``: the generation ends with the chunk's token."""
 
     sequence: Sequence
     chunk: ChunkPlan
@@ -49,7 +49,7 @@ class Computed(NamedTuple):
 
 
 class Expect(NamedTuple):
-    """Open the receiving side of a copy, before the scheduler hears of the reserved blocks."""
+    """Open the receiving side of a copy, before the report of the reserved blocks."""
 
     sequence: Sequence
     command: ExpectCopy
@@ -71,14 +71,14 @@ class SendKv(NamedTuple):
 
 
 class StopSending(NamedTuple):
-    """Send no more of a sequence to the destinations of ``transfer``, for now or for good."""
+    """Stop sending KV of a sequence to the destinations of ``transfer``."""
 
     sequence: Sequence
     transfer: TransferPlan
 
 
 class PauseSending(NamedTuple):
-    """Send no more of a sequence until the next grant, and answer by `CopyPaused`."""
+    """Stop sending KV of a sequence until the next grant, and answer by `CopyPaused`."""
 
     sequence: Sequence
     transfer: TransferPlan
@@ -91,24 +91,24 @@ class BeganToDecode(NamedTuple):
 
 
 class Froze(NamedTuple):
-    """A sequence draws no more before the rest of its KV is sent: it moves."""
+    """A moving sequence is paused until the rest of its KV is sent."""
 
     sequence: Sequence
 
 
 class ResidentsChange(NamedTuple):
-    """Residents join, leave or go on before the next step."""
+    """Residents join, leave or continue before the next step."""
 
 
 class Stood(NamedTuple):
-    """A resident takes part in no step any more; ``joined_step`` is the first step that it was in."""
+    """A resident is in no further step; ``joined_step`` is the number of its first step."""
 
     key: RequestKey
     joined_step: int
 
 
 class Forget(NamedTuple):
-    """A sequence ends here: end all of its copies."""
+    """A sequence ends here, and so must all its copies."""
 
     sequence: Sequence
 
@@ -120,7 +120,7 @@ class Refused(NamedTuple):
     reason: str
 
 
-#: For the owner of a machine alone.
+#: Effects that only the owner of a machine handles.
 OwnerEffect = (
     Planned
     | Admitted
@@ -152,9 +152,10 @@ class CopyLanded(NamedTuple):
 
 
 class CopySent(NamedTuple):
-    """A destination has acknowledged a whole copy; ``waited_s``: how long a stream waited for the end of it.
+    """A destination has acknowledged a whole copy.
 
-    ``sent_s``: time on the way between hosts, to ``destination_id`` and by ``carrier``; 0: not known.
+    ``waited_s``: seconds that a stream waited for the end of the copy.
+    ``sent_s``: seconds on the way between hosts, to ``destination_id`` and by ``carrier``; 0: unknown.
     """
 
     key: RequestKey

@@ -1,4 +1,4 @@
-"""How sequences end on an instance. Each end is reported before the blocks are released."""
+"""Ends of sequences on an instance. Each end is reported before the blocks are released."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Endings:
         self._floor.end(sequence)
 
     def drop(self, sequence: Sequence, reason: str) -> None:
-        """Give up a sequence that cannot go on here."""
+        """Drop a sequence that cannot continue here, and report why."""
         self._effects.append(RequestDropped(self._instance_id, *sequence.key, reason))
         self.forget(sequence)
 
@@ -52,16 +52,19 @@ class Endings:
         self._floor.end(sequence)
 
     def free(self, command: FreeKv) -> None:
-        """Free a request, in its epoch and older ones."""
+        """Free a request in this epoch and older ones. If no blocks are held, report them as released at once."""
         key = (command.request_id, command.epoch)
         if key not in self._floor.sequences and not self._floor.is_leaving(key):
             self._effects.append(KvReleased(self._instance_id, *key, command.transfer_id))
         self.free_up_to(*key)
 
     def free_up_to(self, request_id: RequestId, epoch: int) -> None:
-        """Free a request in an epoch and in older ones: now, or when a running step has ended."""
+        """Free a request in an epoch and in older ones: now, or when a running step has ended.
+
+        All sequences are searched only for resumed requests, which are rare.
+        """
         sequences = self._floor.sequences
-        if epoch > 0:  # resumed, which is rare
+        if epoch > 0:
             keys = [each for each in sequences if each[0] == request_id and each[1] <= epoch]
         else:
             keys = [(request_id, Epoch(epoch))]

@@ -1,6 +1,7 @@
-"""What an instance machine needs of its owner: blocks and residents.
+"""Interface of an instance machine to its owner: blocks, residents and plans.
 
-The simulator and the laws count both (`pdmesh.instance.holding`). A worker has block tables and the engine's tokens.
+The simulator and the laws count blocks and tokens (`pdmesh.instance.holding`). A worker has block tables and the
+engine's tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Floor(Protocol):
     def block_size(self) -> int: ...
     @property
     def range_tokens(self) -> int:
-        """Tokens of a range that another instance holds; 0: none does."""
+        """Number of tokens of a range on another instance; 0: contexts are not spread."""
         ...
 
     @property
@@ -43,7 +44,7 @@ class Floor(Protocol):
 
     @property
     def own(self) -> OwnSteps:
-        """Decode steps without a plan that no report names yet."""
+        """Decode steps without a plan that are not reported yet."""
         ...
 
     # --- new sequences ---
@@ -55,7 +56,7 @@ class Floor(Protocol):
     def take(self, sequence: Sequence, command: TakesBlocks, num_reused: int) -> bool:
         """Give a new sequence its blocks; the first ``num_reused`` granules are cached here, or in the tier.
 
-        False if the sequence is not taken; the effects say why.
+        Returns False if the sequence is refused; then the effects say why.
         """
         ...
 
@@ -70,7 +71,7 @@ class Floor(Protocol):
         ...
 
     def keep(self, sequence: Sequence, command: Hold) -> bool:
-        """Let a sequence hold the blocks that it needs to decode here. False if there is no room."""
+        """Give a sequence the blocks to decode here. Returns False if there is no room."""
         ...
 
     def computed(self, sequence: Sequence, num_granules: int) -> None:
@@ -80,25 +81,25 @@ class Floor(Protocol):
     # --- residents ---
 
     def land(self, sequence: Sequence, num_tokens: int) -> None:
-        """Note that the whole KV of a sequence is here: `Sequence.land`, and cache it."""
+        """Record that the whole KV of a sequence is here (`Sequence.land`), and cache it."""
         ...
 
     def decode(self, sequence: Sequence) -> None:
-        """Let a sequence draw tokens from the next step on: `Sequence.decode`."""
+        """Let a sequence draw tokens from the next step on (`Sequence.decode`)."""
         ...
 
     def leave(self, sequence: Sequence) -> None:
-        """Let a resident draw no more from the next step on."""
+        """Let a resident leave before the next step."""
         ...
 
     def stay(self, sequence: Sequence) -> None:
-        """Let a resident continue that was about to leave."""
+        """Let a resident that was about to leave continue here."""
         ...
 
     # --- copies ---
 
     def why_not_sent(self, sequence: Sequence, transfer: TransferPlan) -> str:
-        """Return why KV cannot be sent from here, as far as its owner knows; empty if it can."""
+        """Return why KV cannot be sent from here, as far as the owner knows; empty if it can."""
         ...
 
     # --- ranges on other instances ---
@@ -110,19 +111,19 @@ class Floor(Protocol):
     def spread(self, sequence: Sequence, members: tuple[PartMember, ...], num_blocks: int, done: MembersSet) -> None:
         """Let ``members`` hold the first ranges from the next step on, before `Sequence.spread`.
 
-        Free the first ``num_blocks`` here. A prompt that is longer than the room gets as many again. Report ``done``
-        when the blocks are free.
+        Free the first ``num_blocks`` here. A prompt that is longer than the room gets as many new blocks. Report
+        ``done`` when the blocks are free.
         """
         ...
 
     def lose_range(self, sequence: Sequence, number: int) -> None:
-        """Let a resident draw no more until another instance has computed a range of its context."""
+        """Pause a resident until another instance has computed a lost range of its context."""
         ...
 
     # --- the end ---
 
     def release(self, sequence: Sequence) -> None:
-        """Give the blocks of a sequence back, once no running step computes it: `Sequence.free`."""
+        """Free a sequence (`Sequence.free`), and its blocks once no running step computes it."""
         ...
 
     def end(self, sequence: Sequence) -> None:
@@ -130,7 +131,7 @@ class Floor(Protocol):
         ...
 
     def is_leaving(self, key: RequestKey) -> bool:
-        """Return whether a sequence is released, and its blocks are not free yet."""
+        """Whether a sequence is released, but its blocks are not free yet."""
         ...
 
 
@@ -143,9 +144,9 @@ class PlanQueue(Protocol):
         ...
 
     def queue(self, plan: StepPlan) -> bool:
-        """Let a plan wait for its turn. False if it cannot."""
+        """Add a plan. Returns False if the plan does not fit the state."""
         ...
 
     def forget(self) -> None:
-        """Forget all plans: the scheduler that made them is gone."""
+        """Forget all plans, because their scheduler is gone."""
         ...

@@ -18,7 +18,12 @@ from pdmesh.plans import TransferPlan
 
 
 class Holding:
-    """Counted blocks and residents, a `pdmesh.instance.floor.Floor`. ``length_of`` returns how long a request gets."""
+    """Counted blocks and residents: a `pdmesh.instance.floor.Floor`. ``length_of`` returns the length of a request.
+
+    ``admits``: False while the instance is stopping.
+    ``copies_run``: whether copies still use blocks that are freed, so that `end_copies` must free them.
+    ``_num_own_blocks``: number of blocks that are not cached, including quarantined ones.
+    """
 
     def __init__(self, profile: InstanceProfile, length_of: Callable[[RequestKey], Length]) -> None:
         self.profile = profile
@@ -27,14 +32,14 @@ class Holding:
         self.range_tokens = profile.max_kv_tokens
         self.length_of = length_of
         self.effects: list[Effect] = []
-        self.admits = True  # False: it is stopping
+        self.admits = True
         self.sequences: dict[RequestKey, Sequence] = {}
         self.residents = Residents(profile.kv_layout.block_size, self._stood)
         self.own = OwnSteps()
-        self.copies_run = False  # blocks that are freed now are still touched, and quarantined until `end_copies`
+        self.copies_run = False
         self.quarantined: dict[RequestKey, Sequence] = {}
         self.cache = BlockCache(profile.kv_layout.block_size, profile.num_offload_granules)
-        self._num_own_blocks = 0  # blocks that are not cached, quarantined ones among them
+        self._num_own_blocks = 0
 
     def _stood(self, key: RequestKey, joined_step: int) -> None:
         self.effects.append(Stood(key, joined_step))
@@ -58,7 +63,7 @@ class Holding:
         return self.length_of(key).chain
 
     def take(self, sequence: Sequence, command: TakesBlocks, num_reused: int) -> bool:
-        """Give a sequence its blocks, some of them shared. False if it is not taken; the effects say why."""
+        """Give a sequence its blocks, some of them shared. Returns False if it is refused; then the effects say why."""
         if not isinstance(command, SendCopy):
             self.make_room(command)
         if not self.admits:
@@ -97,17 +102,17 @@ class Holding:
             self.residents_change()
 
     def keep(self, sequence: Sequence, command: Hold) -> bool:
-        """Let a sequence hold the blocks that it needs to decode here."""
+        """Give a sequence the blocks to decode here."""
         self.grow(sequence, command)
         return True
 
     def land(self, sequence: Sequence, num_tokens: int) -> None:
-        """Note that the whole KV of a sequence is here, and cache it."""
+        """Record that the whole KV of a sequence is here, and cache it."""
         sequence.land(num_tokens, self.length_of(sequence.key))
         self.computed(sequence, len(sequence.chain))
 
     def why_not_sent(self, sequence: Sequence, transfer: TransferPlan) -> str:
-        """Return an empty text: all KV can be sent."""
+        """Return an empty text, because all KV can be sent."""
         return ""
 
     def num_kv_tokens(self, sequence: Sequence) -> int:
@@ -119,9 +124,12 @@ class Holding:
         return sequence.num_tokens - 1
 
     def spread(self, sequence: Sequence, members: tuple[PartMember, ...], num_blocks: int, done: MembersSet) -> None:
-        """Free the first blocks of a sequence, cached or not, for which ``members`` have the KV."""
+        """Free the first blocks of a sequence, cached or not, whose KV ``members`` hold.
+
+        The blocks of a prompt that exceeds the room are used again for the next tokens.
+        """
         if done.of_prompt:
-            sequence.grow(num_blocks)  # used again for the next tokens
+            sequence.grow(num_blocks)
         elif num_blocks:
             self._num_own_blocks -= num_blocks - self.cache.end(sequence.prefix, ())
         if sequence.key in self.residents:
@@ -133,21 +141,21 @@ class Holding:
         self._num_own_blocks -= self.cache.computed(sequence.prefix, num_granules)
 
     def num_elsewhere_blocks(self, sequence: Sequence) -> int:
-        """Return the blocks of a context that other instances hold."""
+        """Return the number of blocks of a context on other instances."""
         return len(sequence.members) * self.profile.max_kv_tokens // self.profile.kv_layout.block_size
 
     def num_context_blocks(self, sequence: Sequence) -> int:
-        """Return the blocks that a context has, here and elsewhere."""
+        """Return the number of blocks of a context, here and on other instances."""
         return sequence.num_blocks + self.num_elsewhere_blocks(sequence)
 
     def num_own_blocks(self, sequence: Sequence) -> int:
-        """Return the blocks of a sequence that are not cached."""
+        """Return the number of blocks of a sequence that are not cached."""
         return sequence.num_blocks - self.cache.num_cached_blocks(sequence.prefix)
 
     # --- refusals ---
 
     def refuse(self, command: TakesBlocks | Hold, reason: str) -> bool:
-        """Refuse a command that does not fit the state."""
+        """Refuse a command that does not fit the state, and return False."""
         self.effects.append(Refused(command, reason))
         return False
 
@@ -173,32 +181,35 @@ class Holding:
         self.residents_change()
 
     def leave(self, sequence: Sequence) -> None:
-        """Let a resident draw no more from the next step on."""
+        """Let a resident leave before the next step."""
         self.residents.leave(sequence.key)
         self.residents_change()
 
     def stay(self, sequence: Sequence) -> None:
-        """Let a resident continue that was about to leave."""
+        """Let a resident that was about to leave continue here."""
         self.residents.stay(sequence.key)
 
     def lose_range(self, sequence: Sequence, number: int) -> None:
-        """Let a resident draw no more until another instance has computed a range of its context."""
+        """Pause a resident until another instance has computed a lost range of its context."""
         if sequence.is_decoding and not sequence.has_lost_range:
             sequence.lose_range(number)
             self.leave(sequence)
 
     def full_at_tokens(self, num_members: int) -> int:
-        """Return with how many tokens one range more has its KV here; 0: never. The last token has none."""
+        """Return the least number of tokens of a context with which one more range is complete here; 0: never.
+
+        The last token has no KV.
+        """
         limit = self.range_tokens
         return (num_members + 1) * limit + 2 if limit else 0
 
     # --- the end ---
 
     def release(self, sequence: Sequence) -> None:
-        """Give the blocks of a sequence back.
+        """Free a sequence and its blocks.
 
-        A resident takes part in no step that begins, and is released before the next one. Quarantined blocks are free
-        when the copies that touch them have ended.
+        A resident is in no step that begins from now on, and is released before the next one. Blocks that copies use
+        are quarantined until `end_copies`.
         """
         sequence.free()
         if sequence.key in self.residents:
@@ -218,11 +229,11 @@ class Holding:
         self.release(sequence)
 
     def is_leaving(self, key: RequestKey) -> bool:
-        """Return whether a sequence is released, and its blocks are quarantined."""
+        """Whether a sequence is released, but its blocks are quarantined."""
         return key in self.quarantined
 
     def end_copies(self) -> None:
-        """End every copy: quarantined blocks are free."""
+        """End every copy, and free quarantined blocks."""
         self.copies_run = False
         for sequence in self.quarantined.values():
             self._released(sequence)
@@ -251,6 +262,6 @@ class Holding:
         )
 
     def lose_offloaded(self, granules: PrefixHashes) -> None:
-        """Lose granules of the offload tier."""
+        """Lose granules of the offload tier, and report them."""
         self.cache.lose(granules)
         self.effects.append(CacheReported(self.instance_id, lost=granules))

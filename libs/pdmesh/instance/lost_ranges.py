@@ -1,4 +1,4 @@
-"""Lost ranges of contexts that are computed again here, a chunk in a step, in turn with planned steps."""
+"""Lost ranges of contexts that are computed again here, one chunk in a step, in turn with planned steps."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from collections import deque
 from pdmesh.instance.sequence import Sequence
 from pdmesh.plans import ChunkPlan
 
-#: Tokens in a step. Members answer a row for each at once, in fp32: 128 rows of 32 heads of 128 are 2 MiB.
+#: Tokens in a step. Shard holders answer one fp32 row for each: 128 rows of 32 heads of dimension 128 are 2 MiB.
 CHUNK_TOKENS = 128
 
 
 class LostRanges:
-    """The ranges of one instance whose tokens have come, oldest first."""
+    """The ranges of one instance whose tokens have come, oldest first.
+
+    ``is_plans_turn``: whether a range had the last step. ``_due`` has each range with the token number of its end.
+    """
 
     def __init__(self) -> None:
-        self._due: deque[tuple[Sequence, int]] = deque()  # each with the number of tokens up to its end
-        self.is_plans_turn = False  # a range had the last step
+        self._due: deque[tuple[Sequence, int]] = deque()
+        self.is_plans_turn = False
 
     def begin(self, sequence: Sequence, first: int, end: int) -> None:
         """Compute the tokens from ``first`` to ``end`` from the next step on."""
@@ -25,13 +28,13 @@ class LostRanges:
 
     @property
     def next(self) -> Sequence | None:
-        """The range that is computed next; None if there is none."""
+        """The range to compute next; None if there is none. Freed ranges are removed."""
         while self._due and self._due[0][0].is_freed:
             self._due.popleft()
         return self._due[0][0] if self._due else None
 
     def next_chunk(self) -> ChunkPlan:
-        """Return what the next step computes."""
+        """Return the chunk for the next step."""
         sequence, end = self._due[0]
         start = sequence.prompt.num_computed_tokens
         request_id, epoch = sequence.key
@@ -39,7 +42,7 @@ class LostRanges:
         return ChunkPlan(request_id=request_id, epoch=epoch, start=start, num_tokens=num_tokens, is_last=False)
 
     def end_chunk(self, sequence: Sequence, chunk: ChunkPlan) -> bool:
-        """Note that a chunk is computed. Return whether the range is whole with it."""
+        """Record a computed chunk, and return whether the range is complete."""
         sequence.compute(chunk.start + chunk.num_tokens)
         is_whole = chunk.start + chunk.num_tokens == self._due[0][1]
         if is_whole:
@@ -47,5 +50,5 @@ class LostRanges:
         return is_whole
 
     def clear(self) -> None:
-        """Compute no range."""
+        """Forget all ranges."""
         self._due.clear()

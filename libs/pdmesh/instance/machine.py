@@ -67,7 +67,7 @@ class InstanceMachine:
         self._effects = floor.effects
 
     def done(self) -> list[Effect]:
-        """Return the effects of a call."""
+        """Return the pending effects and clear them."""
         effects = self._effects[:]
         self._effects.clear()
         return effects
@@ -111,7 +111,7 @@ class InstanceMachine:
                 assert_never(command)
 
     def _set_places(self, sequence: Sequence, places: PrefillGroup | tuple[PartMember, ...] | InstanceId) -> None:
-        """Take the other instances that have KV of a sequence."""
+        """Record the other instances that have KV of a sequence."""
         match places:
             case PrefillGroup():
                 if sequence.phase is SeqPhase.PREFILLING:
@@ -154,7 +154,7 @@ class InstanceMachine:
             self._effects.append(KvExpected(self.instance_id, *key))
 
     def _regroup(self, sequence: Sequence, group: PrefillGroup) -> None:
-        """Take the members of a group. If a member was lost, the chunks planned until now do not wait."""
+        """Record the members of a group. If a member was lost, chunks planned until now no longer wait."""
         known = sequence.prompt.group
         sequence.regroup(group)
         self._effects.append(Regrouped(sequence, known))
@@ -166,51 +166,54 @@ class InstanceMachine:
     # --- copies ---
 
     def copy_event(self, event: CopyEvent) -> list[Effect]:
-        """Take an event of a copy."""
+        """Handle an event of a copy."""
         self._copying.hear(self.sequences[event.key], event)
         return self.done()
 
     def set_members(self, sequence: Sequence) -> list[Effect]:
-        """Let a context have the members that the scheduler named, if it named any. Call between two steps."""
+        """Set the shard holders that the scheduler named, if any. Call between two steps."""
         self._spreading.set_members(sequence)
         return self.done()
 
     def lose_members(self, sequence: Sequence, numbers: Collection[int]) -> list[Effect]:
-        """Note that members of a context do not answer."""
+        """Handle shard holders of a context that do not answer."""
         self._spreading.lose_members(sequence, numbers)
         return self.done()
 
     def drop(self, sequence: Sequence, reason: str) -> list[Effect]:
-        """Give up a sequence that cannot go on here."""
+        """Drop a sequence that cannot continue here."""
         self.endings.drop(sequence, reason)
         return self.done()
 
     # --- steps ---
 
     def begin_chunk(self, sequence: Sequence) -> list[Effect]:
-        """Offer the KV of a prompt with its first chunk."""
+        """Offer the KV of a prompt when its first chunk begins."""
         self._chunks.begin(sequence)
         return self.done()
 
     def end_chunk(self, sequence: Sequence, chunk: ChunkPlan) -> list[Effect]:
-        """Note that a chunk is computed."""
+        """Record a computed chunk, and cache the prompt up to its end."""
         self._chunks.end(sequence, chunk)
         return self.done()
 
     def end_prompt(self, sequence: Sequence) -> list[Effect]:
-        """Note that the first token is drawn: decode here, unless the KV is for another instance."""
+        """Record the first token, and decode here unless the KV moves on."""
         self._chunks.end_prompt(sequence)
         return self.done()
 
     def freeze(self, sequence: Sequence, num_tokens: int) -> list[Effect]:
-        """Let a resident that moves draw no more: it has ``num_tokens`` of prompt and output."""
+        """Pause a moving resident, which has ``num_tokens`` of prompt and output."""
         self._copying.freeze(sequence, num_tokens)
         return self.done()
 
     # --- the scheduler ---
 
     def drop_all_but_decoding(self) -> list[Effect]:
-        """Forget all plans and all sequences that do not decode: the next scheduler does not know them."""
+        """Drop all plans, and all sequences that need a scheduler, since the next one does not know them.
+
+        Moves that have not committed are cancelled.
+        """
         self._plans.forget()
         for sequence in list(self.sequences.values()):
             move = sequence.move
@@ -222,7 +225,7 @@ class InstanceMachine:
         return self.done()
 
     def check_integrity(self) -> None:
-        """AssertionError names what does not balance."""
+        """Raise AssertionError if effects are left, or if a sequence contradicts its phase."""
         assert not self._effects, f"{self.instance_id} has effects that no call returned"
         for sequence in self.sequences.values():
             sequence.check_integrity()

@@ -20,20 +20,20 @@ from pdmesh.plans import ChunkDone, ChunkPlan, StepPlan
 
 
 class RunningStep:
-    """A planned step that has begun."""
+    """A planned step that has begun. ``num_context_tokens`` is the context of the decodes."""
 
     __slots__ = ("has_share", "num_context_tokens", "num_decodes", "plan")
 
     def __init__(self, plan: StepPlan, num_decodes: int, num_context_tokens: int, has_share: bool) -> None:
-        """``has_share``: the step has a share of the residents, which may be none of them."""
+        """``has_share``: whether the step has a share of the residents, which may be empty."""
         self.plan = plan
         self.num_decodes = num_decodes
-        self.num_context_tokens = num_context_tokens  # context of the decodes
+        self.num_context_tokens = num_context_tokens
         self.has_share = has_share
 
 
 class Steps:
-    """The steps of one instance."""
+    """The steps of one instance. ``plans`` have not begun."""
 
     def __init__(self, holding: Holding) -> None:
         self._holding = holding
@@ -45,13 +45,13 @@ class Steps:
         self._instance_id = holding.instance_id
         self._num_stages = holding.profile.num_stages
         self._own = holding.own
-        self.plans: deque[StepPlan] = deque()  # not begun
-        #: The last one between two layers of the one before it; or, of several stages, each behind the one before it.
+        self.plans: deque[StepPlan] = deque()
+        #: With one stage, the last step runs between two layers of the first. With several, each follows another.
         self.running: list[RunningStep] = []
         self.shares = Shares(self._num_stages)
 
     def queue(self, plan: StepPlan) -> bool:
-        """Let a plan wait for its turn. False for an urgent plan behind another one."""
+        """Add a plan, an urgent one before the others. Returns False for a second urgent plan."""
         if plan.urgent and self.plans and self.plans[0].urgent:
             return False
         if plan.urgent:
@@ -65,7 +65,7 @@ class Steps:
         return [*[step.plan for step in self.running], *self.plans]
 
     def forget(self) -> None:
-        """Forget all plans: the scheduler that made them is gone."""
+        """Forget all plans, because their scheduler is gone."""
         self.plans.clear()
         self.running.clear()
         self.shares.forget()
@@ -74,9 +74,12 @@ class Steps:
     # --- between two steps ---
 
     def turn(self) -> None:
-        """Let residents join and leave, between two steps."""
+        """Let residents join and leave, between two steps.
+
+        Does nothing within a round of several stages, where some residents have a token of the round already.
+        """
         if self.running and not self.shares.is_between_rounds:
-            return  # some have their token of the round already
+            return
         holding = self._holding
         for sequence in list(holding.sequences.values()) if holding.profile.max_kv_tokens else ():
             self._spreading.set_members(sequence)
@@ -94,13 +97,13 @@ class Steps:
 
     @property
     def can_begin(self) -> bool:
-        """Whether the next plan could start: nothing runs, or it is urgent; or a stage has nothing to compute."""
+        """Whether the next plan could start: no step runs or the plan is urgent; with several stages, one is free."""
         if self._num_stages > 1:
             return bool(self.plans) and len(self.running) < self._num_stages
         return bool(self.plans) and (not self.running or self.plans[0].urgent)
 
     def begin(self) -> None:
-        """Begin the next plan's step. Of several stages it has as large a part of the residents."""
+        """Begin the next plan's step. With several stages, it gets a share of the residents."""
         plan = self.plans.popleft()
         self._own.planned(plan)
         for chunk in plan.chunks:
@@ -169,14 +172,19 @@ class Steps:
             self.draw(1)
 
     def draws_with(self, step: RunningStep) -> bool:
-        """Whether all residents have a token more as a step ends: if with it each has been part of one."""
+        """Whether all residents get a token when a step ends, because each has been in a step of the round."""
         return step.has_share and self.shares.ends_round
 
     def _computes(self, step: RunningStep, chunk: ChunkPlan, uncomputed: Collection[RequestKey]) -> Sequence | None:
-        """Return the sequence whose chunk is computed; None if it has gone, or if KV before the chunk did not come."""
+        """Return the sequence whose chunk is computed.
+
+        Returns None if the sequence is gone, or if earlier KV did not come. Drops a sequence whose chunk does not
+        follow the computed tokens, or exceeds the room, and returns None.
+        """
         key = (chunk.request_id, chunk.epoch)
         sequence = self._holding.sequences.get(key)
-        if sequence is None or sequence.incoming is not None:  # freed, and perhaps expected again since then
+        # The sequence may have been freed, and expected again since then.
+        if sequence is None or sequence.incoming is not None:
             return None
         prompt = sequence.prompt
         if prompt.group is not None:
@@ -195,7 +203,7 @@ class Steps:
         return None
 
     def _end_prompt(self, sequence: Sequence, chunk: ChunkPlan, *, ended_by_first_token: bool) -> None:
-        """Draw the first token: with it the generation ends, or decodes here, or its KV moves on."""
+        """Draw the first token. Then the generation ends, decodes here, or moves on."""
         length = sequence.length
         assert length is not None, f"{chunk} on a helper"
         is_full = chunk.start + chunk.num_tokens + 1 >= length.num_total_tokens
@@ -208,7 +216,7 @@ class Steps:
     # --- decode steps ---
 
     def make_own(self, num_steps: int, *, duration_s: float, began_s: float, ended_s: float) -> None:
-        """Make decode steps without a plan: no more than residents and reports allow at once."""
+        """Make decode steps without a plan, at most as many as residents and reports allow at once."""
         residents = self._holding.residents
         num_decodes = len(residents)
         self._own.made(
@@ -225,7 +233,7 @@ class Steps:
             self._effects.append(DecodeStepsDone(self._instance_id, own_steps))
 
     def draw(self, num_steps: int) -> None:
-        """Give every resident a token for each step; generations that have all of theirs end."""
+        """Give every resident a token for each step, and end complete generations."""
         drawn = self._holding.residents.decoded(num_steps)
         for key in drawn.finished:
             self.finish(self._holding.sequences[key], FinishReason.LENGTH)
@@ -239,7 +247,7 @@ class Steps:
         num_output_tokens: int | None = None,
         drawn: PrefixHashes | None = None,
     ) -> None:
-        """End a generation, with all that it was to draw unless ``num_output_tokens`` or ``drawn`` say otherwise."""
+        """End a generation with its full length, unless ``num_output_tokens`` or ``drawn`` say otherwise."""
         if num_output_tokens is None:
             assert sequence.length is not None, f"{sequence.key} ends, and how long it is is not known"
             num_output_tokens = sequence.length.num_output_tokens

@@ -1,8 +1,8 @@
 """Residents, the requests that decode on an instance: in which step each ends, needs more room, or has none left.
 
-A resident draws a token in every step that it takes part in. A resident whose tokens fill its blocks pauses until it
-gets more (`pdmesh.core.copies.on_demand`). It is reported then, and earlier, when it has room for few more tokens. A
-freed resident takes part in no step that begins afterwards. Steps are counted, not timed.
+A resident draws a token in each of its steps. When its blocks are full, a resident pauses until it gets more blocks
+(`pdmesh.core.copies.on_demand`). A report is made then, and earlier, when there is room for only a few more tokens. A
+freed resident is in no step that begins afterwards. Steps are counted, not timed.
 """
 
 from __future__ import annotations
@@ -19,39 +19,55 @@ from pdmesh.policy.on_demand import LOW_TOKENS
 
 
 class Length(NamedTuple):
-    """How long a request gets."""
+    """The final length of a request.
 
-    num_total_tokens: int  # of its prompt and all that it will draw
-    num_output_tokens: int  # that it will have drawn in all epochs
-    max_total_tokens: int  # whose KV it may come to hold; 0: not known
-    chain: PrefixHashes = ()  # granules of its prompt that are kept for others
-    drawn: PrefixHashes = ()  # and those behind them that what it draws completes
+    ``num_total_tokens``: tokens of the prompt and of the whole output.
+    ``num_output_tokens``: output tokens of all epochs.
+    ``max_total_tokens``: most tokens whose KV the request may need; 0: unknown.
+    ``chain``: cacheable granules of the prompt, and ``drawn`` the following ones that the output completes.
+    """
+
+    num_total_tokens: int
+    num_output_tokens: int
+    max_total_tokens: int
+    chain: PrefixHashes = ()
+    drawn: PrefixHashes = ()
 
 
 @dataclass(slots=True, eq=False)
 class _Resident:
+    """A resident since it last joined.
+
+    ``num_tokens``: tokens of prompt and output at the join; the KV of the last one is written next.
+    ``num_saved_tokens``: tokens on other instances, which cost the steps here no time.
+    ``joined_step``: number of steps made before the join; None while the resident is paused.
+    ``num_entries``: number of entries in the heap, where only the last one counts.
+    ``full_at_tokens``: least number of tokens with which the next range is complete here; 0: reported, or never.
+    """
+
     key: RequestKey
     length: Length
     num_blocks: int
-    num_tokens: int  # when it joined: of its prompt and drawn; the last one's KV is written next
-    num_saved_tokens: int = 0  # of these, that no step here takes time for
-    joined_step: int | None = None  # of those made so far; None while it stands still
-    num_entries: int = 0  # in the heap, of which the last one counts
+    num_tokens: int
+    num_saved_tokens: int = 0
+    joined_step: int | None = None
+    num_entries: int = 0
     reports: RoomReports = field(default_factory=RoomReports)
-    full_at_tokens: int = 0  # from so many on its first range here is full; 0: that was said, or there are none
+    full_at_tokens: int = 0
 
 
 class Told(NamedTuple):
-    """What steps led to."""
+    """Finished requests, and residents that need more room or hold more than a range, after some steps."""
 
     finished: list[RequestKey]
-    low: tuple[ResidentContext, ...]  # need more room soon, or at once, or hold more than a range
+    low: tuple[ResidentContext, ...]
 
 
 class Shares:
-    """How residents are dealt out over the planned steps of an instance of several stages: each has one of the parts.
+    """Shares of the residents in the planned steps of an instance with several stages.
 
-    When as many have ended as there are parts, a *round*, every resident has been in one. Of one stage, each step is.
+    After ``num_parts`` ended steps, a *round*, every resident has been in one of them. With one stage, each step is a
+    round.
     """
 
     def __init__(self, num_parts: int) -> None:
@@ -59,30 +75,30 @@ class Shares:
         self._num_begun = self._num_ended = 0
 
     def begin(self, num_residents: int) -> int:
-        """A step begins. Return how many of the residents it has."""
+        """Begin a step, and return the number of residents in it."""
         self._num_begun += 1
         return self._size(num_residents, (self._num_begun - 1) % self._num_parts)
 
     def largest(self, num_residents: int) -> int:
-        """Return how many residents the largest part has."""
+        """Return the number of residents in the largest share."""
         return self._size(num_residents, 0)
 
     @property
     def ends_round(self) -> bool:
-        """Whether the next step that ends ends a round."""
+        """Whether the next end of a step ends a round."""
         return (self._num_ended + 1) % self._num_parts == 0
 
     @property
     def is_between_rounds(self) -> bool:
-        """Whether no part of a round has ended."""
+        """Whether no step of the current round has ended."""
         return self._num_ended % self._num_parts == 0
 
     def end(self) -> None:
-        """A step ends."""
+        """End a step."""
         self._num_ended += 1
 
     def forget(self) -> None:
-        """Steps that have begun will not end."""
+        """Forget steps that have begun and will not end."""
         self._num_begun = self._num_ended
 
     def _size(self, num_residents: int, part: int) -> int:
@@ -92,7 +108,12 @@ class Shares:
 class Residents:
     """The residents of one instance, in order of arrival.
 
-    ``stood`` is told of each that takes part in no step any more, with the number of the first step that it was in.
+    ``stood`` is called for each resident that is in no further step, with the number of its first step.
+    ``num_context_tokens``: context of all decoding residents that costs steps here time.
+    ``num_spread``: number of decoding residents with a part of the context on other instances.
+    ``_joining`` and ``_leaving`` take effect before the next step. ``_leaving`` is True for a resident that continues
+    on another instance, and False for a freed one.
+    ``_due`` is a heap by step, order and number of the resident's entry.
     """
 
     def __init__(self, block_size: int, stood: Callable[[RequestKey, int], None]) -> None:
@@ -100,13 +121,13 @@ class Residents:
         self._stood = stood
         self._all: dict[RequestKey, _Resident] = {}
         self._decoding: dict[RequestKey, _Resident] = {}
-        self._joining: dict[RequestKey, _Resident] = {}  # from the next step on
-        self._leaving: dict[RequestKey, bool] = {}  # the same; whether it goes on elsewhere with what it draws here
-        self._due: list[tuple[int, int, int, _Resident]] = []  # by step, order, number of the entry
+        self._joining: dict[RequestKey, _Resident] = {}
+        self._leaving: dict[RequestKey, bool] = {}
+        self._due: list[tuple[int, int, int, _Resident]] = []
         self._num_entries = 0
-        self._num_steps = 0  # with decodes
-        self.num_context_tokens = 0  # of all that decode, that steps take time for
-        self.num_spread = 0  # of these, whose context others hold some of
+        self._num_steps = 0
+        self.num_context_tokens = 0
+        self.num_spread = 0
 
     def __len__(self) -> int:
         """Number of residents that decode in the next step."""
@@ -118,7 +139,7 @@ class Residents:
 
     @property
     def steps_left(self) -> int:
-        """Steps until something is due. Only while a resident decodes."""
+        """Number of steps until a resident ends or needs a report. Valid only while a resident decodes."""
         self._drop_old_entries()
         return self._due[0][0] - self._num_steps
 
@@ -132,9 +153,9 @@ class Residents:
         num_saved_tokens: int = 0,
         full_at_tokens: int = 0,
     ) -> None:
-        """Add a request whose KV is here, in so many blocks; it decodes from the next step on.
+        """Add a request that decodes from the next step on.
 
-        Others hold some of it, and read it at the same time, if there are ``num_saved_tokens``. It is said when it has
+        Other instances hold the first ``num_saved_tokens``, and attend to them at the same time. A report is due at
         ``full_at_tokens``.
         """
         assert num_tokens <= length.num_total_tokens, f"{key} has been drawn twice"
@@ -142,7 +163,7 @@ class Residents:
         self._all[key] = self._joining[key] = resident
 
     def spread(self, key: RequestKey, num_saved_tokens: int, full_at_tokens: int) -> None:
-        """Note that others hold more of a resident's context, or otherwise than before."""
+        """Record how much of a resident's context other instances hold now."""
         resident = self._all[key]
         if resident.joined_step is not None:
             self.num_context_tokens += resident.num_saved_tokens - num_saved_tokens
@@ -153,7 +174,7 @@ class Residents:
             self._expect(resident)
 
     def grow(self, key: RequestKey, num_blocks: int) -> bool:
-        """Set a resident's number of blocks. Whether it can go on now, and could not before."""
+        """Set a resident's number of blocks; return whether this lets a paused resident continue."""
         resident = self._all.get(key)
         if resident is None:
             return False
@@ -169,11 +190,11 @@ class Residents:
         self._leaving[key] = False
 
     def leave(self, key: RequestKey) -> None:
-        """The same of one that goes on elsewhere, unless it ends with the step that is being made."""
+        """Let a resident leave for another instance before the next step, unless it ends with the running step."""
         self._leaving.setdefault(key, True)
 
     def stay(self, key: RequestKey) -> None:
-        """One that was to go on elsewhere does not leave after all."""
+        """Cancel the leaving of a resident."""
         self._leaving.pop(key, None)
 
     def end(self, key: RequestKey) -> None:
@@ -183,20 +204,20 @@ class Residents:
         self._stand(self._all.pop(key))
 
     def num_tokens(self, key: RequestKey) -> int:
-        """Return tokens of prompt and output up to the last reported step, of one that has not left."""
+        """Return the tokens of prompt and output of a resident, up to the last reported step."""
         resident = self._all[key]
         return resident.num_tokens + self._num_made(resident)
 
     def joined_step(self, key: RequestKey) -> int | None:
-        """Return the number of the first step that it takes part in; None while it stands still."""
+        """Return the number of a resident's first step since it joined; None while it is paused."""
         return self._all[key].joined_step
 
     def staying(self) -> Iterator[RequestKey]:
-        """Return those that were not freed."""
+        """Iterate over the residents that were not freed."""
         return (key for key in self._all if self._leaving.get(key, True))
 
     def seat(self) -> list[tuple[RequestKey, int]]:
-        """Seat residents that joined, between two steps, and return those that left, each with its tokens."""
+        """Let residents join and leave, between two steps; return the leaving ones with their numbers of tokens."""
         left: list[tuple[RequestKey, int]] = []
         for key in self._leaving:
             self._joining.pop(key, None)
@@ -214,7 +235,7 @@ class Residents:
         return left
 
     def decoded(self, num_steps: int) -> Told:
-        """So many steps were made: no more than `steps_left`."""
+        """Record ``num_steps`` made steps, at most `steps_left`, and return the residents that ended or are low."""
         self._num_steps += num_steps
         self.num_context_tokens += num_steps * len(self._decoding)
         told = Told([], ())
@@ -228,7 +249,7 @@ class Residents:
         return told
 
     def _look_at(self, resident: _Resident, told: Told) -> Told:
-        """Note whether a resident ends, or needs more blocks."""
+        """Return ``told`` with a resident added if it ends or needs a report; schedule its next look."""
         key = resident.key
         num_tokens = resident.num_tokens + self._num_made(resident)
         if num_tokens == resident.length.num_total_tokens:
@@ -255,28 +276,28 @@ class Residents:
         return room < LOW_TOKENS and resident.num_blocks * self._block_size < resident.length.max_total_tokens
 
     def _num_made(self, resident: _Resident) -> int:
-        """Steps since it joined."""
+        """Return the number of steps since a resident joined."""
         return 0 if resident.joined_step is None else self._num_steps - resident.joined_step
 
     def _stand(self, resident: _Resident) -> None:
-        """Let a resident stand still: it takes part in no step any more."""
+        """Pause a resident and call ``stood``, except for a freed resident, whose tokens are discarded."""
         joined_step = resident.joined_step
         if self._decoding.pop(resident.key, None) is None or joined_step is None:
             return
         num_made = self._num_steps - joined_step
         self.num_context_tokens -= resident.num_tokens - resident.num_saved_tokens + num_made
         self.num_spread -= resident.num_saved_tokens > 0
-        if self._leaving.get(resident.key, True):  # else what it drew was taken from it
+        if self._leaving.get(resident.key, True):
             self._stood(resident.key, joined_step)
         resident.num_tokens += num_made
         resident.joined_step = None
 
     def _expect(self, resident: _Resident) -> None:
-        """Note the step after which something is to be done about it."""
+        """Schedule the step after which a resident ends or needs a report. The room is negative if it has none."""
         joined_step, length = resident.joined_step, resident.length
         assert joined_step is not None
         num_left = length.num_total_tokens - resident.num_tokens
-        room = resident.num_blocks * self._block_size - resident.num_tokens  # negative: it has none
+        room = resident.num_blocks * self._block_size - resident.num_tokens
         if resident.num_blocks * self._block_size < length.max_total_tokens:
             num_left = min(num_left, room + 1)
             if resident.reports.low_at_blocks != resident.num_blocks:

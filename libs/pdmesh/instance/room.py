@@ -1,20 +1,23 @@
-"""What the scheduler has heard of the room of a resident."""
+"""Reports to the scheduler about the room of a resident."""
 
 from __future__ import annotations
 
 
 class RoomReports:
-    """The reports of one resident: little room, no room, or more KV than a range, each once."""
+    """The reports of one resident: little room, no room, or more KV than a range, each once.
+
+    ``low_at_blocks`` and ``_out_at_blocks``: numbers of blocks at the last report of little room and of no room.
+    """
 
     __slots__ = ("_has_full", "_out_at_blocks", "low_at_blocks")
 
     def __init__(self) -> None:
-        self.low_at_blocks = 0  # number of blocks with which little room was reported
-        self._out_at_blocks = 0  # number of blocks with which no room was reported
+        self.low_at_blocks = 0
+        self._out_at_blocks = 0
         self._has_full = False
 
     def note(self, num_blocks: int, room: int, *, is_low: bool, is_full: bool) -> bool:
-        """Return whether the scheduler has not heard of this room, in tokens, and note that it hears of it now.
+        """Return whether ``room``, in tokens, must be reported, and count it as reported.
 
         ``num_blocks``: blocks of the whole context. ``is_full``: the context has more KV here than a range.
         """
@@ -26,5 +29,5 @@ class RoomReports:
         return is_news
 
     def spread(self) -> None:
-        """Note that another instance holds one more range of the context, or another one holds a range."""
+        """Record that the holders of ranges have changed, so that a full range is worth a new report."""
         self._has_full = False

@@ -7,24 +7,32 @@ from typing import NamedTuple
 
 
 class SeqPhase(StrEnum):
-    """Phase of a sequence on an instance."""
+    """Phase of a sequence on an instance.
 
-    EXPECTED = auto()  # blocks are reserved; the KV comes from another instance
-    PREFILLING = auto()  # this instance computes the prompt
-    COMPUTED = auto()  # this instance has the complete KV, for another instance
+    EXPECTED: blocks are reserved, and the KV comes from another instance.
+    PREFILLING: this instance computes the prompt.
+    COMPUTED: this instance has the complete KV, for another instance.
+    PAUSED: no tokens are drawn, at the end of a move or while a range of the context is lost.
+    HOLDING: this instance has a range of a context that decodes on another instance.
+    FREED: a step or a copy may still use the blocks.
+    """
+
+    EXPECTED = auto()
+    PREFILLING = auto()
+    COMPUTED = auto()
     DECODING = auto()
-    PAUSED = auto()  # no tokens are drawn: at the end of a move, or while a range of the context is lost
-    HOLDING = auto()  # a range of a context that decodes on another instance
-    FREED = auto()  # a step or a copy may still touch the blocks
+    PAUSED = auto()
+    HOLDING = auto()
+    FREED = auto()
 
 
 DECODES = (SeqPhase.DECODING, SeqPhase.PAUSED)
 LIVES = tuple([phase for phase in SeqPhase if phase is not SeqPhase.FREED])
 
-#: The phases in which each transition may begin, and the phases that it may lead to.
+#: For each transition: the phases before it, and the phases after it.
 TRANSITIONS: dict[str, tuple[tuple[SeqPhase, ...], tuple[SeqPhase, ...]]] = {
     # the prompt
-    # EXPECTED: a lost range
+    # In EXPECTED, the tokens of a lost range are computed.
     "compute": ((SeqPhase.PREFILLING, SeqPhase.EXPECTED), (SeqPhase.PREFILLING, SeqPhase.EXPECTED)),
     "regroup": ((SeqPhase.PREFILLING,), (SeqPhase.PREFILLING,)),
     "end_prompt": ((SeqPhase.PREFILLING,), (SeqPhase.COMPUTED,)),
@@ -45,7 +53,7 @@ TRANSITIONS: dict[str, tuple[tuple[SeqPhase, ...], tuple[SeqPhase, ...]]] = {
     "pause": ((SeqPhase.DECODING,), (SeqPhase.PAUSED,)),
     "lose_range": (DECODES, DECODES),
     "find_range": (DECODES, DECODES),
-    # COMPUTED: a range of a prompt can land while its last chunk is computed
+    # In COMPUTED, a range of a prompt leaves that landed elsewhere during the last chunk.
     "spread": (
         (SeqPhase.PREFILLING, SeqPhase.COMPUTED, *DECODES),
         (SeqPhase.PREFILLING, SeqPhase.COMPUTED, *DECODES),
@@ -56,10 +64,14 @@ TRANSITIONS: dict[str, tuple[tuple[SeqPhase, ...], tuple[SeqPhase, ...]]] = {
 
 
 class SequenceFacts(NamedTuple):
-    """Facts about a sequence in a phase; None: either is possible."""
+    """Facts about a sequence in a phase; None: either is possible.
 
-    has_transfer: bool | None  # a transfer brings the KV here, or takes cached blocks from here
-    sends: bool | None  # a copy of the whole KV leaves
+    ``has_transfer``: a transfer brings the KV here, or takes cached blocks from here.
+    ``sends``: a copy of the whole KV leaves.
+    """
+
+    has_transfer: bool | None
+    sends: bool | None
     hands_range: bool | None
     is_range: bool | None
     lost_range: bool | None
@@ -77,17 +89,24 @@ FACTS: dict[SeqPhase, SequenceFacts] = {
 
 
 class CopyState(StrEnum):
-    """State of a copy that leaves the instance."""
+    """State of a copy that leaves the instance.
 
-    WAITING = auto()  # no chunk has begun
-    OFFERED = auto()  # the source waits for a grant
+    WAITING: no chunk has begun.
+    OFFERED: the source waits for a grant.
+    FROZEN: no tokens are drawn, and the last ones are sent with their KV.
+    COMMITTED: the destination may have begun, so only the scheduler may let the source continue.
+    ABANDONED: committed, and the source awaits no acknowledgement.
+    """
+
+    WAITING = auto()
+    OFFERED = auto()
     SENDING = auto()
-    FROZEN = auto()  # the sequence draws no more; its last tokens and their KV are sent
-    COMMITTED = auto()  # the destination may have begun: only the scheduler lets the source go on
-    ABANDONED = auto()  # committed, and the source awaits no acknowledgement
+    FROZEN = auto()
+    COMMITTED = auto()
+    ABANDONED = auto()
 
 
-#: The same for a copy that leaves an instance.
+#: For each transition of a copy that leaves an instance: the states before it, and the states after it.
 COPY_TRANSITIONS: dict[str, tuple[tuple[CopyState, ...], tuple[CopyState, ...]]] = {
     "offer": ((CopyState.WAITING,), (CopyState.OFFERED,)),
     "grant": ((CopyState.WAITING, CopyState.OFFERED), (CopyState.SENDING,)),

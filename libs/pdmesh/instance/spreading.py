@@ -1,4 +1,4 @@
-"""Contexts and prompts with ranges on other instances, where they decode or are computed."""
+"""Spread contexts and prompts on the instance that decodes or computes them: ranges are on other instances."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class Spreading:
         self._copying = CopyRules(floor)
 
     def set_members(self, sequence: Sequence) -> None:
-        """Let a context have the members that the scheduler named, if it named any. Call between two steps.
+        """Set the shard holders that the scheduler named, if any. Call between two steps.
 
-        The blocks of the members' ranges are freed here. A context with a lost range continues if the range has another
-        holder, or if no holder changes: then the scheduler has not heard of the loss, and the next step tells again.
+        The blocks of the holders' ranges are freed here. A context with a lost range continues if the range has another
+        holder. It also continues if no holder changes, since then the scheduler does not know of the loss, and the next
+        step reports it again. A context that does not fit the new holders is dropped.
         """
         before, members, floor = sequence.members, sequence.next_members, self._floor
         if members is None or sequence.is_freed:
@@ -62,7 +63,8 @@ class Spreading:
     def lose_members(self, sequence: Sequence, numbers: Collection[int]) -> None:
         """Pause a context if one holder of a range does not answer, and drop it if several do not or it moves."""
         if sequence.has_lost_range:
-            return  # the scheduler knows
+            # The loss was reported already.
+            return
         if not sequence.is_decoding or len(numbers) != 1 or sequence.move is not None:
             self._endings.drop(sequence, _NO_ANSWER)
             return

@@ -390,7 +390,7 @@ class Instance:
         """Drop all plans, and all requests that neither decode here nor have a range here; wait until they are free.
 
         A new scheduler does not know these requests, and gateways start them again. `dropped` lists the requests that
-        decode nowhere, for the registration.
+        decode nowhere, for the registration. Cached granules without the beginning of their chains are evicted.
         """
         self._growth.end_alone()
         for request in self._sequences:
