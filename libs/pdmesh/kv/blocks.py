@@ -39,9 +39,9 @@ class BlockPool:
         self._num_blocks = num_blocks
         self._num_free = num_blocks
         self._runs = [(0, num_blocks)] if num_blocks else []  # free (start, end), ascending, never adjacent
-        self._references: dict[int, int] = {}  # number of tables of each held block
+        self._references: dict[int, int] = {}
         self._kept: set[int] = set()
-        self._num_kept = 0  # kept blocks in no table
+        self._num_kept = 0
         self._quarantined: dict[int, _Release] = {}
         self._pins: Counter[int] = Counter()
         self._guards: dict[int, list[BlockGuard]] = {}

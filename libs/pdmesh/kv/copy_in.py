@@ -116,7 +116,7 @@ class CopyIn:
                 writer,
                 layout=layout,
                 num_pages=self._part.num_pages,
-                max_in_flight=1,  # bounds the buffers that a slow source holds
+                max_in_flight=1,
                 start=context.tasks.start_soon,
             )
             for source, address in enumerate(expected["source_addresses"])
@@ -254,7 +254,7 @@ class KvArrivals:
     def expect(self, request_id: RequestId, epoch: Epoch, **expected: Unpack[Expected]) -> None:
         """Receive a request's KV into the first of its blocks. The rest is room for its output.
 
-        An older epoch of the request is cancelled. The sources are admitted.
+        An earlier copy of the request is cancelled. The sources are admitted.
         """
         context = self._context
         copy = CopyIn(context, request_id, epoch, on_placed=self._check_landed, on_failed=self._give_up, **expected)
@@ -332,7 +332,7 @@ class KvArrivals:
         The notices go first because the instance's next step holds the interpreter for longer than sending takes.
         """
         self._context.tasks.start_soon(self._tell_sources, PieceKind.LANDED, copy)
-        await anyio.lowlevel.checkpoint()  # the notices are being sent
+        await anyio.lowlevel.checkpoint()
         if copy.is_over:
             return  # cancelled
         token = copy.first_token

@@ -250,8 +250,8 @@ class CopyOut:
         self._deadline_s = context.config.deadline_s
         self._work = anyio.CancelScope()
         self._failure: str | None = None
-        self._unlanded = set(range(len(destinations)))  # destinations without an acknowledgement
-        self._committed: set[int] = set()  # destinations that were sent a commit
+        self._unlanded = set(range(len(destinations)))
+        self._committed: set[int] = set()
         self._num_told = 0
         self._is_told = False
         self._is_paused = False

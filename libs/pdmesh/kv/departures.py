@@ -37,7 +37,7 @@ class KvDepartures:
     # --- for the worker runtime ---------------------------------------------------------------------------------------
 
     def offer(self, request_id: RequestId, epoch: Epoch, **offered: Unpack[Offered]) -> KvSource:
-        """Make a request's KV ready to send. An older epoch of the request is cancelled."""
+        """Make a request's KV ready to send. Offers and copies of this epoch and older ones are cancelled."""
         source = KvSource(self._context, request_id, epoch, **offered)
         self.cancel(request_id, epoch)
         self._sources[source.key] = source

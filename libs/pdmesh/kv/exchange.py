@@ -130,10 +130,10 @@ class KvExchange:
     # --- for the worker runtime ---------------------------------------------------------------------------------------
 
     def begin(self, first_block: int, num_blocks: int) -> bool:
-        """Note that a chunk that fills these blocks is about to be computed here.
+        """Note that a chunk that fills these blocks is about to be computed here. Return False if it must not be.
 
-        Return False if it must not be: the members are not known yet, one of its pages is being copied from a peer's
-        cache, or its blocks were begun before, here or elsewhere, and no member was lost.
+        That is so until the members are known, while one of its pages is being copied from a peer's cache, and if its
+        blocks were begun before, here or elsewhere. After the loss of a member, blocks may be begun again.
         """
         return self._number is not None and self.ledger.begin(first_block, num_blocks, again=bool(self._lost))
 
@@ -352,8 +352,8 @@ class KvGroups:
         """Exchange KV of the request with the other members of its group, and receive theirs into ``block_ids``.
 
         `set_members` names the members. ``wakeup`` wakes the thread that waits for their KV. ``ledger`` is the
-        request's ledger, if it has one, and ``on_new`` is called with pages that are new there. An older epoch is
-        ended.
+        request's ledger, if it has one, and ``on_new`` is called with pages that are new there. An earlier exchange of
+        this epoch or an older one is ended.
         """
         exchange = KvExchange(
             self._context,

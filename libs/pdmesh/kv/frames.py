@@ -44,8 +44,8 @@ class WindowFrames:
     """Allocator of frames for blocks. Event loop only; steps and copies read the map meanwhile.
 
     A table *holds* the frames of blocks that it may come to see. A frame that no table holds is free, unless its block
-    is kept: then the frame stays until another block needs it. Blocks that fell behind a window lose their frames
-    first; blocks that a request ended or began behind (*resumable* ones) follow. In each class the longest unused go
+    is kept: then the frame stays until another block needs it. Blocks that fell behind a window (*passed*) lose their
+    frames first; *resumable* blocks, at whose end a request ended or began, follow. In each class the longest unused go
     first.
     """
 
@@ -55,7 +55,7 @@ class WindowFrames:
         frames.of_block.fill(frames.zeros)
         self._free = list(reversed(range(frames.num_frames)))
         self._holders: dict[int, int] = {}  # number of tables that hold its frame
-        self._passed: dict[int, None] = {}  # longest unused first
+        self._passed: dict[int, None] = {}
         self._resumable: dict[int, None] = {}
         pool.on_free = self._drop
 

@@ -79,7 +79,7 @@ class PageIntake:
         self._waiting: dict[Inlet, list[Callable[[], object]]] = {}
         layout = store.layout
         is_large = store.num_blocks * layout.block_bytes * layout.num_layers > _LARGE_CACHE_BYTES
-        #: By layer, 1 for each page that a piece has been copied into. Empty for a small cache.
+        #: By layer, 1 for each page of a piece that the event loop could copy (`_is_first`). Empty for a small cache.
         self._has_come = [bytearray(store.num_blocks) for _ in range(layout.num_layers)] if is_large else []
         if beside is not None:
             self._has_come = beside._has_come
@@ -104,7 +104,7 @@ class PageIntake:
         elif not (missing := inlet.ledger.claim(blocks, header.source, PageState.of(is_read=is_read))):
             self._context.drop(piece, "duplicate")
         else:
-            lane.resume()  # the peer knows this request
+            lane.resume()
             self._read(inlet, header, piece, lane.address, missing if is_read else [blocks])
 
     # --- copying ------------------------------------------------------------------------------------------------------

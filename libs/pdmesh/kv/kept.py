@@ -24,7 +24,7 @@ class KeptGranules:
         self._pool = pool
         self._num_blocks = blocks_of_granule(block_size)  # 0 if a granule is not whole blocks
         self._blocks: dict[PrefixHash, list[int]] = {}
-        self._before: dict[PrefixHash, PrefixHash | None] = {}  # the granule before each in its chain
+        self._before: dict[PrefixHash, PrefixHash | None] = {}
 
     def __len__(self) -> int:
         return len(self._blocks)

@@ -75,7 +75,7 @@ class Lane:
         self.num_under_way = 0
         self.sent_s = 0.0
         self._since_s = 0.0
-        self._num_left = 0  # pages added and not taken yet
+        self._num_left = 0
         self._max_in_flight = max_in_flight
         self._about = about
         self._layout = layout
@@ -164,7 +164,7 @@ class Lane:
             or not theirs.blocks.holds(header.part.blocks)
             or not theirs.layers.holds(header.part.layers)
             or header.part.heads != IndexRange(0, self._layout.num_kv_heads)
-            or not ledger.has(blocks)  # absent pages were never sent
+            or not ledger.has(blocks)
         ):
             return "range"
         if header.kind is PieceKind.NO_PEER_READS:

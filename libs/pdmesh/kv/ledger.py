@@ -74,11 +74,12 @@ class PageLedger:
         self.on_here: Callable[[range], object] | None = None
         self._num_layers = num_layers
         self._num_blocks = num_blocks
-        self._lock = threading.Lock()  # held while states change
+        self._lock = threading.Lock()
         self._states = [bytearray(num_blocks) for _ in range(num_layers)]
         self._sources = [bytearray(num_blocks) for _ in range(num_layers)]  # 1 + the source that claimed the page last
         self._sent_to = [bytearray(num_blocks) for _ in range(num_layers)]  # number of a group's first members
-        self._num_first = [0] * num_layers  # number of first blocks that are here without a gap, by layer
+        # By layer, number of first blocks that are here without a gap.
+        self._num_first = [0] * num_layers
 
     @property
     def everything(self) -> Blocks:

@@ -29,7 +29,7 @@ shard holder.
 
 **Freeing.** Call ``mover.cancel(request_id, epoch)`` first (idempotent, unknown requests are ignored, no outcome
 follows), then ``pool.free(block_ids, on_released=...)``. Blocks that a running copy still touches stay quarantined
-until the copy ends, and ``on_released`` is called when the last one is free (at once if none is quarantined).
+until the copy ends. ``on_released`` is called when the last one is free (at once if none is quarantined).
 
 ``on_outcome`` is called on the event loop and must not block. Everything but ``blocks_ready`` belongs to the event
 loop.

@@ -48,7 +48,7 @@ class Outbox:
         self._pages_a_message = pages_a_message
         self._said: deque[Outgoing] = deque()
         self._due: deque[Outgoing] = deque()
-        self._held: dict[int, Outgoing] = {}  # key: first block
+        self._held: dict[int, Outgoing] = {}
         self._is_paused = self.is_closed = False
         self._news = anyio.Event()
 

@@ -33,7 +33,8 @@ from pdmesh.transport.seal import SEAL_BYTES, MeshKey
 
 log = structlog.get_logger()
 
-_FRAME = struct.Struct("<4sII")  # magic, number of bytes that follow, number of questions or answers
+# Magic, number of bytes that follow, number of questions or answers.
+_FRAME = struct.Struct("<4sII")
 #: Request key, epoch, capability, question number, layer, index of the shard holder, number of bytes.
 _ABOUT = struct.Struct("<16sIQIHHI")
 _MAGIC = b"pdL1"
@@ -171,7 +172,7 @@ class PartLine:
         self.fileno = connection.fileno()
         self.is_open = True
         self._frames = _Frames(PieceKind.ANSWER, connection)
-        self._lock = threading.Lock()  # held by each thread that uses or closes the socket
+        self._lock = threading.Lock()
         self._pending: list[Said] = []
 
     def put(self, header: PieceHeader, question: bytes) -> bool:
@@ -377,7 +378,7 @@ class PartPort:
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Greet an owner and answer its questions, until either end closes the line."""
+        """Check an owner's greeting, and answer its questions until either end closes the line."""
         try:
             connection.settimeout(PATIENCE_S)
             hello = connection.recv(len(self._hello) + SEAL_BYTES)

@@ -297,7 +297,7 @@ class KvParts:
         elif part.has_landed:
             self._context.tasks.start_soon(self._answer, header, question)
         else:
-            part.waiting = [(header, question)]  # an owner has one question under way
+            part.waiting = [(header, question)]
 
     def _take_tokens(self, part: HeldPart, header: PieceHeader, data: bytes) -> None:
         lost = part.lost

@@ -4,7 +4,7 @@ In place of a piece with pages, an instance sends where in its cache the pages a
 into its own cache, from host to host memory or from device to device, and stages nothing. All transfers do so:
 hand-overs, moves, and exchanges between members of a prefill group.
 
-**Until when a page may be read.** A transfer's *window* is open as long as a word in the sender's memory has the value
+**Windows.** A transfer's *window* is open as long as a word in the sender's memory has the value
 that the sender sent. The sender changes that word before it gives the blocks to another request. The receiver reads the
 word *after* it has copied: if the word is unchanged, so were the pages (an optimistic read, as in FaRM, NSDI 2014 §4).
 So neither side waits: the sender keeps no blocks for stopped receivers, is not told when a copy ends, and may die at
@@ -52,7 +52,8 @@ _NOTE = struct.Struct("<3Q")
 _WORD_BYTES = 8
 _PAGE_BYTES = 4
 
-_CARD_HEAD = struct.Struct("<4s4s16s")  # magic, kind of cache, hash of the layout
+# Magic, kind of cache, hash of the layout.
+_CARD_HEAD = struct.Struct("<4s4s16s")
 _CARD_MAGIC = b"pdC1"
 
 
@@ -287,14 +288,18 @@ class PeerReads:
 
 
 class PeerReadWriter(PieceWriter):
-    """A writer that lets peers read where they can, and sends all others pieces with pages."""
+    """A writer that lets peers read where they can, and sends all others pieces with pages.
+
+    By address, it counts the pages that were offered and not refused, and the pages that were refused and not yet sent
+    as bytes.
+    """
 
     def __init__(self, peer_reads: PeerReads, window: ReadWindow, block_ids: Sequence[int], means: Means) -> None:
         super().__init__(block_ids, means)
         self._peer_reads = peer_reads
         self._window = window
-        self._num_offered: Counter[bytes] = Counter()  # pages offered and not refused, by address
-        self._num_refused: Counter[bytes] = Counter()  # pages refused and not yet sent as bytes, by address
+        self._num_offered: Counter[bytes] = Counter()
+        self._num_refused: Counter[bytes] = Counter()
 
     @property
     def max_pages(self) -> int:

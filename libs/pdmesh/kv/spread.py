@@ -107,7 +107,7 @@ class SpreadKv:
         self._number = 0
         self._question: PartQuestion | None = None
         self._asked = range(0)
-        self._answers: dict[int, bytes] = {}  # complete ones, key: member
+        self._answers: dict[int, bytes] = {}
         self._coming: dict[int, JoinedPieces] = {}
         self._on_lines: dict[int, PartLine] = {}
         self._failure: str | None = None

@@ -42,7 +42,7 @@ class PieceBuffer:
         self.number = number
         self.memory = memory
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._payload_bytes = payload_bytes  # maximum of a piece
+        self._payload_bytes = payload_bytes
         self._prefix_bytes = prefix_bytes
         self.clear()
 
@@ -82,7 +82,7 @@ def allocate_buffers(
     stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     arena = mmap.mmap(-1, num_buffers * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # unsupported by the kernel
+        with contextlib.suppress(OSError):
             arena.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(arena)
     memories = [view[start : start + stride] for start in range(0, num_buffers * stride, stride)]

@@ -99,7 +99,7 @@ class KvTransport(Protocol):
 
         Return when the buffer may be reused: when the peer has taken the piece. A *notice*, which has no payload, may
         end when it has left, so it takes one message instead of a piece's four. Its receiver may have no buffer for it
-        yet. So send at most one notice for each transfer that the receiver waits for.
+        yet. So send only notices about transfers that the receiver waits for, which bounds their number.
 
         Pieces to one address arrive in the order of their sends if each send is awaited before the next begins; sends
         that run at the same time may overtake one another. Raises `KvTransferError` if the peer cannot be reached or

@@ -187,7 +187,7 @@ class LocalPort:
                 connection, _ = self._socket.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # out of descriptors
+            except OSError as error:
                 log.warning("a connection was not accepted", reason=str(error))
                 self.loop.remove_reader(self._socket.fileno())
                 self.loop.call_later(FULL_S, self._listen)

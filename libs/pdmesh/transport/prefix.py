@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from pdmesh.transport.buffers import HEADER_BYTES, PieceBuffer
 
-_PREFIX = struct.Struct("<4sIIQ")  # magic, payload bytes, following bytes of the message, number
+# Magic, payload bytes, following bytes of the message, number.
+_PREFIX = struct.Struct("<4sIIQ")
 _MAGIC = b"pdP3"
 
 PREFIX_BYTES = _PREFIX.size

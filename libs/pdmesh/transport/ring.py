@@ -108,6 +108,9 @@ class ReceiveRing:
     finishes each piece before it takes the next, that buffer is still in the processor's cache. For a large piece only
     the header is read then; `Piece.load` reads the payload, possibly on a thread. The consumer holds at most
     ``max_held`` buffers. There are as many more buffers as are posted to UCX, so an offer always finds one.
+
+    The last entry of the free slots is the one used last. Posted requests are in the order of posting, in which
+    messages arrive.
     """
 
     def __init__(
@@ -126,8 +129,8 @@ class ReceiveRing:
         self._wake = wake
         self._call_later = call_later
         self._arrays = [api.array(buffer.memory) for buffer in buffers] if api is not None else []
-        self._free = list(range(len(buffers)))  # last used at the end
-        self._posted: dict[int, Any] = {}  # requests by slot, oldest first
+        self._free = list(range(len(buffers)))
+        self._posted: dict[int, Any] = {}
         self._num_held = 0
         self._num_pieces = [0] * len(buffers)  # unreleased pieces in each buffer
         self._arrived: deque[Piece] = deque()

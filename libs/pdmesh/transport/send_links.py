@@ -63,14 +63,14 @@ class Link(Protocol):
 
 
 class _Busy:
-    """A link and its sends in progress."""
+    """A link and its sends in progress, by number and oldest first."""
 
     __slots__ = ("last_taken_s", "link", "sends")
 
     def __init__(self, link: Link) -> None:
         self.link = link
         self.last_taken_s = time.monotonic()
-        self.sends: dict[int, Send] = {}  # key: number; oldest first
+        self.sends: dict[int, Send] = {}
 
     def patient_until_s(self) -> float:
         """Return the time at which the link is closed, unless the peer takes a piece before."""
@@ -88,7 +88,7 @@ class Links:
         self._pool = pool
         self._open_link = open_link
         self._watch_sooner = anyio.Event()
-        self._watched_until_s = inf  # the next time at which `watch` looks
+        self._watched_until_s = inf
         self._links: OrderedDict[bytes, _Busy] = OrderedDict()
         self._next_number = 1
 
@@ -161,7 +161,7 @@ class Links:
             reason = str(error)
         else:
             while busy.sends:
-                number = next(iter(busy.sends))  # oldest first
+                number = next(iter(busy.sends))
                 send = busy.sends.pop(number)
                 other.sends[number] = send
                 try:

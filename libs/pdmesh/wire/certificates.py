@@ -1,7 +1,7 @@
 """A service's certificate, key and authority, read again once their files have changed.
 
 Open connections keep their certificates. If new files cannot be used (half of a new pair is written, or the two do not
-match), this is logged, and the previous certificates stay in use.
+match), this is logged. The previous certificates then stay in use.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CertificateFiles:
         self.current = self._read()
 
     def renewed(self) -> Certificates | None:
-        """Return the files' contents if they are new and usable; else None, and `current` stays."""
+        """Return the files' contents if they are new and usable; else None. Log unusable files."""
         with self._lock:
             if not any(file.has_changed() for file in self._files):
                 return None
@@ -122,7 +122,7 @@ def expires_at(path: Path | None) -> float | None:
     """Return when a certificate expires, in Unix time; None if there is none, or it cannot be read."""
     if path is None:
         return None
-    from cryptography import x509  # imported late: rarely needed
+    from cryptography import x509
 
     try:
         return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc.timestamp()

@@ -279,7 +279,7 @@ def bind(
             return server.add_secure_port(address, server_credentials(CertificateFiles(security), on_handshake))
         return server.add_insecure_port(address)
     except RuntimeError as error:
-        bind_socket(host, port, setting=setting).close()  # raises an error with the reason
+        bind_socket(host, port, setting=setting).close()
         raise ConfigError(f"cannot listen on {address}: {error} ({setting})") from error
 
 

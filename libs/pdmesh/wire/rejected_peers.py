@@ -31,15 +31,16 @@ class StrangerKind(StrEnum):
 class Strangers:
     """Counts of refused peers of one service, over all its ports. For any thread.
 
-    gRPC refuses a peer silently if the handshake fails. So a handshake counts as failed if no call follows it.
+    gRPC refuses a peer silently if the handshake fails. So the class remembers when handshakes without a call began,
+    and which peers have made a call: a handshake counts as failed if no call follows it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._refused: Counter[StrangerKind] = Counter(dict.fromkeys(StrangerKind, 0))
-        self._began_s: deque[float] = deque()  # handshakes without a call
-        self._peers: OrderedDict[str, None] = OrderedDict()  # addresses that have made a call
+        self._began_s: deque[float] = deque()
+        self._peers: OrderedDict[str, None] = OrderedDict()
 
     def connected(self) -> None:
         """Note that a peer begins its handshake."""

@@ -53,11 +53,11 @@ class SchedulerChannel:
         self._channels: dict[str, MeshChannel] = {}
         self._num_tried = 0
         self._next: str | None = None  # tried before the other addresses
-        self._is_silent = False  # the connection to that leader must be reopened
-        self._named_by: str | None = None  # standby that named `_address` or `_next`
+        self._is_silent = False
+        self._named_by: str | None = None
         self._address = ""
         self.unreached_leader = ""
-        self._term = 0  # highest known term
+        self._term = 0
 
     @property
     def answer_limit_s(self) -> float:

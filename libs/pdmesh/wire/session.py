@@ -124,7 +124,7 @@ class Session(Generic[SendT, RecvT]):
         self._link: FrameLink[SendT, RecvT] | None = None
         self._scope = anyio.CancelScope()
         self._pause_s = 0.0
-        self._num_unanswered = 0  # heartbeats since the peer's last message
+        self._num_unanswered = 0
         self.was_silent = False
         self._finishing = False
         self._finished = anyio.Event()

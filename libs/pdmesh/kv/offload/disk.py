@@ -40,7 +40,7 @@ class DiskSlots:
         self._layer_bytes = layer_bytes
         self._cipher = AESGCM(os.urandom(32))
         self._num_writes = 0
-        self._written: dict[int, int] = {}  # the last write's number, by slot
+        self._written: dict[int, int] = {}
         try:
             self._file = _open_unnamed(directory)
         except OSError as error:
@@ -108,7 +108,7 @@ def _open_unnamed(directory: Path) -> int:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, _MODE)
-    except (OSError, AttributeError):  # not every system or file system supports O_TMPFILE
+    except (OSError, AttributeError):
         file, name = tempfile.mkstemp(prefix="pdmesh-kv-", dir=directory)
         os.unlink(name)
         return file

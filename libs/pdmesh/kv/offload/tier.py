@@ -118,21 +118,21 @@ class OffloadTier:
         self._arena = mmap.mmap(-1, max(1, num_slots * self.granule_bytes))
         self._free_host = list(range(num_slots - 1, -1, -1))
         self._free_disk = list(range(num_disk - 1, -1, -1))
-        self._entries: OrderedDict[PrefixHash, _Entry] = OrderedDict()  # longest unused first
+        self._entries: OrderedDict[PrefixHash, _Entry] = OrderedDict()
         self._in_host: OrderedDict[PrefixHash, _Entry] = OrderedDict()  # granules in host memory only
         self._stores = CopyThread("kv-offload", call_soon)
         self._loads = CopyThread("kv-load", call_soon)
         self._writes = CopyThread("kv-disk", call_soon)
         self._num_bytes_offloaded = self._num_bytes_loaded = self._num_lost = 0
-        self._has_failed = False  # a loss was logged
+        self._has_failed = False
         self._progress = Progress(time.monotonic)
-        self._loading: dict[KvLoad, Callable[[KvLoad], object]] = {}  # running loads and their ``on_ended``
+        self._loading: dict[KvLoad, Callable[[KvLoad], object]] = {}
         self.is_stuck = False
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             stack.callback(self._close_disk)
-            for thread in (self._writes, self._loads, self._stores):  # the last is left first
+            for thread in (self._writes, self._loads, self._stores):
                 await stack.enter_async_context(thread)
             self._stack = stack.pop_all()
         return self
@@ -191,7 +191,7 @@ class OffloadTier:
         began_s = 0.0
         for number in range(1 + _MEASURED_GRANULES):
             if number == 1:
-                began_s = time.perf_counter()  # the first copy touched the memory
+                began_s = time.perf_counter()
             load = KvLoad(self._wakeup, self._progress, partial(self._scatter, [source]), no_progress_s=inf)
             load.copy.execute()
             if load.copy.error is not None:
