@@ -110,8 +110,7 @@ class KubernetesActuator(LookingActuator):
         )
 
     def pursue(self, desired: DesiredProcesses, tasks: anyio.abc.TaskGroup) -> None:
-        """Begin to scale StatefulSets with too many or too few pods, and to delete pods whose processes must be
-        replaced."""
+        """Begin to scale StatefulSets with too many or too few pods, and to delete pods of replaced processes."""
         starts = {member.instance_id for member in desired.start}
         self._refused &= starts
         for instance_id in starts - self._refused:
@@ -187,7 +186,7 @@ class KubernetesActuator(LookingActuator):
                 self._ended.append(
                     EndedProcess(name=name, pid=UNKNOWN_PID, cause=pod.last_end, has_served=before.has_served)
                 )
-            elif before.has_served:  # after a restart no pod is ready at first
+            elif before.has_served:  # no pod is ready right after a restart
                 pods[name] = pod._replace(has_served=True)
         if (sets, pods) != (self._sets, self._pods):
             self._sets, self._pods = sets, pods

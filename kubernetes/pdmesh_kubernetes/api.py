@@ -29,7 +29,7 @@ class Conflict(KubernetesError):
 
 
 class Missing(KubernetesError):
-    """There is no object of that name."""
+    """No object has that name."""
 
 
 class Forbidden(KubernetesError):

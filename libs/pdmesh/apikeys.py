@@ -1,4 +1,4 @@
-"""API keys as a file lists them: names, hashes, and what each may ask for.
+"""API keys in a file: names, hashes, and the limits of each.
 
 ::
 
@@ -13,8 +13,8 @@
     min_slo_ttft_ms = 200            # the shortest target it may ask for
     share = 2                        # while several wait: twice the tokens of a key whose share is 1, the default
 
-What is not given is not limited. Operators, who look at a running mesh and change it, have tokens of their own in a
-file of their own::
+A missing field sets no limit. Operators, who look at a running mesh and change it, have tokens of their own in a file
+of their own::
 
     [operators.bob]
     hash = "sha256:…"                # of the token; `pdmesh keys operator` makes both
@@ -35,10 +35,10 @@ from pdmesh.errors import ConfigError
 
 SCOPES = frozenset({"generate", "tokenize", "models", "watch"})
 
-#: Of a key whose entry names none. Who watches the mesh sees what other clients call their requests.
+#: Scopes of a key whose entry names none. With `watch` a client sees other clients' names for their requests.
 DEFAULT_SCOPES = SCOPES - {"watch"}
 
-#: Of an operator: ``read`` asks, ``write`` changes as well.
+#: Scopes of an operator: ``read`` for questions, ``write`` for changes as well.
 OPERATOR_SCOPES = frozenset({"read", "write"})
 DEFAULT_OPERATOR_SCOPES = frozenset({"read"})
 
@@ -47,16 +47,19 @@ _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _COUNTS = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests")
 _PRIORITIES = ("min_priority", "max_priority")
 
-#: Beyond it one key would have everything.
+#: Largest share, so that no key gets everything.
 MAX_SHARE = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """A key's entry. None is no limit."""
+    """Entry of a key. None means no limit.
+
+    `hash` is "sha256:" and hexadecimal digits. `share` is the weight among the keys whose requests wait.
+    """
 
     name: str
-    hash: str  # "sha256:" and hexadecimal digits
+    hash: str
     scopes: frozenset[str] = DEFAULT_SCOPES
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
@@ -64,20 +67,20 @@ class ApiKey:
     min_priority: int | None = None
     max_priority: int | None = None
     min_slo_ttft_ms: float | None = None
-    share: int = 1  # of the mesh, among the keys whose requests wait
+    share: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """An operator's entry."""
+    """Entry of an operator. `hash` is the token's, in the form of a key's."""
 
     name: str
-    hash: str  # of the token, as a key's
+    hash: str
     scopes: frozenset[str] = DEFAULT_OPERATOR_SCOPES
 
     @property
     def may_read(self) -> bool:
-        return bool(self.scopes)  # those who may change may look, too
+        return bool(self.scopes)  # operators with write access may read, too
 
     @property
     def may_write(self) -> bool:
@@ -85,19 +88,19 @@ class Operator:
 
 
 def new_key() -> str:
-    """256 random bits, as text."""
+    """Return a new key with 256 random bits."""
     return f"sk-pdmesh-{secrets.token_urlsafe(32)}"
 
 
 def hash_key(key: str) -> str:
-    """What a file holds of a key. Keys are long and random, so that a quick hash protects them."""
+    """Return the hash of a key, for a file. A quick hash is enough, because keys are long and random."""
     return "sha256:" + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def parse_api_keys(text: str, where: str) -> dict[str, ApiKey]:
-    """Entries by name, of the TOML text that ``where`` holds; it may hold none.
+    """Return the entries by name in the TOML text of ``where``; there may be none.
 
-    Raises ConfigError that names what is wrong.
+    Raises ConfigError that names the fault.
     """
     entries = _tables(text, "keys", where)
     keys = {name: _api_key(name, entry, f"[keys.{name}] in {where}") for name, entry in entries.items()}
@@ -106,7 +109,7 @@ def parse_api_keys(text: str, where: str) -> dict[str, ApiKey]:
 
 
 def parse_operators(text: str, where: str) -> dict[str, Operator]:
-    """The same for operators."""
+    """Return the operators by name in the TOML text of ``where``, as `parse_api_keys` does."""
     entries = _tables(text, "operators", where)
     operators = {name: _operator(name, entry, f"[operators.{name}] in {where}") for name, entry in entries.items()}
     _check_distinct(operators.values(), "token", where)
@@ -145,7 +148,7 @@ def _check_entry(name: str, entry: Any, known: Sequence[str], scopes: frozenset[
         if field not in known:
             raise ConfigError(f"{where}: unknown setting {field}; there are {', '.join(known)}")
         if problem := _problem(field, value, scopes):
-            given = "" if field == "hash" else f", not {value!r}"  # it may be the secret itself
+            given = "" if field == "hash" else f", not {value!r}"  # a value may be the secret itself
             raise ConfigError(f"{where}: {field} {problem}{given}")
 
 
@@ -161,7 +164,7 @@ def _api_key(name: str, entry: Any, where: str) -> ApiKey:
 
 
 def _problem(field: str, value: Any, scopes: frozenset[str]) -> str | None:
-    """What a value must be, if it is not that."""
+    """Return what the value of a field must be; None if it is valid."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if field == "hash":
         is_hash = isinstance(value, str) and _HASH.fullmatch(value) is not None
@@ -181,7 +184,7 @@ def _problem(field: str, value: Any, scopes: frozenset[str]) -> str | None:
 
 
 def entry_of(key: ApiKey | Operator) -> str:
-    """An entry, as a file holds it."""
+    """Return an entry as TOML text."""
     if isinstance(key, Operator):
         return "\n".join(_head("operators", key, DEFAULT_OPERATOR_SCOPES)) + "\n"
     lines = _head("keys", key, DEFAULT_SCOPES)

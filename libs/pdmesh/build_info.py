@@ -1,4 +1,4 @@
-"""How the code that runs was built."""
+"""Facts about how the running code was built."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from importlib.util import find_spec
 
 
 def core_build() -> str:
-    """Whether the scheduling core that an import gives is the wheel's compiled one, or Python, in words."""
+    """Return whether the imported scheduling core is compiled or Python, in words."""
     spec = find_spec("pdmesh.core.scheduler")
     is_python = spec is None or spec.origin is None or spec.origin.endswith(".py")
     return "Python" if is_python else "compiled by mypyc"
 
 
 def version() -> str:
-    """Return this installation's version of pdmesh."""
+    """Return the version of the installed pdmesh."""
     return metadata.version("pdmesh")

@@ -1,7 +1,7 @@
 """The settings of a process: one frozen tree, which `pdmesh.config_sources` builds once.
 
-What a setting may be and what it means stands in its type (`pdmesh.settings`); the tables of
-``docs/configuration.md`` are made of these.
+A setting's type has its limits and its meaning (`pdmesh.settings`). The tables of ``docs/configuration.md`` are made
+from these types.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdmesh.settings import HANDED_DOWN, SECRET, TOP_TEN, one_of
 
 LOOPBACK = "127.0.0.1"
 
-#: `WorkerConfig.kv_cache_bytes` of the stand-in engine, and where the host does not say what it has free; unless set.
+#: Default of `WorkerConfig.kv_cache_bytes` for the stand-in engine, and on a host that does not report free memory.
 HOST_KV_CACHE_BYTES = 256 * 1024 * 1024
 
 
@@ -350,7 +350,7 @@ class WorkerConfig:
 
 
 class InstanceDegrees(NamedTuple):
-    """How an instance is divided: ``tensor`` ranks compute each layer, and each of ``stages`` some of the layers."""
+    """Division of an instance: ``tensor`` ranks compute each layer, and each of ``stages`` some of the layers."""
 
     tensor: int = 1
     stages: int = 1
@@ -362,7 +362,7 @@ class InstanceDegrees(NamedTuple):
 
     @property
     def num_processes(self) -> int:
-        """Number of processes in all: of several stages the leader computes nothing."""
+        """Number of processes in all. With several stages, the leader is one more process, which computes nothing."""
         return self.num_ranks + (self.stages > 1)
 
 
@@ -482,7 +482,7 @@ class MeshConfig:
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
 
     def degrees_of(self, role: Role) -> InstanceDegrees:
-        """Return how the instances of a pool are divided."""
+        """Return the ranks and stages of a pool's instances: the pool's own settings, else the worker's."""
         pool = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}.get(role, PoolConfig())
         return InstanceDegrees(
             pool.tensor_parallel_size or self.worker.tensor_parallel_size,

@@ -1,4 +1,4 @@
-"""Where the configuration comes from, and how it is passed on: TOML file < environment < flags.
+"""Sources of the configuration, and its forms for other processes: TOML file < environment < flags.
 
 Every setting has three names that follow from its field: ``[worker] kv_cache_bytes`` in the file,
 ``PDMESH_WORKER_KV_CACHE_BYTES`` in the environment, and, where a command offers it, ``--kv-cache-bytes``. No other
@@ -24,10 +24,10 @@ from pdmesh.settings import CLIENT_KEY_VARIABLE, HANDED_DOWN, Setting, converted
 
 PREFIX = "PDMESH_"
 
-#: Names the TOML file.
+#: Variable that names the TOML file.
 CONFIG_FILE_VARIABLE = "PDMESH_CONFIG"
 
-#: No settings either: what the compose files take, which may stand in the same environment or ``.env``.
+#: Variables of the compose files, which are no settings but may be in the same environment or ``.env``.
 COMPOSE_VARIABLES = frozenset(
     {
         "PDMESH_PORT",
@@ -44,7 +44,7 @@ COMPOSE_VARIABLES = frozenset(
 
 _NO_SETTINGS = frozenset({CONFIG_FILE_VARIABLE, CLIENT_KEY_VARIABLE, *COMPOSE_VARIABLES})
 
-#: OpenTelemetry's own names of `telemetry.otlp_endpoint`, taken where we are told nothing; the SDK reads all others.
+#: OpenTelemetry's own names of `telemetry.otlp_endpoint`, read unless ours is set. The SDK reads all others.
 _OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
@@ -54,11 +54,11 @@ def load_config(
     flags: Mapping[str, object],
     typed: Mapping[str, str] = MappingProxyType({}),
 ) -> MeshConfig:
-    """Build the tree from ``file`` (else the one `PDMESH_CONFIG` names), environment and flags, the last one winning.
+    """Build the tree from ``file`` (else the one `PDMESH_CONFIG` names), environment and flags; later ones override.
 
-    ``flags`` are dotted names (``gateway.port``) with a value or None for "not given", and ``typed`` has the options
-    that were typed for them (``--port``). Variables without our prefix are left to those they belong to (HF_*, UCX_*,
-    CUDA_*, OTEL_*). Raises ConfigError.
+    ``flags`` are dotted names (``gateway.port``) with a value or None for "not given". ``typed`` has the options that
+    were typed for them (``--port``), for messages. Variables without our prefix belong to others (HF_*, UCX_*, CUDA_*,
+    OTEL_*) and are ignored. Raises ConfigError.
     """
     settings = {setting.name: setting for setting in settings_of(MeshConfig)}
     given = {name: setting for name, setting in settings.items() if HANDED_DOWN not in setting.marks}
@@ -95,7 +95,7 @@ def load_config(
 
 
 def to_dict(config: MeshConfig, *, secrets: bool = False) -> dict[str, Any]:
-    """The tree as plain values. Secrets that are set show as ``***`` unless asked for."""
+    """Return the tree as plain values. Secrets that are set show as ``***`` unless ``secrets`` is True."""
 
     tree: dict[str, Any] = {}
     for setting, value in _given(config):
@@ -106,7 +106,7 @@ def to_dict(config: MeshConfig, *, secrets: bool = False) -> dict[str, Any]:
 
 
 def to_toml(config: MeshConfig) -> str:
-    """The tree as a TOML file that `load_config` reads back; what is unset or secret is left out as a comment."""
+    """Return the tree as a TOML file that `load_config` reads back. Unset settings and secrets become comments."""
     lines: list[str] = []
     for setting, value in _given(config):
         section, _, key = setting.name.rpartition(".")
@@ -118,12 +118,12 @@ def to_toml(config: MeshConfig) -> str:
 
 
 def _given(config: MeshConfig) -> Iterator[tuple[Setting, object]]:
-    """The settings that users give, with their values."""
+    """Return the settings that users give, with their values."""
     return (each for each in values_of(config) if HANDED_DOWN not in each[0].marks)
 
 
 def environment_of(config: MeshConfig) -> dict[str, str]:
-    """The variables that make `load_config` build ``config`` again, secrets among them; defaults are left out."""
+    """Return the environment for which `load_config` builds ``config`` again, with secrets and without defaults."""
     return {
         variable_of(setting.name): _environment_value(value)
         for setting, value in values_of(config)
@@ -132,7 +132,7 @@ def environment_of(config: MeshConfig) -> dict[str, str]:
 
 
 def variable_of(name: str) -> str:
-    """Return the name in the environment of the setting ``name``."""
+    """Return the environment variable of the setting ``name``."""
     return PREFIX + name.replace(".", "_").upper()
 
 
@@ -164,7 +164,7 @@ def _flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, o
 
 
 def _check_no_service_link(variable: str, text: str) -> None:
-    """Raise ConfigError for what Kubernetes puts into the pods beside a Service whose name begins like ours."""
+    """Raise ConfigError for a variable that Kubernetes sets for a Service whose name begins like ours."""
     if text.startswith(("tcp://", "udp://")) or variable.endswith(("_SERVICE_HOST", "_SERVICE_PORT")):
         raise ConfigError(
             f"{variable} = {text} is no setting but a service link of Kubernetes, made for a Service whose name begins "

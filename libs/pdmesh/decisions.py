@@ -26,27 +26,27 @@ from pdmesh.errors import ProtocolError
 from pdmesh.model import InstanceId, InstanceProfile, PoolCounts, Role
 from pdmesh.plans import NO_EVICTIONS
 
-#: How long decisions are kept, in seconds.
+#: Seconds for which decisions are kept.
 RECENT_S = 600.0
 
-#: Most decisions, and about how many bytes, in one page.
+#: Largest number of decisions, and approximate limit of bytes, in one page.
 PAGE_DECISIONS = 500
 PAGE_BYTES = 1 << 20
 
-#: Advice needs only the commands that answer these events.
+#: Events without interest for advice. Only the commands that answer them are kept.
 _PLAIN = (Tick, LoadReported, CacheReported)
 
 #: Fields of commands that hold hashes of prompts.
 _HASHES: Mapping[str, object] = {"chain": (), "room": NO_EVICTIONS}
 
-#: The same, of each kind of command that has any.
+#: Fields with hashes of prompts, for each kind of command that has any.
 _HASHES_OF = {
     kind: names for kind in get_args(Command) if (names := tuple(_HASHES.keys() & set(kind.__struct_fields__)))
 }
 
 
 class Decision(NamedTuple):
-    """An event, and what the core answered."""
+    """An event, and the core's commands in answer."""
 
     now_s: float
     event: Event
@@ -61,7 +61,7 @@ class MeshMembers:
     profiles: dict[InstanceId, InstanceProfile] = field(default_factory=dict[InstanceId, InstanceProfile])
 
     def apply(self, decision: Decision) -> None:
-        """Follow a decision."""
+        """Apply joins, losses, role changes and bundle changes of a decision."""
         match decision.event:
             case InstanceJoined(profile=profile):
                 self.profiles[profile.instance_id] = profile
@@ -88,11 +88,11 @@ class RecentDecisions:
     def __init__(self, bundle: str, max_decisions: int) -> None:
         self._max_decisions = max_decisions
         self._kept: deque[Decision] = deque()
-        self._first = 0  # number of the oldest that is kept
+        self._first = 0  # number of the oldest kept decision
         self._before = MeshMembers(bundle)
 
     def record(self, now_s: float, event: Event, commands: Sequence[Command]) -> None:
-        """Keep a decision, without the hashes of prompts, which may be large."""
+        """Keep a decision, without the hashes of prompts, which may be large. Drop the oldest beyond the limits."""
         commands = [_without_hashes(command) for command in commands if not isinstance(command, WakeAt)]
         if isinstance(event, _PLAIN):
             if not commands:
@@ -112,11 +112,11 @@ class RecentDecisions:
 
     @property
     def before(self) -> MeshMembers:
-        """The mesh as it was before the oldest decision that is kept."""
+        """The mesh before the oldest kept decision."""
         return self._before
 
     def page(self, start: int) -> tuple[list[bytes], int | None]:
-        """Return decisions from number ``start`` on, encoded, and where the next page starts; None after the last."""
+        """Return encoded decisions from number ``start`` on, and the next page's start; None after the last page."""
         number = max(start, self._first)
         encoded: list[bytes] = []
         num_bytes = 0
@@ -133,13 +133,13 @@ def _without_hashes(command: Command) -> Command:
 
 
 def encode_decision(decision: Decision) -> bytes:
-    """Return a decision as msgpack: time, event, commands, each of the latter with its name."""
+    """Return a decision as msgpack: time, event and commands, the last two with their type names."""
     named = [(type(each).__name__, each) for each in (decision.event, *decision.commands)]
     return msgspec.msgpack.encode((decision.now_s, named))
 
 
 def decode_decision(data: bytes) -> Decision:
-    """Return what `encode_decision` was given. Raises ProtocolError."""
+    """Return the decision that `encode_decision` encoded. Raises ProtocolError."""
     kinds = _kinds()
     try:
         now_s, named = msgspec.msgpack.decode(data, type=tuple[float, list[tuple[str, msgspec.Raw]]])

@@ -1,14 +1,14 @@
-"""Errors, by what the caller can do about them.
+"""Errors, by the reaction that a caller can choose.
 
 ::
 
     PdmeshError
     ├── ConfigError            fix the configuration; a process that meets it at start exits with code 2
-    ├── ServiceSuperseded      this process must not go on, though nothing in it failed; start it again
+    ├── ServiceSuperseded      this process must end, though nothing in it failed; start it again
     ├── RequestRejected        the client must change or repeat its request (carries status, code, retry-after)
     ├── InstanceUnavailable    try another instance, or the same one later
     ├── KvTransferError        the KV did not arrive; it can be recomputed from the transcript
-    └── ProtocolError          a peer sent what it must not: a bug or a version mismatch; drop that peer's stream
+    └── ProtocolError          a peer broke the contract: a bug or a version mismatch; drop that peer's stream
 
 ``assert`` is for our own invariants only.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 
 class PdmeshError(Exception):
-    """Base of every error pdmesh raises on purpose."""
+    """Base of every error that pdmesh raises on purpose."""
 
 
 class ConfigError(PdmeshError):
@@ -25,14 +25,14 @@ class ConfigError(PdmeshError):
 
 
 class ServiceSuperseded(PdmeshError):
-    """A service must end, though nothing in it failed: another one has its place. The message says what to do."""
+    """A service must end, though nothing in it failed: another one has taken over. The message says what to do."""
 
 
 class RequestRejected(PdmeshError):
-    """A request that will not be served, in the shape of an OpenAI error.
+    """Rejection of a request, in the shape of an OpenAI error.
 
-    ``retry_after_s`` is set where repeating the same request later can succeed (429, 503); others like it would be
-    refused too for ``reject_ttl_s``.
+    ``retry_after_s`` is set if the same request may succeed later (429, 503). For ``reject_ttl_s`` similar requests
+    would be rejected, too.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class OutboxFull(PdmeshError):
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """The errors that a task group's exception group holds, however nested; an error that is none, alone."""
+    """Return the errors in a nested exception group; any other error alone."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return [leaf for nested in error.exceptions for leaf in leaves(nested)]

@@ -1,12 +1,11 @@
-"""The scheduler's event log: every ``(now_s, event)`` in an append-only file, enough to repeat all its decisions.
+"""The scheduler's event log: every ``(now_s, event)`` in an append-only file, enough to repeat all decisions.
 
-The file is a sequence of msgpack arrays ``[crc32, payload]``, each payload msgpack again: first a `Header`, then for
-each event ``[now_s, name of the event, its fields]`` and ``[digest]``, that of the commands that answered it. A record
-cut short at the end of the file (a crash) is left out; anything else that cannot be read is an `EventLogError` that
-says where.
+The file is a sequence of msgpack arrays ``[crc32, payload]``. Each payload is msgpack again: first a `Header`, then for
+each event ``[now_s, name of the event, its fields]``, and ``[digest]`` of the commands that answered the event. A
+record cut short at the end of the file (a crash) is ignored. Any other fault raises an `EventLogError` with its place.
 
-A log is of use from its beginning only, so that one which reaches its size limit, or a disk that is full, *ends*: what
-it holds stays whole and replayable, and the scheduler goes on without it.
+A log is only of use from its beginning. So a log that reaches its size limit, or meets a full disk, *ends*: its content
+stays whole and replayable, and the scheduler continues without it.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ log = structlog.get_logger()
 
 FORMAT_VERSION = 6
 
-#: No record is larger; a length beyond it is corruption.
+#: Largest record. A greater length is corruption.
 MAX_RECORD_BYTES = 64 * 1024 * 1024
 
-#: Waiting to be written. A disk so slow ends the log: what is in it stays whole and replayable.
+#: Bytes that may wait to be written. If the disk is slower, the log ends; its content stays whole and replayable.
 MAX_BUFFERED_BYTES = 64 * 1024 * 1024
 
-#: What may befall a good path. A scheduler that starts again meanwhile serves without a log.
+#: Faults that a good path may meet. If one is there at a start, the scheduler serves without a log.
 _DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE})
 
 _EVENT_TYPES: dict[str, type] = {event_type.__name__: event_type for event_type in get_args(Event)}
@@ -59,37 +58,40 @@ class EventLogError(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """All that a core is made from."""
+    """All data that a core is made from. The core's clock showed ``started_s`` at the Unix time ``started_at``."""
 
     version: int = FORMAT_VERSION
     seed: int
     bundle: str
     config: CoreConfig
-    started_at: float  # Unix time, seconds, when the core's clock showed ``started_s``
+    started_at: float
     started_s: float
 
 
 class Entry(NamedTuple):
-    """One event of a log, with the scheduler's clock in seconds."""
+    """Entry of a log: an event, with the scheduler's clock in seconds.
+
+    `digest` is of the commands that answered the event; None for the last event before a crash.
+    """
 
     now_s: float
     event: Event
-    digest: int | None = None  # of its commands; None for the last event before a crash
+    digest: int | None = None
 
 
 def commands_digest(commands: Sequence[Command]) -> int:
-    """The same for equal commands only, but for one chance in four thousand million."""
+    """Return a digest of commands. Different commands have the same one with a probability of 2**-32."""
     return zlib.crc32(msgspec.msgpack.encode([(type(command).__name__, command) for command in commands]))
 
 
 class EventLogWriter(AbstractContextManager["EventLogWriter"]):
-    """Appends without blocking: `record` buffers, `run` writes on a thread. No write of it ever raises.
+    """Writer that appends without blocking: `record` buffers, `run` writes on a thread. No write raises.
 
-    The file is its owner's alone. One in the way is kept as ``path.1``, older ones as ``path.2`` and so on.
+    Only the owner may read the file. A file in the way becomes ``path.1``, older ones ``path.2`` and so on.
     """
 
     def __init__(self, path: Path, header: Header, *, max_bytes: int = 1 << 30, keep: int = 3) -> None:
-        """Raises OSError if there can be no such file; a fault of the disk leaves a log that has ended."""
+        """Open the file. Raises OSError for a bad path; after a fault of the disk the log has ended from the start."""
         self._max_bytes = max_bytes
         self._buffer = bytearray(_framed(msgspec.to_builtins(header)))
         self._num_bytes = len(self._buffer)  # recorded
@@ -107,11 +109,11 @@ class EventLogWriter(AbstractContextManager["EventLogWriter"]):
         self._ended = self._fd is None
 
     def record(self, now_s: float, event: Event) -> None:
-        """Note an event before it is decided upon, so that one that breaks the core is in the log."""
+        """Note an event before it is decided upon, so that the log has an event that breaks the core."""
         self._append([now_s, type(event).__name__, msgspec.to_builtins(event, builtin_types=(bytes,))])
 
     def record_commands(self, commands: Sequence[Command]) -> None:
-        """Note what the event before was answered with."""
+        """Note a digest of the commands that answered the last event."""
         self._append([commands_digest(commands)])
 
     def _append(self, payload: object) -> None:
@@ -132,13 +134,13 @@ class EventLogWriter(AbstractContextManager["EventLogWriter"]):
         log.error("the event log is closed; later events are not recorded", reason=reason, num_bytes=self._num_bytes)
 
     async def run(self) -> None:
-        """Write what is recorded, until cancelled."""
+        """Write recorded bytes, until cancelled."""
         while True:
             self._wake = anyio.Event()
             if not self._buffer:
                 await self._wake.wait()
             chunk, self._buffer = bytes(self._buffer), bytearray()
-            with anyio.CancelScope(shield=True):  # or what was taken is lost, if no thread has begun with it
+            with anyio.CancelScope(shield=True):  # a cancelled call would lose the chunk
                 await anyio.to_thread.run_sync(self._write, chunk)
 
     def _write(self, chunk: bytes) -> None:
@@ -152,7 +154,7 @@ class EventLogWriter(AbstractContextManager["EventLogWriter"]):
         except OSError as error:
             self._end(f"it cannot be written: {error.strerror}")
             with suppress(OSError):
-                os.ftruncate(self._fd, self._num_written_bytes)  # to the end of a record
+                os.ftruncate(self._fd, self._num_written_bytes)  # end of the last whole record
             self._close()
 
     def _close(self) -> None:
@@ -172,7 +174,7 @@ class EventLogWriter(AbstractContextManager["EventLogWriter"]):
 
 
 class EventLogReader(AbstractContextManager["EventLogReader"]):
-    """Reads a log as a stream. Raises EventLogError where it is damaged."""
+    """Reader of a log as a stream. Raises EventLogError where the log is damaged."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -189,7 +191,7 @@ class EventLogReader(AbstractContextManager["EventLogReader"]):
     def _read_header(self) -> Header:
         try:
             header = msgspec.convert(next(self._payloads(), None), Header)
-        # TypeError: something stands where a log has nothing, because it is no data (`PolicyConfig.links`).
+        # TypeError: a damaged header has a value for a field that no log can hold (`PolicyConfig.links`).
         except (msgspec.ValidationError, TypeError) as error:
             raise EventLogError(f"{self._path} is damaged, or not an event log: {error}") from error
         if header.version != FORMAT_VERSION:
@@ -200,17 +202,17 @@ class EventLogReader(AbstractContextManager["EventLogReader"]):
         return header
 
     def __iter__(self) -> Iterator[Entry]:
-        entry: Entry | None = None  # its digest may follow
+        entry: Entry | None = None  # waits for its digest
         began_s = -math.inf
         for payload in self._payloads():
             match payload:
                 case [float(now_s), str(name), fields] if began_s <= now_s < math.inf:
                     if entry is not None:
                         yield entry
-                    began_s = now_s  # a clock that goes back is none of ours
+                    began_s = now_s  # the scheduler's clock never goes back
                     try:
                         entry = Entry(now_s, msgspec.convert(fields, _EVENT_TYPES[name]))
-                    except (ValueError, KeyError) as error:  # msgspec's ValidationError is a ValueError
+                    except (ValueError, KeyError) as error:  # includes msgspec's ValidationError
                         raise self._damaged(f"unknown record ({error})") from error
                 case [int(digest)] if entry is not None:
                     yield entry._replace(digest=digest)
@@ -250,13 +252,13 @@ class EventLogReader(AbstractContextManager["EventLogReader"]):
 
 
 def core_of(header: Header, bundle: str | None = None) -> SchedulerCore:
-    """A core as it was when the log began, but with another bundle if one is named. Raises ConfigError."""
+    """Return a core in the state of the log's beginning, but with ``bundle`` if given. Raises ConfigError."""
     config = header.config
     return SchedulerCore(config, make_bundle(bundle or header.bundle, config.policy), random.Random(header.seed))
 
 
 def replay(log: EventLogReader) -> Iterator[tuple[Entry, list[Command]]]:
-    """Run a core of the log's making over its events; the commands are those of the recorded run, bit for bit."""
+    """Yield each event with a new core's commands, which equal the recorded run's bit for bit."""
     core = core_of(log.header)
     for entry in log:
         yield entry, core.handle(entry.event, entry.now_s)

@@ -1,4 +1,4 @@
-"""Why a process failed, as a sentence for whoever started it: what is wrong, and what to do."""
+"""Reasons why a process failed, as sentences with the fault and the remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 
 from pdmesh.errors import ConfigError, PdmeshError, leaves
 
-#: A message may quote what a peer or a file holds.
+#: Longest sentence, in characters: a message may quote a peer or a file.
 _MAX_SENTENCE = 2000
 
 _NO_PROCESS = (
@@ -18,7 +18,7 @@ _NO_MEMORY = "memory ran out; add memory, or lower --kv-cache-bytes, the number 
 
 
 def sentences(error: BaseException) -> tuple[str, ...]:
-    """One sentence for each cause: all wrong settings, else the first failure that ``error`` holds."""
+    """Return one sentence for each cause: all wrong settings, else the first failure in ``error``."""
     causes = leaves(error)
     wrong_settings = tuple(str(cause) for cause in causes if isinstance(cause, ConfigError))
     on_purpose = [cause for cause in causes if isinstance(cause, PdmeshError)]
@@ -26,7 +26,7 @@ def sentences(error: BaseException) -> tuple[str, ...]:
 
 
 def sentence(error: BaseException) -> str:
-    """What to tell of one error that is no group."""
+    """Return the sentence for one error that is no group."""
     return _told(error)[:_MAX_SENTENCE]
 
 
@@ -43,7 +43,7 @@ def _told(error: BaseException) -> str:
             return _NO_MEMORY
         case RuntimeError() if "can't start new thread" in message:
             return _NO_PROCESS
-        case RuntimeError() if "DefaultCPUAllocator" in message:  # torch's
+        case RuntimeError() if "DefaultCPUAllocator" in message:  # raised by torch
             return _NO_MEMORY
         case _:
             first = message.splitlines()[0] if message else "no message"
@@ -68,7 +68,7 @@ def _of_system(error: OSError) -> str:
             return f"{error.strerror}{at}"
 
 
-#: What usually stands behind a signal that no process sent.
+#: Usual causes of a signal that no process sent.
 _MEANINGS = {
     signal.SIGILL: "an instruction that this processor lacks; PDMESH_WORKER_CPU_LEVEL=baseline does without",
     signal.SIGBUS: "a page of a file that is gone; is a disk or /dev/shm full?",

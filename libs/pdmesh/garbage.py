@@ -1,4 +1,4 @@
-"""Garbage collection in processes whose pauses somebody waits for."""
+"""Garbage collection in processes whose pauses delay requests."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: New objects between two collections of the young ones, and those between two of the older ones. Python's own are
-#: 700, 10, 10.
+#: New objects between two collections of the young generation, then numbers of collections of one generation before the
+#: next older one is collected. Python's defaults are 700, 10, 10.
 THRESHOLDS = (50_000, 20, 100)
 
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Leave what is there now out of garbage collection, and collect the rest less often, until the block is left.
+    """Exclude present objects from garbage collection, and collect others less often, within the block.
 
-    Nearly everything of ours is freed by counting references; a full collection walks all objects to find the few
-    cycles of others. Modules and the state of thousands of requests made that a pause of up to 73 ms inside one
-    scheduling decision. What is left out already stays so at the end, and costs nothing here.
+    Nearly all our objects are freed by reference counting. A full collection walks all objects to find the few cycles
+    of libraries. With all modules and the state of thousands of requests that took up to 73 ms inside one scheduling
+    decision. Objects that were excluded before stay so at the end.
     """
     had_frozen = gc.get_freeze_count() > 0
     before = gc.get_threshold()

@@ -1,8 +1,8 @@
-"""Grammars that answers are held to, compiled by llguidance for a model's tokenizer.
+"""Grammars that constrain answers, compiled by llguidance for a model's tokenizer.
 
 A *grammar* is a string of llguidance's own: JSON that names a JSON schema, a regular expression or a Lark grammar.
-Gateways make it from what a client asks for and check it; engines obey it. What a matcher knows follows from the
-output tokens alone, so a request that moves or starts again carries nothing of it.
+Gateways make and check the grammar for a client's request; engines obey it. A matcher's state follows from the output
+tokens alone, so a request that moves or restarts carries no matcher state.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pdmesh.errors import ConfigError
 
-#: Longer grammars are refused.
+#: Largest grammar that is accepted.
 MAX_GRAMMAR_BYTES = 256 * 1024
 
-#: Compiled grammars that are kept, the latest used ones.
+#: Number of compiled grammars in the cache, which evicts the least recently used one.
 MAX_KEPT = 64
 
-#: A tenth of llguidance's defaults: an object of 5,000 optional properties compiled for 1.9 s and took 115 ms a token
-#: before it gave up (EPYC, 2026-11).
+#: Limits, a tenth of llguidance's defaults. An object of 5,000 optional properties compiled for 1.9 s and took 115 ms a
+#: token before compilation failed (EPYC, 2026-11).
 _MAX_GRAMMAR_SIZE, _STEP_MAX_ITEMS = 50_000, 5_000
 
 
 class Grammars:
-    """Compiles grammars for the tokenizer in ``directory``, whose model has logits for ``vocab_size`` tokens.
+    """Compiler of grammars for the tokenizer in ``directory``, whose model has logits for ``vocab_size`` tokens.
 
     The tokenizer is read with the first grammar (0.5 s and 70 MB for 150,000 tokens). May be used by several threads.
     """
@@ -48,20 +48,20 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def problem(self, grammar: str) -> str | None:
-        """Return what is wrong with a grammar, in a sentence; None if it can be obeyed. Blocking."""
+        """Return the fault of a grammar, in a sentence; None if it can be obeyed. Blocking."""
         matcher = self.matcher(grammar)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # some are found too complex with the first token
+            matcher.compute_bitmask()  # some are found too complex only now
         return matcher.get_error().partition("\n")[0] if matcher.is_error() else None
 
     def matcher(self, grammar: str) -> LLMatcher:
         """Return a matcher that has taken no token. Blocking; raises ConfigError without a tokenizer.
 
-        One of a grammar that cannot be obeyed has an error (`LLMatcher.is_error`).
+        The matcher of an impossible grammar has an error (`LLMatcher.is_error`).
         """
         with self._lock:
             found = self._compiled.get(grammar)
-        if found is None:  # it may take long: nobody waits for it who wants another one
+        if found is None:  # compiling may take long, so without the lock
             with self._loading:
                 tokenizer = self._loaded()
             grammar_by_ids = _with_special_ids(grammar, self._special_ids)
@@ -88,21 +88,21 @@ class Grammars:
             if not self._path.is_file():
                 raise ConfigError(f"{self._path.parent} has no tokenizer.json: answers cannot be held to a grammar")
             text, self._special_ids = _without_special_texts(self._path.read_bytes())
-            # One end is enough, and any special token stands for it: engines know the ends.
+            # Any end token is enough, or any special token: engines know the real ends.
             end_id = next(iter((*self._eos_token_ids, *self._special_ids.values())), None)
             self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=end_id)
         return self._tokenizer
 
 
-#: Parts of a Lark grammar: a special token by name; a string, a pattern or a comment, which may contain such a text.
-#: Unclosed ones match to their end, too: to look for one behind each of their characters would take quadratic time.
+#: Parts of a Lark grammar: a special token by name, or a string, pattern or comment, which may contain such a text.
+#: Unclosed ones match to the end, too. Otherwise the search behind each of their characters takes quadratic time.
 _NAMED = re.compile(
     r'"(?:\\.|[^"\\])*+(?:"|\\?\Z)|/(?:\\.|[^/\\\n])++(?:/|\\?$)|//[^\n]*|(?P<name><[^\s<>"/]++>)', re.MULTILINE
 )
 
 
 def _with_special_ids(grammar: str, ids: Mapping[str, int]) -> str:
-    """Return a grammar whose special tokens have their numbers in place of their names."""
+    """Return a grammar with the numbers of special tokens in place of their names."""
     if "<" not in grammar:
         return grammar
     if not grammar.lstrip().startswith("{"):
@@ -115,7 +115,7 @@ def _with_special_ids(grammar: str, ids: Mapping[str, int]) -> str:
 
 
 def _without_special_texts(tokenizer_json: bytes) -> tuple[str, dict[str, int]]:
-    """Return ``tokenizer.json`` whose special tokens have names that no text contains, and their ids by former name.
+    """Return ``tokenizer.json`` with new names of special tokens that no text contains, and their ids by former name.
 
     llguidance tokenizes the texts that a grammar forces. A text that spells a special token is no such token.
     """
@@ -136,7 +136,7 @@ def _without_special_texts(tokenizer_json: bytes) -> tuple[str, dict[str, int]]:
         if renamed:
             pairs = ((each, each if isinstance(each, list) else each.split(" ", 1)) for each in model["merges"])
             model["merges"] = [each for each, pair in pairs if not ids.keys() & {*pair, "".join(pair)}]
-    else:  # a unigram model has pieces and their scores
+    else:  # a unigram model has pieces with scores
         model["vocab"] = [[prefix + piece if piece in ids else piece, score] for piece, score in vocabulary]
     if model.get("unk_token") in ids:
         model["unk_token"] = prefix + model["unk_token"]
@@ -144,7 +144,7 @@ def _without_special_texts(tokenizer_json: bytes) -> tuple[str, dict[str, int]]:
 
 
 def schema_problem(schema: Any) -> str | None:
-    """Return what llguidance objects to in a JSON schema, without a tokenizer; None if it can be obeyed. Blocking."""
+    """Return llguidance's objection to a JSON schema, without a tokenizer; None if it can be obeyed. Blocking."""
     try:
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
     except ValueError as error:
@@ -154,7 +154,7 @@ def schema_problem(schema: Any) -> str | None:
 
 
 def is_json(grammar: str) -> bool:
-    """Return whether answers held to a grammar are JSON, or have JSON in them."""
+    """Return whether answers under a grammar are JSON, or contain JSON."""
     return re.search(r'"json_schema":\s*\{|%json', grammar) is not None
 
 

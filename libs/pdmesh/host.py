@@ -1,4 +1,4 @@
-"""The host of this process: memory and cores that the machine and control groups leave it, and its own addresses."""
+"""The host of this process: memory and cores within the limits of machine and control groups, and own addresses."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-_UNLIMITED = 1 << 60  # version 1 says "no limit" with a number as large
+_UNLIMITED = 1 << 60  # version 1 reports a number about this large for "no limit"
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host reaches ``address``; a name other than ``localhost`` is not looked up."""
+    """Return whether only this host reaches ``address``. Names other than ``localhost`` are not looked up."""
     if address == "localhost":
         return True
     try:
@@ -22,35 +22,38 @@ def is_loopback(address: str) -> bool:
 
 
 def free_host_bytes(root: Path = Path("/")) -> int | None:
-    """The least memory that any of them leaves; what caches of files take counts as free. None if nobody says."""
+    """Return the free memory within the tightest limit of machine and control groups; None if none reports it.
+
+    Caches of files count as free.
+    """
     found = [*_of_machine(root / "proc/meminfo"), *_of_groups(root)]
     return max(0, min(found)) if found else None
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:
-    """The tightest limit of the control groups; None where they set none."""
+    """Return the tightest memory limit of the control groups; None if they set none."""
     limits = [limit for group in _groups(root, "memory") if (limit := _memory_limit(group)) is not None]
     return min(limits, default=None)
 
 
 def num_usable_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may keep busy: those of its affinity, or what control groups leave of them; at least 1.
+    """Return the number of cores that this process may keep busy, within affinity and control groups; at least 1.
 
-    A share of a core is left idle: threads that wait for each other all stand still when one is stopped.
+    The fraction of a core is left idle: threads that wait for each other all pause when one is stopped.
     """
     quotas = [quota for group in _groups(root, "cpu") if (quota := _quota(group)) is not None]
     return max(1, min([len(os.sched_getaffinity(0)), *map(int, quotas)]))
 
 
 def num_startable_threads(root: Path = Path("/")) -> int | None:
-    """Threads and processes that control groups and `ulimit -u` let this user start; None where nothing limits them."""
+    """Return how many threads and processes control groups and `ulimit -u` still permit; None without limits."""
     left = [
         limit - used
         for group in _groups(root, "pids")
         if (limit := _number(group / "pids.max")) is not None and (used := _number(group / "pids.current")) is not None
     ]
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if limit != resource.RLIM_INFINITY and os.geteuid() != 0:  # which binds nobody with root's rights
+    if limit != resource.RLIM_INFINITY and os.geteuid() != 0:  # root is exempt
         left.append(limit - _num_threads_of_user(root))
     return min(left, default=None)
 
@@ -61,7 +64,7 @@ def _num_threads_of_user(root: Path) -> int:
 
 
 def num_oom_kills(root: Path = Path("/")) -> int:
-    """Processes that the kernel killed for want of memory: of our control group, or of the machine if none says."""
+    """Return how many processes the kernel killed for lack of memory: in our control group, else on the machine."""
     for group in _groups(root, "memory"):
         for name in ("memory.events", "memory.oom_control"):
             if (count := _field(group / name, "oom_kill")) is not None:
@@ -75,7 +78,7 @@ def _of_machine(meminfo: Path) -> Iterator[int]:
 
 
 def _of_groups(root: Path) -> Iterator[int]:
-    """Each group's limit less what is used of it."""
+    """Yield the remaining memory of each control group with a limit."""
     for group in _groups(root, "memory"):
         limit = _memory_limit(group)
         usage = _number(group / "memory.current", group / "memory.usage_in_bytes")
@@ -90,7 +93,7 @@ def _memory_limit(group: Path) -> int | None:
 
 
 def _quota(group: Path) -> float | None:
-    """Cores' worth of time; None if the group sets no limit."""
+    """Return the CPU limit of a control group, in cores; None if there is no limit."""
     quota, period = (*_words(group / "cpu.max"), "", "")[:2]
     if not quota:
         quota, period = (" ".join(_words(group / f"cpu.cfs_{name}_us")) for name in ("quota", "period"))
@@ -98,7 +101,7 @@ def _quota(group: Path) -> float | None:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of the control groups that we are in, up to the root: the nearest need not be the tightest."""
+    """Yield the folders of our control groups, up to the root: the nearest need not be the tightest."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -117,13 +120,13 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _field(file: Path, name: str) -> int | None:
-    """The number after ``name`` on its line."""
+    """Return the number after ``name`` on its line; None if there is none."""
     found = (line.split() for line in _lines(file))
     return next((int(words[1]) for words in found if len(words) > 1 and words[0] == name and words[1].isdigit()), None)
 
 
 def _number(*files: Path) -> int | None:
-    """What the first of them that holds a number says."""
+    """Return the number in the first of the files that holds one; None if none does."""
     return next((int(text) for file in files if (text := " ".join(_words(file))).isdigit()), None)
 
 

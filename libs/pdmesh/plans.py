@@ -1,8 +1,8 @@
-"""What the scheduling core makes for every request and step: plans, and what is reported of them.
+"""Plans that the scheduling core makes for every request and step, and reports about them.
 
-These are `msgspec.Struct`s: to make one takes a seventh of a frozen dataclass (0.16 and 1.08 µs for five fields, Xeon,
-Python 3.11), and both are written and read alike. They have a module of their own, and `pdmesh.core.commands` is
-another, because mypyc compiles modules as a whole and drops a Struct's keywords without a word.
+These are `msgspec.Struct`s: making one takes a seventh of the time of a frozen dataclass (0.16 and 1.08 µs for five
+fields, Xeon, Python 3.11), and both are written and read alike. They have a module of their own, as has
+`pdmesh.core.commands`, because mypyc compiles whole modules and silently drops a Struct's keywords.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from pdmesh.model import (
 
 
 class KvShard(Struct, frozen=True, kw_only=True):
-    """The part of a request's KV that one rank of an instance holds, or will.
+    """The part of a request's KV that one rank of an instance holds, or will hold.
 
-    A request's KV is a list of them: one for a request on one instance; the first is of the instance that samples.
+    A request's KV is a list of shards, only one for a request on one instance. The first shard is the sampling
+    instance's.
     """
 
     instance_id: InstanceId
@@ -49,60 +50,67 @@ class Evictions(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 NO_EVICTIONS = Evictions()
 
-#: A group has no more members than this: workers keep a bit for each.
+#: Largest number of members of a group: workers keep a bit for each.
 MAX_GROUP_MEMBERS = 64
 
 
 class PrefillGroup(Struct, frozen=True, kw_only=True):
-    """The instances that compute one prompt's chunks in turn and pass each other its KV; the first of them leads.
+    """The instances that compute one prompt's chunks in turn and exchange its KV. The first one leads.
 
-    Each has room for the whole prompt. In one epoch of a request members are only ever appended: one that is lost keeps
-    its number, and never comes back.
+    Each has room for the whole prompt. In one epoch of a request, members are only ever appended. A lost member keeps
+    its number in `lost_ids` and never comes back. A piece between members without the 64 random bits of `capability` is
+    dropped.
     """
 
     member_ids: tuple[InstanceId, ...]
-    capability: int  # 64 random bits; a piece between members without them is dropped
-    lost_ids: tuple[InstanceId, ...] = ()  # of these, which are members no more
+    capability: int
+    lost_ids: tuple[InstanceId, ...] = ()
 
     @property
     def living_ids(self) -> tuple[InstanceId, ...]:
-        """The members, the leader first."""
+        """The members that are not lost, the leader first."""
         if not self.lost_ids:
             return self.member_ids
         return tuple([member_id for member_id in self.member_ids if member_id not in self.lost_ids])
 
 
 class TransferPlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A transfer's ends. Each source sends what it holds to every destination that is to hold it, and does not yet."""
+    """Ends of a transfer. Each source sends its KV to every destination that should hold the KV and does not yet.
+
+    The request decodes at the first destination, which treats the KV as `then` says. Others hold ranges of a context
+    that decodes there. A piece without the 64 random bits of `capability` is dropped. With `decoding`, the request
+    decodes at its source until the source commits (a move). With `computes`, only tokens are sent, and the destination
+    computes the KV of a lost range.
+    """
 
     transfer_id: TransferId
     sources: tuple[KvShard, ...]
-    destinations: tuple[KvShard, ...]  # the first is where the request decodes
-    capability: int  # 64 random bits; a piece without them is dropped
-    #: So many granules of the request's chain are kept at the destinations, which share them: what follows is sent.
+    destinations: tuple[KvShard, ...]
+    capability: int
+    #: Granules of the request's chain that the destinations have cached. The KV after them is sent.
     num_reused_granules: int = 0
-    then: Then = Then.DECODE  # what the first destination does; others hold ranges of a context that decodes there
-    decoding: bool = False  # a move: the request decodes at its source until the source commits
-    computes: bool = False  # a lost range: the destination computes the KV, and only the tokens come
+    then: Then = Then.DECODE
+    decoding: bool = False
+    computes: bool = False
 
     @property
     def is_hand_over(self) -> bool:
-        """Whether it brings the KV of a prompt to where the request will decode."""
+        """Whether the transfer brings a prompt's KV to the instance where the request will decode."""
         return self.then is Then.DECODE and not self.decoding
 
     @property
     def is_move(self) -> bool:
-        """Whether it takes a request that decodes to another instance."""
+        """Whether the transfer moves a decoding request to another instance."""
         return self.then is Then.DECODE and self.decoding
 
     @property
     def is_of_part(self) -> bool:
-        """Whether it is of a range of a context that decodes: its KV, or its tokens if that was lost."""
+        """Whether the transfer brings a range of a decoding context: its KV, or its tokens if the KV was lost."""
         return self.then is Then.HOLD
 
     @property
     def is_of_lost_range(self) -> bool:
-        """Whether it brings the tokens of a range that was lost."""
+        """Whether the transfer brings the tokens of a lost range."""
         return self.computes
 
     @property
@@ -115,7 +123,7 @@ class TransferPlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ResidentContext(Struct, frozen=True, kw_only=True):
-    """How far a request has come that decodes: ``num_tokens`` of prompt and output, the latest without KV."""
+    """Progress of a decoding request: ``num_tokens`` of prompt and output, the latest without KV."""
 
     request_id: RequestId
     epoch: Epoch
@@ -123,34 +131,42 @@ class ResidentContext(Struct, frozen=True, kw_only=True):
 
 
 class ChunkPlan(Struct, frozen=True, kw_only=True):
-    """A contiguous range of one request's prompt tokens, computed in one step."""
+    """A contiguous range of one request's prompt tokens, computed in one step.
+
+    If the chunk `is_last`, the step samples the first output token from it.
+    """
 
     request_id: RequestId
     epoch: Epoch
     start: NumTokens
     num_tokens: NumTokens
-    is_last: bool  # the step samples the first output token from it
+    is_last: bool
 
 
 class StepPlan(Struct, frozen=True, kw_only=True):
-    """One forward pass: chunks, with or without the instance's resident decodes (mixed or exclusive)."""
+    """Plan of a forward pass: chunks, with or without the instance's resident decodes (mixed or exclusive).
 
-    plan_id: int  # per instance, increasing
+    `plan_id` increases for each instance. An `urgent` plan has no decodes. It runs before waiting plans, and between
+    two layers of a running step.
+    """
+
+    plan_id: int
     chunks: tuple[ChunkPlan, ...]
     with_decodes: bool
-    urgent: bool = False  # before the plans that wait, and between two layers of a step that runs; without decodes
-    #: From here on the residents' own decode steps wait until a later plan, not an urgent one, says otherwise: a phase
-    #: of prefill alone. A plan without chunks, with decodes and without this ends the phase.
+    urgent: bool = False
+    #: Hold the residents' own decode steps until a later plan that is not urgent: a round of prefill alone. A plan with
+    #: decodes, without chunks and without this flag ends the round.
     holds_decodes: bool = False
-    #: Other instances compute what comes before and after its chunk at the same time (*parallel prefill*): none is a
-    #: turn behind.
+    #: Other instances compute the ranges before and after the chunk at the same time (*parallel prefill*), none a turn
+    #: behind. With `at_once`, all are in the same layer, so each waits for the others until the prompt or the range
+    #: ends.
     in_parallel: bool = False
     #: The same, and all are in the same layer, so each is waited for: to the end of the prompt, or where they begin it.
     at_once: bool = False
 
 
 class ChunkDone(Struct, frozen=True, kw_only=True):
-    """One chunk's result as the core sees it. ``num_tokens`` is 0 if the worker dropped the chunk (freed request)."""
+    """Result of a chunk as the core sees it. ``num_tokens`` is 0 if the worker dropped the chunk (freed request)."""
 
     request_id: RequestId
     epoch: Epoch

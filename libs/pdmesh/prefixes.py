@@ -1,8 +1,8 @@
-"""Hashes of token sequences, granule by granule: by them is told, without the tokens, what KV requests have in common.
+"""Hashes of token sequences, granule by granule, which show without tokens what beginnings requests share.
 
-Each hash is made of the one before it and of the `GRANULE_TOKENS` tokens of its granule; the first one of a *root*.
-Equal hashes mean equal tokens from the first on, and equal roots: the same model, weights, tenant and salt. They are
-keyed by the mesh's token, so that nobody else can make one, or guess what a text's is.
+Each hash is made of the previous hash and the `GRANULE_TOKENS` tokens of its granule; the first one of a *root*. Equal
+hashes mean equal tokens from the first on, and equal roots: the same model, weights, tenant and salt. The hashes are
+keyed by the mesh's token. Without the token, no hash can be made or traced to a text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _GRANULE_BYTES = 4 * GRANULE_TOKENS  # packed token ids: see `pdmesh.wire.messag
 
 
 class PrefixHasher:
-    """Makes the hashes of one mesh."""
+    """Maker of a mesh's hashes, keyed by the mesh token."""
 
     def __init__(self, mesh_token: str) -> None:
         key = hashlib.blake2b(mesh_token.encode(), person=b"pdmesh prefix").digest()
@@ -25,16 +25,16 @@ class PrefixHasher:
         self._granule = hashlib.blake2b(key=key, digest_size=HASH_BYTES, person=b"granule")
 
     def root(self, *facts: bytes) -> bytes:
-        """Return what the chains of all sequences begin with that have these facts in common, in this order."""
+        """Return the root of all sequences that share these facts, in this order."""
         hasher = self._root.copy()
         for fact in facts:
             hasher.update(len(fact).to_bytes(8, "little") + fact)
         return hasher.digest()
 
     def granules(self, last: bytes, tokens: bytes) -> PrefixHashes:
-        """Return the hashes of the granules that packed tokens fill, which follow the one with the hash ``last``.
+        """Return the hashes of the full granules in packed ``tokens``, which follow the granule with hash ``last``.
 
-        At the beginning of a sequence that is the root.
+        At the beginning of a sequence, ``last`` is the root.
         """
         hashes: list[PrefixHash] = []
         for start in range(0, len(tokens) - _GRANULE_BYTES + 1, _GRANULE_BYTES):

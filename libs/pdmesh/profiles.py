@@ -1,4 +1,4 @@
-"""Profile files: what `pdmesh profile` writes and `scheduler.profile` names."""
+"""Profile files, which `pdmesh profile` writes and `scheduler.profile` names."""
 
 from __future__ import annotations
 
@@ -20,22 +20,26 @@ _Coefficient = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class ProfileFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file, a JSON object. Coefficients are those of `LinearLatencyModel`, in seconds."""
+    """Content of the file, a JSON object, with the coefficients of `LinearLatencyModel`, in seconds.
+
+    `measured_at` is ISO 8601. The model was fitted to `num_steps` steps. The errors are relative, on `num_held_out`
+    further steps.
+    """
 
     format: str
     subject: Subject
     num_threads: int
-    measured_at: str  # ISO 8601
+    measured_at: str
     pdmesh_version: str
-    num_steps: _Count  # fitted to
-    num_held_out: _Count  # measured beside them; the errors are of these, relative
+    num_steps: _Count
+    num_held_out: _Count
     mean_error: _Share
     worst_error: _Share
     coefficients: dict[str, _Coefficient]
 
 
 def save_profile(path: Path, content: ProfileFile) -> None:
-    """Raises ConfigError if the file cannot be written."""
+    """Write a profile. Raises ConfigError if the file cannot be written."""
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
     except OSError as error:
@@ -43,7 +47,7 @@ def save_profile(path: Path, content: ProfileFile) -> None:
 
 
 def load_profile(name: str) -> Profile:
-    """A built-in profile, or the one in a file. Raises ConfigError that says what is wrong with it."""
+    """Return a built-in profile, or the one in a file. Raises ConfigError that names the fault."""
     path = Path(name).expanduser()
     if name in PROFILES or not path.exists():
         return built_in_profile(name)
@@ -60,7 +64,7 @@ def load_profile(name: str) -> Profile:
 
 
 def _model(content: ProfileFile) -> LinearLatencyModel:
-    """Raises ValueError."""
+    """Return the model with the file's coefficients. Raises ValueError for wrong or impossible ones."""
     coefficients = content.coefficients
     wanted = list(LinearLatencyModel.__slots__)
     if sorted(coefficients) != sorted(wanted):

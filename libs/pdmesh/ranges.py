@@ -1,6 +1,6 @@
 """Ranges of numbers: marks on the types of fields, which msgspec checks wherever it decodes a number.
 
-``num_tokens: Annotated[int, COUNT]`` is a field of a frozen dataclass or struct. Marks cost nothing where code makes a
+``num_tokens: Annotated[int, COUNT]`` is a field of a frozen dataclass or struct. Marks cost nothing when code makes a
 value. Values from a file or another process are checked as they are decoded.
 """
 
@@ -17,7 +17,7 @@ ANY_COUNT = Meta(ge=0)
 COUNT = Meta(ge=1)
 SECONDS = Meta(ge=0.0, le=_MAX)
 FINITE = Meta(ge=-_MAX, le=_MAX)
-KV_RISK = Meta(ge=1e-6, le=0.5)  # the score is a quantile of a normal distribution, infinite at 0
+KV_RISK = Meta(ge=1e-6, le=0.5)  # the score, a quantile of a normal distribution, is infinite at 0
 
 #: Types of settings.
 AnyCount = Annotated[int, ANY_COUNT]

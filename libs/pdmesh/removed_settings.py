@@ -1,4 +1,4 @@
-"""Settings of earlier versions, and what to do where a file, a variable or a flag still gives one."""
+"""Settings of earlier versions, with advice for a file, a variable or a flag that still gives one."""
 
 from __future__ import annotations
 
@@ -70,5 +70,5 @@ def _removed() -> Mapping[str, str]:
     }
 
 
-#: What to do instead, by the name of the setting.
+#: Advice by the name of the removed setting.
 REMOVED = _removed()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def set_aside(path: Path, keep: int) -> None:
-    """Make room for a new file at ``path``: the one there becomes ``path.1``; beyond ``keep`` the oldest goes.
+    """Rename the file at ``path`` to ``path.1``, and older ones upwards; remove the oldest beyond ``keep``.
 
     Raises OSError.
     """
@@ -23,10 +23,10 @@ def set_aside(path: Path, keep: int) -> None:
 
 
 def cut_off(path: Path, *, max_bytes: int, keep: int) -> None:
-    """Empty ``path``, which others have open to append to, once it is larger; what it held becomes ``path.1``.
+    """Empty ``path``, which other processes append to, once it is larger than ``max_bytes``; copy it to ``path.1``.
 
-    A line written in between is lost, and all of it where there is no room for the copy: a full disk is what this is
-    for. Raises OSError if the file cannot be emptied.
+    A line written during the copy is lost. So is the whole content if there is no room for the copy: the purpose is to
+    free a full disk. Raises OSError if the file cannot be emptied.
     """
     try:
         if path.stat().st_size <= max_bytes:
@@ -40,7 +40,7 @@ def cut_off(path: Path, *, max_bytes: int, keep: int) -> None:
             _shift(path, keep)
             copy.replace(_numbered(path, 1))
     except OSError:
-        pass  # emptying it is what matters
+        pass  # emptying the file is more important
     with suppress(OSError):
         copy.unlink(missing_ok=True)
     os.truncate(path, 0)

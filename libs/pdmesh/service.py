@@ -1,4 +1,4 @@
-"""How one of our processes lives: configure, announce, serve until told to stop, drain, exit.
+"""The life of a service's process: configure, announce, serve until told to stop, drain, exit.
 
 Each service's ``main(config)`` calls `run_service` with its ``serve`` coroutine, its composition root.
 """
@@ -32,38 +32,38 @@ log = structlog.get_logger()
 
 EXIT_CONFIG = 2
 
-#: For a service to end what runs, once told; then it is cancelled. A third signal does so at once.
+#: Seconds for a service to end running requests once told; then it is cancelled. A third signal cancels at once.
 ENDING_LIMIT_S = 5.0
 
-#: Enough for a hundred thousand streams; more makes programs slow that look through all of them.
+#: Enough for a hundred thousand streams. Programs that look through all descriptors are slow with more.
 MAX_DESCRIPTORS = 1 << 20
 
-#: With fewer a gateway starts, and hangs at its first requests.
+#: With fewer descriptors, a gateway starts but hangs at its first requests.
 MIN_DESCRIPTORS = 64
 
 
 @dataclass(slots=True)
 class ServiceContext:
-    """What the process offers to its service."""
+    """Interface of a process to its service."""
 
     ready_fd: int | None
     #: Set at the first SIGINT or SIGTERM: take no new work, finish what runs, return.
     stopping: anyio.Event = field(default_factory=anyio.Event)
-    #: Set at the second one, or after `drain_s`: end what still runs, say so to those who wait for it, and return.
+    #: Set at the second signal, or after `drain_s`: end running requests with an error to their clients, and return.
     ending: anyio.Event = field(default_factory=anyio.Event)
     tracing: Tracing = field(default_factory=Tracing)
 
     def announce(self, **facts: Any) -> None:
-        """Say, once, that the service can be reached; ``facts`` are addresses and the like.
+        """Report, once, that the service can be reached; ``facts`` are addresses and the like.
 
-        They go to the log and, as one JSON line, to the pipe that the supervisor handed us.
+        They go to the log and, as one JSON line, to the pipe from the supervisor.
         """
         log.info("serving", **facts)
         _tell_supervisor(self.ready_fd, {"pid": os.getpid(), **facts})
 
 
 def _tell_supervisor(ready_fd: int | None, facts: dict[str, Any]) -> None:
-    """One JSON line on its pipe, which stays open: its other end may be gone, and learns of our own end by it."""
+    """Write one JSON line to the supervisor's pipe. The pipe stays open until this process ends, as a sign of life."""
     if ready_fd is not None:
         with suppress(OSError):
             os.write(ready_fd, json.dumps(facts).encode() + b"\n")
@@ -87,7 +87,7 @@ def run_service(name: str, config: MeshConfig, serve: Serve) -> int:
 
 
 def _failed(name: str, error: Exception, ready_fd: int | None) -> int:
-    """Say why the service ends, on stderr and to the supervisor; return the exit code."""
+    """Report why the service ends, on stderr and to the supervisor, and return the exit code."""
     why = sentences(error)
     causes = leaves(error)
     is_configuration = any(isinstance(cause, ConfigError) for cause in causes)
@@ -99,9 +99,10 @@ def _failed(name: str, error: Exception, ready_fd: int | None) -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit of open descriptors to the hard one: each stream of a client takes one.
+    """Raise the soft limit of open descriptors to the hard one, at most `MAX_DESCRIPTORS`: each client's stream takes
+    one.
 
-    Raises ConfigError if that leaves too few.
+    Raises ConfigError if the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < MIN_DESCRIPTORS:
@@ -115,9 +116,9 @@ def raise_descriptor_limit() -> None:
 
 
 def run_from_environment(name: str, module: str, *given: object) -> int:
-    """Configure by the environment, call ``module.main`` with this and ``given``, and return its exit code.
+    """Configure by the environment, call ``module.main`` with that and ``given``, and return the exit code.
 
-    The module is imported here, so that one which cannot be is told like any failure.
+    A module that cannot be imported is reported like any failure.
     """
     try:
         config = load_config(None, os.environ, {})

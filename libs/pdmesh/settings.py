@@ -1,8 +1,8 @@
-"""Settings: fields of frozen dataclasses whose types say their limits and their meaning.
+"""Settings: fields of frozen dataclasses whose types have their limits and their meaning.
 
-``port: Annotated[Port, "HTTP; 0 takes a free port"] = 8000`` declares one. msgspec parses and checks its value
-from the configuration file, the environment and flags, and its row in ``docs/configuration.md`` is made from that line.
-A field without a meaning is no setting: only code sets it. This module knows no file and no environment
+``port: Annotated[Port, "HTTP; 0 takes a free port"] = 8000`` declares one. msgspec parses and checks its value from the
+configuration file, the environment and flags, and its row in ``docs/configuration.md`` is made from that line. A field
+without a meaning is no setting: only code sets it. This module knows no file and no environment
 (`pdmesh.config_sources` does), so that the pure core can declare settings too.
 """
 
@@ -23,18 +23,18 @@ import msgspec
 from pdmesh.errors import ConfigError
 from pdmesh.units import parse_bytes, parse_seconds
 
-#: No setting of any service: the key that our own commands show to a gateway. A mesh's settings may have hashes only.
+#: The key that our own commands show to a gateway. Not a setting: a mesh's settings may have only hashes of keys.
 CLIENT_KEY_VARIABLE = "PDMESH_API_KEY"
 
 T = TypeVar("T")
 
 
 class Mark(Enum):
-    """What else a setting's type may say of it."""
+    """Further properties of a setting, in its type."""
 
     SECRET = "secret"  # never shown or recorded
-    TOP_TEN = "top ten"  # most users need this one
-    HANDED_DOWN = "handed down"  # `pdmesh up` sets it in the environment of its services
+    TOP_TEN = "top ten"  # listed first, for most users
+    HANDED_DOWN = "handed down"  # set by `pdmesh up` for its services
 
 
 SECRET, TOP_TEN, HANDED_DOWN = Mark.SECRET, Mark.TOP_TEN, Mark.HANDED_DOWN
@@ -52,7 +52,7 @@ _SWITCHES = {"yes": True, "no": False}  # msgspec reads true, false, 1 and 0
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What a number with a unit is called and how it is read."""
+    """Name and parser of a number with a unit."""
 
     noun: str
     examples: str
@@ -67,10 +67,10 @@ _UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One leaf of a tree of settings."""
+    """Leaf of a tree of settings. `name` is dotted ("gateway.port"), and `hint` is the field's type with its marks."""
 
-    name: str  # "gateway.port"
-    hint: Any  # the field's type, with its marks
+    name: str
+    hint: Any
     type: type
     optional: bool
     default: object
@@ -85,20 +85,20 @@ class Setting:
 
     @property
     def unit(self) -> Unit | None:
-        """The unit of a number, by the last word of its name; None for a rate, such as ``bytes_per_s``."""
+        """Unit of a number, by the last word of its name; None for a rate, such as ``bytes_per_s``."""
         if self.name.endswith("_per_s"):
             return None
         return _UNITS.get((self.name.rpartition("_")[2], self.type))
 
     @property
     def limits(self) -> tuple[float | None, float | None]:
-        """The least and the greatest number, None where there is none."""
+        """The least and the greatest number; None without a limit."""
         meta = _number_or_text(self.hint)
         return meta.ge, None if meta.le == sys.float_info.max else meta.le
 
     @property
     def wanted(self) -> str:
-        """What the value may be, in words."""
+        """Description of valid values, in words."""
         if self.choices:
             return f"one of {', '.join(filter(None, self.choices))}"
         noun, examples = _NOUNS[self.type], ""
@@ -109,12 +109,12 @@ class Setting:
         return f"{noun}{limits}{examples}"
 
     def value(self, given: object, where: str, *, is_text: bool = False) -> object:
-        """Return what the tree holds for ``given``; ``is_text``: numbers and switches may come as text.
+        """Return the tree's value for ``given``. With ``is_text``, numbers and switches may be text.
 
         Raises ConfigError, which names the value, its limits and ``where`` it came from.
         """
         if given == "" and self.optional:
-            if self.secret:  # a variable of a script's that is not set, most likely
+            if self.secret:  # probably an unset variable of a script
                 raise ConfigError(f"{where} is empty: give a secret, or leave the setting out")
             if is_text:
                 return None
@@ -127,14 +127,14 @@ class Setting:
             elif is_text and isinstance(found, str) and self.type in (int, float):
                 found = self.type(found)
             return converted(found, self.hint, strict=not is_text)
-        except ValueError:  # msgspec's ValidationError is one
+        except ValueError:  # includes msgspec's ValidationError
             shown = "a secret of the wrong type" if self.secret else repr(given)
             article = "" if self.choices or self.type in (bool, str) else "a "
             raise ConfigError(f"{where} is {shown}: must be {article}{self.wanted}") from None
 
 
 def converted(value: object, hint: type[T], *, strict: bool = True) -> T:
-    """Return plain ``value`` as what ``hint`` says. Raises msgspec.ValidationError."""
+    """Return a plain value converted to the type ``hint``. Raises msgspec.ValidationError."""
     return msgspec.convert(value, hint, strict=strict, dec_hook=_path)
 
 
@@ -145,7 +145,7 @@ def _path(kind: type, value: object) -> object:
 
 
 def settings_of(node: type, prefix: str = "") -> Iterator[Setting]:
-    """The settings of a tree of dataclasses, in the order of their declaration, named with dots."""
+    """Yield the settings of a tree of dataclasses, in the order of their declaration, named with dots."""
     hints = typing.get_type_hints(node, include_extras=True)
     for item in dataclasses.fields(node):
         name, hint = prefix + item.name, hints[item.name]
@@ -182,7 +182,7 @@ def _plain(hint: Any) -> Any:
 
 
 def _number_or_text(hint: Any) -> msgspec.Meta:
-    """Return what a type says of a number's limits, or of the choices of a text."""
+    """Return a type's mark with a number's limits, or with the choices of a text."""
     marks = [*getattr(hint, "__metadata__", ())]
     for part in typing.get_args(_plain(hint)):
         marks += getattr(part, "__metadata__", ())
@@ -190,7 +190,7 @@ def _number_or_text(hint: Any) -> msgspec.Meta:
 
 
 def values_of(tree: object) -> Iterator[tuple[Setting, object]]:
-    """Every setting of a tree, with its value there."""
+    """Yield every setting of a tree, with its value there."""
     for setting in settings_of(type(tree)):
         value = tree
         for part in setting.name.split("."):

@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECA
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number of bytes, rounded; a number without a unit is one, and whole. Raises ValueError."""
+    """Return the number of bytes, rounded. A number without a unit must be whole. Raises ValueError."""
     number, unit = _split(text)
     num_bytes = float(number) * _BYTES[unit] if unit in _BYTES else math.nan
     if not math.isfinite(num_bytes) or (_BYTES[unit] == 1 and not num_bytes.is_integer()):
@@ -25,7 +25,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Return the number of seconds; a number without a unit is one. Raises ValueError."""
+    """Return the number of seconds; a number without a unit is in seconds. Raises ValueError."""
     number, unit = _split(text)
     seconds = float(number) * _SECONDS[unit] if unit in _SECONDS else math.inf
     if not math.isfinite(seconds):

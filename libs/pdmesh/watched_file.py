@@ -1,4 +1,4 @@
-"""A file of keys that is read again once it has changed, which is looked at when a key is checked."""
+"""A file of keys that is read again once it has changed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 from pdmesh.errors import ConfigError
 
-#: At most so often it is looked at.
+#: Shortest interval between two looks at the file, in seconds.
 LOOK_S = 1.0
 
 
 class WatchedFile:
-    """``setting`` is what names it, for messages; ``clock`` tells seconds."""
+    """Watched file. ``setting`` names it in messages; ``clock`` returns seconds."""
 
     def __init__(self, path: Path, setting: str, clock: Callable[[], float]) -> None:
         self.path = path
@@ -22,14 +22,14 @@ class WatchedFile:
         self._seen = self._state()
 
     def text(self) -> str:
-        """What it holds. Raises ConfigError if it cannot be read."""
+        """Return the file's content. Raises ConfigError if it cannot be read."""
         try:
             return self.path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read {self.where}: {error}") from error
 
     def has_changed(self) -> bool:
-        """Whether it has since this was last asked, as far as it was looked at."""
+        """Return whether the file has changed since the last look, at most one look each `LOOK_S`."""
         now_s = self._clock()
         if now_s < self._looked_s + LOOK_S:
             return False
@@ -42,4 +42,4 @@ class WatchedFile:
             stat = self.path.stat()
         except OSError:
             return None
-        return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino  # a change of who may read it counts
+        return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino  # ctime shows changed permissions

@@ -92,8 +92,10 @@ def ranked(outlooks: Sequence[Foretold], now: Foretold, limit_s: float) -> list[
 
 
 def splits(total: int) -> Iterator[PoolCounts]:
-    """Yield the ways to divide ``total`` instances into prefill and decode pools, at most about `MAX_SPLITS`, and all
-    mixed."""
+    """Yield the ways to divide ``total`` instances into prefill and decode pools, and all mixed.
+
+    Beyond `MAX_SPLITS` instances, only some divisions are yielded.
+    """
     step = max(1, total // MAX_SPLITS)
     for prefill in range(1, total, step):
         yield PoolCounts(prefill=prefill, decode=total - prefill)

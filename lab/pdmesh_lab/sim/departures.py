@@ -61,8 +61,7 @@ class SimulatedDepartures:
         self._move(self.prefills[key], num_tokens * self.token_bytes)
 
     def forget(self, key: RequestKey) -> Prefill | None:
-        """Forget a prompt that ends, or decodes, on this instance, and stop its transfer. Return the prompt if it was
-        known."""
+        """Forget a prompt that ends or decodes here, and stop its transfer. Return the prompt if it was known."""
         prefill = self.prefills.pop(key, None)
         if prefill is not None and prefill.granted is not None:
             self._flows.drop(key, prefill.granted)

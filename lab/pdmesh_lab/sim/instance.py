@@ -241,8 +241,9 @@ class SimInstance:
         return self._drawn_s(key, run, bisect_right(self._running_s, self._agenda.now_s))
 
     def _drawn_s(self, key: RequestKey, run: RequestRun, num_running: int) -> Sequence[float]:
-        """Return the times of a request's tokens in all ended steps, and in the first ``num_running`` of those under
-        way."""
+        """Return the times of a request's tokens in all ended steps, and in the first ``num_running`` of the running
+        ones.
+        """
         joined_step = self._residents.joined_step(key)
         if joined_step is None:
             return [*run.token_times_s]

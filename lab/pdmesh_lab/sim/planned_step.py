@@ -45,8 +45,7 @@ class PlannedStep:
         )
 
     def first_stage_span(self, num_stages: int) -> StepSpan:
-        """Return the span in which the step occupied the first of ``num_stages``. Such spans of several steps do not
-        overlap."""
+        """Return the span in the first of ``num_stages``. Such spans of several steps do not overlap."""
         end_s = self.started_s + self.duration_s / num_stages
         return StepSpan(self.started_s, end_s, self.plan.chunks, self.running.num_decodes)
 

@@ -69,8 +69,10 @@ class SimReport:
 
 
 def report(result: SimResult, *, long_tokens: int, slo: Slo) -> SimReport:
-    """Return the figures of a run. Prompts of ``long_tokens`` and more are long. A request's own targets override
-    ``slo``."""
+    """Return the figures of a run. A request's own targets override ``slo``.
+
+    Prompts of ``long_tokens`` and more are long.
+    """
     runs = result.requests
     start_s = min((run.request.arrival_s for run in runs), default=0.0)
     makespan_s = _end_s(runs, start_s) - start_s

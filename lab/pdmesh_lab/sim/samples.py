@@ -60,8 +60,10 @@ def _over(measured_s: float, predicted_s: float) -> float:
 
 
 def measured_steps(run: RecordedRun) -> list[Sample]:
-    """Return each planned step with its device time, and each report of own decode steps as one mean step, gaps
-    included."""
+    """Return each planned step with its device time, and each report of own decode steps as one mean step.
+
+    The mean includes the gaps between own steps.
+    """
     samples: list[Sample] = []
     for step in run.steps:
         if step.duration_s > 0:

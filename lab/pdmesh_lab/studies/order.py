@@ -34,8 +34,10 @@ class FcfsOfEachKind(_ByPlace):
 
 @dataclass(frozen=True)
 class LeastSlack(_ByPlace):
-    """LRS, least remaining slack: the earliest latest start of the remaining work. Time takes the same from every
-    slack."""
+    """LRS, least remaining slack: the earliest latest start of the remaining work.
+
+    Time takes the same from every slack.
+    """
 
     prediction: Prediction
 

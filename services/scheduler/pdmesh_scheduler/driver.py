@@ -381,8 +381,10 @@ class Driver:
         return len(self._core.actuators.coming | self._silent)
 
     def _tell_readiness(self) -> None:
-        """Push the state to all gateways if readiness, longest context, returning instances or new weights have
-        changed."""
+        """Push the state to all gateways if a fact that they act upon has changed.
+
+        These are readiness, the longest context, the number of returning instances, and new weights.
+        """
         longest = self._longest_context.num_tokens(self._profiles)
         readiness = (self._core.unready_reason, longest, self._num_coming, self._core.new_weights)
         if readiness != self._readiness:

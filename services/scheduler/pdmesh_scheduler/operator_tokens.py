@@ -32,8 +32,7 @@ class Operators:
         self._tell("operators")
 
     def __bool__(self) -> bool:
-        """Return whether changes need a token. True with an empty file, too; if False, changes must come from this
-        machine."""
+        """Return whether changes need a token, also if no operator has one; else they must come from this machine."""
         return self._file is not None or bool(self._single)
 
     def who(self, metadata: Mapping[str, str]) -> Operator | None:

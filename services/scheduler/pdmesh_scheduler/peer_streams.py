@@ -129,8 +129,7 @@ class Leases(Generic[IdT]):
             self._changed.set()
 
     def _excuse_standing_still(self, now_s: float) -> None:
-        """Renew every lease if the earliest deadline was missed by `_stood_still_s`: this process must have been
-        paused."""
+        """Renew every lease if the earliest deadline was missed by `_stood_still_s`: this process was paused."""
         if self._deadlines and min(self._deadlines.values()) < now_s - self._stood_still_s:
             self._still_until_s = now_s + self._lease_s
             for peer_id in self._deadlines:

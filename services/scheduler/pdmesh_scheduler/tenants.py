@@ -40,8 +40,10 @@ class TenantUsage:
 
     @property
     def statuses(self) -> tuple[TenantStatus, ...]:
-        """Statuses of the `MAX_TOLD` largest recent users, the largest first, then of the rest together; empty without
-        keys."""
+        """Statuses of the `MAX_TOLD` largest recent users, the largest first, then of all others together.
+
+        Empty without keys.
+        """
         views = self._core.tenants
         if not any(view.tenant for view in views):
             return ()
@@ -64,7 +66,9 @@ class TenantUsage:
         return (*statuses, status(OTHERS, 0, *rest)) if rest else tuple(statuses)
 
     def _recent_tokens(self, views: list[TenantView]) -> dict[str, int]:
-        """Return the tokens charged to each tenant lately, at least 0: charges for expected outputs are partly
-        refunded."""
+        """Return the tokens charged to each tenant lately.
+
+        Charges for expected outputs are partly refunded later, so the least number is 0.
+        """
         before = self._seen[0][1] if self._seen else {}
         return {view.tenant: max(0, view.num_tokens - before.get(view.tenant, 0)) for view in views}

@@ -150,8 +150,9 @@ class WorkerStreams:
         )
 
     def _check_profile(self, instance: InstanceProfile) -> None:
-        """Raise ProtocolError if the operator's profile does not cover an instance, or its arithmetic class is not
-        allowed."""
+        """Raise ProtocolError if the operator's profile does not cover an instance, or its arithmetic class may not
+        join.
+        """
         problem = None if self.profile is None else self.profile.mismatch(Subject.of(instance))
         problem = problem or why_not_joins(instance, self.check.profiles.values())
         if problem is not None:
