@@ -11,7 +11,7 @@ from pdmesh.failures import sentence
 
 
 def main() -> int:
-    """Run the command line; the exit code is 0 done, 1 failed, 2 wrong usage or configuration."""
+    """Run the command line and return the exit code: 0 done, 1 failed, 2 wrong usage or configuration."""
     _mend_standard_streams()
     import typer
 
@@ -33,21 +33,21 @@ def main() -> int:
     except PdmeshError as error:
         sys.stderr.write(f"pdmesh: {error}\n")
         return int(getattr(error, "exit_code", 1))
-    except (OSError, MemoryError) as error:  # of the machine; any other would be a bug, whose traceback is wanted
+    except (OSError, MemoryError) as error:  # faults of the machine; others are bugs with a traceback
         sys.stderr.write(f"pdmesh: {sentence(error)}\n")
         return 1
 
 
 def _mend_standard_streams() -> None:
-    """Open those that are closed, so that no file or pipe of ours gets their numbers; replace what cannot be shown."""
+    """Open closed standard streams, so that no file gets their descriptors; replace characters they cannot show."""
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # with LANG=C, say, not every character can be shown
+            stream.reconfigure(errors="replace")  # LANG=C, for example, cannot show every character

@@ -1,6 +1,6 @@
-"""An actuator starts and stops processes for the scheduler: on one host, or in one cluster.
+"""Actuators, which start and stop processes for the scheduler: on one host, or in one cluster.
 
-`follow` polls the scheduler, and with each question says which processes run. The answer describes a state, not an
+`follow` polls the scheduler, and with each question reports which processes run. The answer describes a state, not an
 action, so nothing is done twice if a question is lost or the scheduler restarts. To support another system, derive a
 class from `Actuator` in a module of its own; `pdmesh.cli.supervisor_actuator` does it for ``pdmesh up``.
 """
@@ -27,54 +27,54 @@ from pdmesh.wire.messages import MAX_WAIT_S, FollowPools, PoolsDesired
 
 log = structlog.get_logger()
 
-#: Between two questions to a scheduler that does not answer.
+#: Seconds between two questions to a scheduler that does not answer.
 AWAY_PAUSE_S = 1.0
 
-#: Between two looks at a system.
+#: Seconds between two looks at a system.
 LOOK_S = 1.0
 
 
 class Actuator(ABC):
-    """A system that can start and stop processes. There may be several, each with a prefix for instances' names."""
+    """A system that can start and stop processes. If there are several, each has its own prefix of instances' names."""
 
     def __init__(self) -> None:
         self.actuator_id = secrets.token_hex(8)
         self._refused: set[InstanceId] = set()  # still wanted although their start failed
-        self._failed: list[FailedStart] = []  # failed starts that the scheduler has not heard of
-        self._ended: deque[EndedProcess] = deque(maxlen=MAX_ENDED)  # ends that the scheduler has not heard of
+        self._failed: list[FailedStart] = []  # failed starts not yet reported
+        self._ended: deque[EndedProcess] = deque(maxlen=MAX_ENDED)  # ends of processes not yet reported
         self._changed = anyio.Event()
 
     @property
     def changed(self) -> anyio.Event:
-        """Set at the next change of what `report` says."""
+        """Event that is set at the next change of the report."""
         return self._changed
 
     @abstractmethod
     def report(self) -> ActuatorReported:
         """Return which processes run, are being started or are ending, and how much memory is free.
 
-        A process's ``pid`` may be any number that its predecessor of the same name did not have; an instance's is the
-        one that it registers with. The last process of an instance that leaves is reported until its memory is free.
+        A process's ``pid`` may be any number that the previous process of the same name did not have. An instance's is
+        the one with which it registers. The last process of a leaving instance is reported until its memory is free.
         """
 
     @abstractmethod
     def pursue(self, desired: DesiredProcesses, tasks: anyio.abc.TaskGroup) -> None:
-        """Begin, in ``tasks``, what is desired and neither done nor begun. Never waits, and does not raise."""
+        """Begin desired actions in ``tasks`` that are neither done nor begun. Must not wait or raise."""
 
     def heard(self, report: ActuatorReported) -> None:
-        """Forget the failed starts and the ends of processes that the scheduler has heard of."""
+        """Forget the failed starts and the ends of processes that the scheduler has received."""
         del self._failed[: len(report.failed)]
         for ended in report.ended:
-            with suppress(ValueError):  # later ends have taken its place
+            with suppress(ValueError):  # later ends may have displaced it
                 self._ended.remove(ended)
 
     def note_change(self) -> None:
-        """Let the scheduler have a new report."""
+        """Wake `follow`, so that the scheduler gets a new report."""
         self._changed.set()
         self._changed = anyio.Event()
 
     def _refuse(self, instance_ids: Iterable[InstanceId], reason: str) -> None:
-        """Report that instances could not be started; they are not tried again as long as they are wanted."""
+        """Report that instances could not be started. They are not tried again until they are no longer wanted."""
         for instance_id in instance_ids:
             self._refused.add(instance_id)
             self._failed.append(FailedStart(instance_id=instance_id, reason=reason))
@@ -82,14 +82,14 @@ class Actuator(ABC):
 
 
 class LookingActuator(Actuator):
-    """An actuator that learns of processes by looking at a system again and again."""
+    """An actuator that learns of processes by polling a system."""
 
     @abstractmethod
     async def look(self) -> None:
-        """Take note of the processes. Raises PdmeshError."""
+        """Read the system's processes. Raises PdmeshError."""
 
     async def run(self, config: MeshConfig) -> None:
-        """Look at the system, and follow the scheduler of ``config``, until cancelled."""
+        """Poll the system, and follow the scheduler of ``config``, until cancelled."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch)
             tasks.start_soon(follow, self, ask_of(config))
@@ -107,12 +107,12 @@ class LookingActuator(Actuator):
             await anyio.sleep(LOOK_S)
 
 
-#: Asks the scheduler; None if it does not answer.
+#: Asks the scheduler; returns None if it does not answer.
 Ask = Callable[[FollowPools], Awaitable[PoolsDesired | None]]
 
 
 def ask_of(config: MeshConfig) -> Ask:
-    """Return what asks the scheduler of a configuration, and logs that it does not answer."""
+    """Return a function that asks the configured scheduler. It logs a failure and returns None."""
 
     async def ask(question: FollowPools) -> PoolsDesired | None:
         try:
@@ -126,7 +126,7 @@ def ask_of(config: MeshConfig) -> Ask:
 
 
 async def follow(actuator: Actuator, ask: Ask) -> None:
-    """Have an actuator do what the scheduler wants, until cancelled; what it has begun is cancelled then, too."""
+    """Have an actuator do what the scheduler wants, until cancelled. Begun actions are cancelled then, too."""
     last: PoolsDesired | None = None
     async with anyio.create_task_group() as tasks:
         while True:
@@ -141,7 +141,10 @@ async def follow(actuator: Actuator, ask: Ask) -> None:
 
 
 async def _ask_until(changed: anyio.Event, ask: Ask, question: FollowPools) -> PoolsDesired | None:
-    """What is wanted; None if something has changed meanwhile: there is something else to tell then."""
+    """Return the desired processes; None if the report changes first, or the scheduler does not answer.
+
+    Without an answer, wait for a change or `AWAY_PAUSE_S` first.
+    """
     answer: PoolsDesired | None = None
     async with anyio.create_task_group() as racing:
 

@@ -1,4 +1,4 @@
-"""The ``pdmesh`` command. Each of its commands imports what it needs when it runs, so that ``--help`` stays fast."""
+"""The ``pdmesh`` command. Each command imports its implementation when it runs, so that ``--help`` stays fast."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from pdmesh.cli.tls import app as tls_app
 from pdmesh.errors import ConfigError
 from pdmesh.units import parse_seconds
 
-if TYPE_CHECKING:  # ``--help`` needs no configuration
+if TYPE_CHECKING:
     from pdmesh.config import MeshConfig
 
 

@@ -14,16 +14,16 @@ from pdmesh.cli.http import Target, refusal
 from pdmesh.cli.options import ChatOptions
 from pdmesh.errors import PdmeshError
 
-#: Between two pieces of an answer: a long prompt ahead of ours may take minutes.
+#: Seconds between two pieces of an answer: a long prompt ahead of ours may take minutes.
 _READ_TIMEOUT_S = 600.0
 
 
-#: A message, as the API has it.
+#: A message in the API's form.
 Message = dict[str, Any]
 
 
 def run_chat(target: Target, options: ChatOptions, message: str | None) -> int:
-    """Converse until the end of input, or give one answer to ``message``. Raises PdmeshError."""
+    """Converse until the end of input, or print one answer to ``message``. Return the exit code. Raises PdmeshError."""
     fields: dict[str, Any] = {"max_tokens": options.max_tokens, "stream": True}
     if options.temperature is not None:
         fields["temperature"] = options.temperature
@@ -57,12 +57,12 @@ def _converse(client: httpx.Client, fields: dict[str, Any], history: list[Messag
             _turn(client, fields, history, said)
         except KeyboardInterrupt:
             typer.echo(" [stopped]")
-        except PdmeshError as error:  # this turn failed, the conversation goes on
+        except PdmeshError as error:  # only this turn failed
             typer.echo(f"[{error}]")
 
 
 def _ask(history: list[Message]) -> list[Message]:
-    """What is said next: results of the calls that the last answer makes, else a message; none for an empty line."""
+    """Return the next messages: results of the last answer's calls, else a typed message; none for an empty line."""
     calls = history[-1].get("tool_calls") if history else None
     if calls:
         return [
@@ -74,7 +74,10 @@ def _ask(history: list[Message]) -> list[Message]:
 
 
 def _turn(client: httpx.Client, fields: dict[str, Any], history: list[Message], said: list[Message]) -> None:
-    """Say something, print the answer as it comes, and add both to ``history`` if it was given in full."""
+    """Send messages and print the answer as it comes. Add both to ``history`` if the answer is complete.
+
+    Raises PdmeshError if the gateway refuses, or the answer breaks off.
+    """
     body = {**fields, "messages": [*history, *said]}
     answer = _Answer()
     request_id = ""
@@ -92,17 +95,17 @@ def _turn(client: httpx.Client, fields: dict[str, Any], history: list[Message], 
         note = f"[cut at the limit of tokens: --max-tokens is {fields['max_tokens']}, or the context is full]"
         typer.echo(note, err=True)
     if request_id:
-        typer.echo(f"[{request_id}]", err=True)  # what `pdmesh requests show` takes
+        typer.echo(f"[{request_id}]", err=True)  # id for `pdmesh requests show`
     history += [*said, answer.message]
 
 
 class _Answer:
-    """An answer, printed as it comes: reasoning is dim, and each call has a line of its own."""
+    """An answer, printed as it comes: reasoning is dim, and each call has its own line."""
 
     def __init__(self) -> None:
         self.message: Message = {"role": "assistant", "content": ""}
         self.is_cut = False
-        self._printing = ""  # the kind of what was printed last
+        self._printing = ""  # kind of the last printed text
 
     def add(self, delta: dict[str, Any]) -> None:
         if reasoning := delta.get("reasoning_content"):
@@ -136,7 +139,7 @@ class _Answer:
 
 
 def _read_tools(path: Path) -> list[Any]:
-    """A JSON list of tools, as the API takes it, or of functions. Raises PdmeshError."""
+    """Return the tools of a JSON file: a list of tools in the API's form, or of functions. Raises PdmeshError."""
     try:
         tools = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -153,7 +156,9 @@ def _tool_choice(choice: str) -> Any:
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The objects of an SSE stream up to its ``[DONE]``. Raises PdmeshError for an error event or a cut-off stream."""
+    """Yield the objects of an SSE stream up to its ``[DONE]``. Raises PdmeshError for an error event or a cut-off
+    stream.
+    """
     for line in response.iter_lines():
         if not line.startswith("data:"):
             continue

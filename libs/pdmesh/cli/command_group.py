@@ -1,4 +1,4 @@
-"""Typer apps whose commands are built when they are called, with options in panels and refusals that name the flag."""
+"""Typer apps whose commands are built when called, with options in panels, and errors that name the flag."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from typer._click import Command as AnyCommand
     from typer._click import Context, HelpFormatter, Parameter
 
-#: Width of help where the terminal is wider.
+#: Largest width of help.
 MAX_HELP_WIDTH = 100
 
-#: In the order of help. Options without a panel are in the last one.
+#: Panels in the order of help. Options without a panel are in the last one.
 PANELS = (
     *("Arguments", "Model", "Workload", "Pools", "Instances", "Policy", "Targets", "Network", "Output"),
     "Options",
 )
 
-#: Other tools' words for commands of ours.
+#: Other tools' names for our commands.
 OTHER_WORDS = {"pull": "up", "start": "up", "kill": "down", "rm": "down", "bench": "profile", "benchmark": "profile"}
 
-#: Entry points by which other distributions add commands: the name is a group's, the value one of `Commands`.
+#: Entry points with which other distributions add commands. The name is a group's, and the value a `Commands`.
 ENTRY_POINTS = "pdmesh.commands"
 
-#: Commands of other distributions, with the extra that installs them.
+#: Commands of other distributions, with the extra that installs each.
 EXTRAS = dict.fromkeys(("simulate", "plan", "replay", "advise"), "lab")
 
 _WANTED = {int: "a whole number", float: "a number", parse_seconds: "a duration such as 30s or 5m"}
@@ -54,7 +54,7 @@ class Commands(typer.Typer):
     """A group of commands. A command is built when it is called."""
 
     def __init__(self, name: str, help: str = "", *, default: str = "") -> None:
-        """``default``: the command that runs if none is named."""
+        """``default`` is the command that runs if none is named."""
         super().__init__(
             name=name,
             help=help,
@@ -64,7 +64,7 @@ class Commands(typer.Typer):
             pretty_exceptions_enable=False,
         )
         self.default = default
-        self.infos: dict[str, CommandInfo] = {}  # a command has an entry for each alias
+        self.infos: dict[str, CommandInfo] = {}  # each alias has an entry, too
 
     @functools.cached_property
     def all_infos(self) -> dict[str, CommandInfo]:
@@ -126,7 +126,7 @@ class _Group(TyperGroup):
         return [*dict.fromkeys(names), *self.commands]
 
     def get_command(self, ctx: Context, cmd_name: str) -> AnyCommand | None:
-        """Build the command that a name or an alias means."""
+        """Build the command for a name or an alias; return None if there is none."""
         info = self.app.infos.get(cmd_name)
         if info is None and cmd_name not in self.commands:
             info = self.app.all_infos.get(cmd_name)
@@ -170,7 +170,7 @@ class _Reader(RuntimeParam):
         )
 
     def _read(self, value: Any, param: TyperArgument | TyperOption) -> Any:
-        """Return the value. Raises ConfigError, which names the option as it is typed."""
+        """Return the parsed value. Raises ConfigError, which names the option as it is typed."""
         if not isinstance(value, str):
             return value  # a default, or a switch
         choices = {choice_as_str(each): each for each in param.type_descriptor.choices or ()}
@@ -199,7 +199,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def with_first(
     command: Callable[..., None], make: Callable[..., Any], more: Sequence[inspect.Parameter]
 ) -> Callable[..., None]:
-    """Return ``command`` without its first parameter, which ``make`` makes of ``more``."""
+    """Return ``command`` without its first parameter; ``make`` makes that argument from the parameters ``more``."""
     first, *rest = parameters_of(command)
 
     @functools.wraps(command)
@@ -214,7 +214,7 @@ def with_first(
 
 
 def takes(kind: Callable[..., T]) -> Callable[[Callable[Concatenate[T, P], None]], Callable[..., None]]:
-    """Decorate a command with an option for each field of the dataclass ``kind``, which the command gets first."""
+    """Decorate a command with an option for each field of the dataclass ``kind``, its first argument."""
     return lambda command: with_first(command, kind, parameters_of(kind))
 
 
@@ -225,13 +225,13 @@ def _kind(param: TyperArgument | TyperOption) -> Callable[[str], Any]:
 
 
 def _prepared(params: list[Parameter]) -> list[Parameter]:
-    """Set each parameter's reader, and its words in help."""
+    """Set each parameter's reader, and its names in help."""
     for param in params:
         assert isinstance(param, TyperArgument | TyperOption)
         if param._runtime_param is None:
             described, kind = param.type_descriptor, _kind(param)
             param._runtime_param = _Reader(described.parameter_info, described.annotation)
-            param.min = param.max = None  # refusals name the limits
+            param.min = param.max = None  # errors name the limits
             if isinstance(param, TyperArgument):
                 param.metavar = param.metavar or param.name.upper()
             elif not described.is_choice:

@@ -29,16 +29,16 @@ from pdmesh.service import ServiceContext, run_service
 
 log = structlog.get_logger()
 
-#: For a command of Docker's, beside the time that it gives a process to end.
+#: Seconds for a Docker command, beside the time that it gives a process to end.
 COMMAND_LIMIT_S = 60.0
 
-#: The time between SIGTERM and SIGKILL, as in ``deploy/compose/compose.yaml``.
+#: Seconds between SIGTERM and SIGKILL, as in ``deploy/compose/compose.yaml``.
 GRACE_S = 40.0
 
-#: "True" of a container of `docker compose run`, which belongs to no pool.
+#: Label that is "True" for a container of `docker compose run`, which belongs to no pool.
 ONE_OFF_LABEL = "com.docker.compose.oneoff"
 
-#: The file of a container in which the instance says that it has registered.
+#: File in a container in which the instance reports its registration.
 READY_FILE = "/tmp/ready.json"
 
 #: Runs `docker` with arguments and returns the standard output. Raises DockerError.
@@ -46,13 +46,13 @@ Docker = Callable[..., Awaitable[str]]
 
 
 class DockerError(PdmeshError):
-    """A command of Docker's failed."""
+    """Failure of a Docker command."""
 
 
 async def run_docker(*arguments: str) -> str:
     """Run `docker` with ``arguments`` and return its standard output. Raises DockerError.
 
-    A thread runs it: a fork by the event loop runs gRPC's fork handlers, and some children crash in them.
+    A thread runs the command: a fork by the event loop runs gRPC's fork handlers, which crash some children.
     """
     what, limit_s = f"docker {' '.join(arguments[:2])}", COMMAND_LIMIT_S + GRACE_S
     run = partial(
@@ -78,31 +78,36 @@ async def run_docker(*arguments: str) -> str:
 
 
 class Container(NamedTuple):
-    """A container of an instance."""
+    """A container of an instance.
+
+    `started` is the start time of its process. `instance_id` is set when the instance first registers. `pid` is the
+    number with which the process registered; 0 before. `last_pid` is the previous process's number, whose ready file
+    may be left.
+    """
 
     service: str
-    started: str  # time at which its process was started
+    started: str
     is_running: bool
-    instance_id: InstanceId | None = None  # is set when the instance registers for the first time
-    pid: int = 0  # the number under which its process registered; 0 before that
-    last_pid: int = 0  # the number of the process before, whose ready file may be left
+    instance_id: InstanceId | None = None
+    pid: int = 0
+    last_pid: int = 0
 
 
 class ComposeActuator(LookingActuator):
-    """Does what the scheduler wants with containers of a project."""
+    """Actuator that makes and removes containers of a Compose project."""
 
     def __init__(self, docker: Docker = run_docker) -> None:
         super().__init__()
         self._docker = docker
-        self._containers: Mapping[str, Container] = {}  # ids are the keys
+        self._containers: Mapping[str, Container] = {}  # keys: container ids
         self._starting: set[InstanceId] = set()
-        self._leaving: set[str] = set()  # ids of containers
-        self._lock = anyio.Lock()  # guards `_containers`
+        self._leaving: set[str] = set()  # container ids
+        self._lock = anyio.Lock()
 
     # --- `pdmesh.cli.actuator.Actuator` ---
 
     def report(self) -> ActuatorReported:
-        """Return which instances have containers."""
+        """Return the instances that have containers, or whose containers are being made."""
         processes, unsettled = list[ManagedProcess](), list(self._starting)
         for container_id, each in self._containers.items():
             if each.instance_id is None:
@@ -142,7 +147,7 @@ class ComposeActuator(LookingActuator):
     # --- the project ---
 
     async def look(self) -> None:
-        """Take note of containers and their instances. Raises DockerError."""
+        """Read the containers and their instances. Raises DockerError."""
         async with self._lock:
             await self._look()
 
@@ -157,7 +162,7 @@ class ComposeActuator(LookingActuator):
             self.note_change()
 
     async def _seen(self, found: Mapping[str, Any]) -> Container:
-        """Return a container as Docker describes it, with its instance once it has registered."""
+        """Return a container as Docker describes it, with its instance once that has registered."""
         before = self._containers.get(str(found["Id"]))
         state = found["State"]
         now = Container(
@@ -192,7 +197,7 @@ class ComposeActuator(LookingActuator):
                 before = set(self._containers)
                 await self._docker("compose", "up", *flags, role)
                 await self._look()
-                # Until they register, under whatever name, they are the instances that were asked for.
+                # Until they register, under any name, the new containers count as the instances that were asked for.
                 made = [each for each in self._containers if each not in before]
                 named = dict(self._containers)
                 for container_id, name in zip(made, names, strict=False):
@@ -224,7 +229,7 @@ class ComposeActuator(LookingActuator):
 
 
 def run_actuator(config: MeshConfig) -> int:
-    """Run the actuator until it is told to stop; the exit code."""
+    """Run the actuator until it is told to stop, and return the exit code."""
     return run_service("actuator", config, serve)
 
 

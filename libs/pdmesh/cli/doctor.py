@@ -1,4 +1,4 @@
-"""`pdmesh doctor`: what this machine offers to a mesh, and what to do about what is missing."""
+"""`pdmesh doctor`: the abilities of this machine for a mesh, and remedies for missing ones."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _GIB = 1 << 30
 _TOOL_TIMEOUT_S = 30.0
 _MIN_OPEN_FILES = 4096
 _MIN_DISK_BYTES = 2 * _GIB
-#: Processes: a scheduler, a gateway, two workers, and `pdmesh up`.
+#: Number of processes: a scheduler, a gateway, two workers, and `pdmesh up`.
 _SMALLEST_MESH = 5
-#: Of KV, to see how fast it is encrypted.
+#: Bytes of KV whose encryption is timed.
 _MEASURED_BYTES = 1 << 20
 
 
@@ -109,7 +109,7 @@ def check_torch() -> Iterator[Check]:
 
 
 def check_processor(worker: WorkerConfig) -> Iterator[Check]:
-    """Yield what the processor can do, and which kernels compute on it, by dtype."""
+    """Yield the abilities of the processor, and the kernels that compute on it for each dtype."""
     name, levels = hardware_name("cpu"), processor_levels()
     yield Check("processor", Severity.OK, f"{name}: {', '.join(levels)}" if levels else name)
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
@@ -155,7 +155,7 @@ def check_ucx(environ: Mapping[str, str]) -> Iterator[Check]:
 
 
 def check_transports(ucx_info: Callable[[], str], ucx_tls: str | None) -> Check:
-    """Check that UCX has a network transport for messages; ``tcp`` is there on every machine."""
+    """Check that UCX has a network transport for messages. Every machine has ``tcp``."""
     try:
         found = sorted(set(re.findall(r"#\s+Transport:\s*(\S+)", ucx_info())) - {"self"})
     except (OSError, subprocess.SubprocessError) as error:
@@ -167,7 +167,7 @@ def check_transports(ucx_info: Callable[[], str], ucx_tls: str | None) -> Check:
 
 
 def _ucx_info() -> str:
-    """The output of ``ucx_info -d``, which comes with UCX's wheel."""
+    """Return the output of ``ucx_info -d``, a program in UCX's wheel."""
     package = importlib.util.find_spec("libucx")
     if package is None or package.origin is None:
         raise FileNotFoundError("the package libucx is not installed")
@@ -188,7 +188,7 @@ def check_memory_reading(unreadable: str | None) -> Check:
 
 
 def check_encryption(config: TransferConfig, seconds: Callable[[int], float]) -> Check:
-    """Report what `transfer.encrypt` costs here; ``seconds`` says how long so many bytes take on one core."""
+    """Report the cost of `transfer.encrypt` here. ``seconds`` returns the time for a number of bytes on one core."""
     found = f"AES-256-GCM at {_MEASURED_BYTES / seconds(_MEASURED_BYTES) / 1e9:.1f} GB/s on one core"
     return Check("KV encryption", Severity.OK, f"{found}; transfer.encrypt is {'on' if config.encrypt else 'off'}")
 
@@ -208,7 +208,7 @@ def check_port(host: str, port: int, meshes: Sequence[MeshRecord] = ()) -> Check
 
 
 def check_memory(config: MeshConfig, available_bytes: int | None) -> Check:
-    """Check ``available_bytes``, of the machine and of this process's control groups; None if they are unknown."""
+    """Check ``available_bytes``, within machine and control groups; None if unknown."""
     if available_bytes is None:
         return Check("memory", Severity.OK, "the system does not report how much is available")
     worker = config.worker
@@ -247,7 +247,7 @@ def check_open_files() -> Check:
 
 
 def check_start(config: MeshConfig) -> Check:
-    """Check what `pdmesh up` checks before it starts the smallest mesh."""
+    """Run the checks of `pdmesh up` for the smallest mesh."""
     try:
         check_machine(config, num_processes=_SMALLEST_MESH)
     except ConfigError as error:

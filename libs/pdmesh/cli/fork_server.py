@@ -1,12 +1,12 @@
 """The process that forks workers: ``python -m pdmesh.cli.fork_server FD``, started by `pdmesh.cli.forking`.
 
-The server imports torch and what else a worker needs, loads the weights, and forks one worker for each request. It has
-one thread, or a fork would copy locks whose owners are gone: it refuses to fork otherwise. No event loop, gRPC channel,
-OpenMP pool or CUDA context exists before a fork.
+The server imports torch and everything else that a worker needs, loads the weights, and forks one worker for each
+request. It has one thread, and refuses to fork with more: a fork would copy locks whose owners are gone. No event loop,
+gRPC channel, OpenMP pool or CUDA context exists before a fork.
 
-A worker is forked twice, and the process between ends at once. So the worker becomes a child of the supervisor, as one
-that the supervisor starts itself: the supervisor reaps it, and the kernel kills it when the supervisor ends. The worker
-survives the fork server.
+A worker is forked twice, and the process between ends at once. So the worker becomes a child of the supervisor, like
+one that the supervisor starts itself: the supervisor reaps it, and the kernel kills it when the supervisor ends. The
+worker survives the fork server.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # torch takes seconds to import
 
 log = structlog.get_logger()
 
-#: Largest request, mostly environment. Any socket takes as much in one message.
+#: Largest request, mostly environment. Any socket takes as many bytes in one message.
 MAX_REQUEST_BYTES = 1 << 17
 
 NUM_REQUEST_FDS = 3
@@ -48,21 +48,22 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is started with.
+    """Parameters of a worker's start. The `environment` is complete except for PDMESH_READY_FD.
 
-    Three descriptors come along: its log, its pipe to the supervisor, and a pipe whose first byte lets it begin.
+    Three descriptors accompany the request: the worker's log, its pipe to the supervisor, and a pipe whose first byte
+    lets it begin.
     """
 
     service: str
-    environment: dict[str, str]  # complete but for PDMESH_READY_FD
+    environment: dict[str, str]
 
 
 class ForkReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The worker's pid, or why there is no worker."""
+    """The worker's pid, or the reason why there is no worker."""
 
     pid: int = 0
     failed: str = ""
-    #: The checkpoint has changed: another fork server would share what workers load now.
+    #: The checkpoint has changed, so workers can share the new weights only with another fork server.
     is_stale: bool = False
 
 
@@ -70,12 +71,12 @@ def main(arguments: Sequence[str]) -> int:
     """Serve until the supervisor closes its socket. A forked worker returns from here with its exit code."""
     config = load_config(None, os.environ, {})
     configure_logging("fork-server", config.telemetry)
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's library would start threads as it is loaded
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's library would start threads when loaded
     for module in ("pdmesh_prefill.main", "pdmesh_decode.main"):
         importlib.import_module(module)
     preloaded = _preload(config) if config.worker.engine == "torch" else None
     gc.collect()
-    gc.freeze()  # a collection would write to pages that are shared
+    gc.freeze()  # a collection would write to shared pages
     assert config.ready_fd is not None
     os.write(config.ready_fd, json.dumps({"pid": os.getpid(), "preloaded": preloaded is not None}).encode() + b"\n")
     requests = socket.socket(fileno=int(arguments[0]))
@@ -84,7 +85,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _preload(config: MeshConfig) -> PreloadedModel | None:
-    """Import the engine and load the weights. What fails here fails in the worker, too, which can say so."""
+    """Import the engine and load the weights. Return None if workers have to load them.
+
+    A failure here happens in the worker, too, and the worker reports it.
+    """
     importlib.import_module("pdmesh.engine.runner")
     if (config.worker.tensor_parallel_size, config.worker.pipeline_parallel_size) != (1, 1):
         return None
@@ -98,7 +102,7 @@ def _preload(config: MeshConfig) -> PreloadedModel | None:
 
 
 def _serve(requests: socket.socket, preloaded: PreloadedModel | None) -> Callable[[], int] | None:
-    """Answer requests until the socket closes, and return None. In a forked worker, return its program."""
+    """Answer requests until the socket closes, and return None. In a forked worker, return the worker's program."""
     supervisor_pid = os.getppid()
     while True:
         data, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, NUM_REQUEST_FDS)
@@ -123,7 +127,7 @@ def _serve(requests: socket.socket, preloaded: PreloadedModel | None) -> Callabl
 
 
 def _fork_adopted(supervisor_pid: int) -> int:
-    """Fork a process that is a child of the supervisor: return 0 there, and its pid here. Raises OSError."""
+    """Fork a child of the supervisor: return 0 in the child, and the child's pid here. Raises OSError."""
     if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
         raise OSError(f"the fork server has {num_threads} threads")
     read_fd, write_fd = os.pipe()
@@ -143,7 +147,7 @@ def _fork_adopted(supervisor_pid: int) -> int:
 
 
 def _fork_and_end(pid_fd: int, supervisor_pid: int) -> None:
-    """Fork a worker, write its pid to ``pid_fd`` and end this process. Return in the worker alone."""
+    """Fork a worker, write its pid to ``pid_fd`` and end this process. Return only in the worker."""
     try:
         ends = os.pidfd_open(os.getpid())
         worker = os.fork()
@@ -157,7 +161,10 @@ def _fork_and_end(pid_fd: int, supervisor_pid: int) -> None:
 
 
 def _wait_for_adoption(parent_ends: int, supervisor_pid: int) -> None:
-    """Return in a child of the supervisor that the kernel kills with it; end if the supervisor is gone."""
+    """Wait until the supervisor has adopted this worker, and have the kernel kill it with the supervisor.
+
+    End this process if the supervisor is gone.
+    """
     waiting = select.poll()
     waiting.register(parent_ends, select.POLLIN)
     waiting.poll()
@@ -167,10 +174,10 @@ def _wait_for_adoption(parent_ends: int, supervisor_pid: int) -> None:
 
 
 def _become(request: ForkRequest, log_fd: int, ready_fd: int, go_fd: int) -> None:
-    """Take on a worker's session, output, environment and descriptors; close all others."""
+    """Take on a worker's session, output, environment and descriptors; close all other descriptors."""
     os.setsid()
     if not os.read(go_fd, 1):
-        os._exit(1)  # the supervisor has not heard of this process
+        os._exit(1)  # the supervisor does not know this process
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
     os.environ.clear()

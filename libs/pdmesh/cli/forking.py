@@ -1,6 +1,6 @@
 """The supervisor's side of the fork server, which starts workers that have imported torch and share their weights.
 
-Without the server, or where it cannot fork, workers are started by their command.
+Without the server, or if it cannot fork, workers are started by their commands.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pdmesh.cli.processes import Child, ChildProcess, ChildSpec, start_child
 from pdmesh.config_sources import PREFIX
 from pdmesh.failures import describe_exit
 
-#: For a fork: the server does nothing else.
+#: Seconds for a fork, the server's only work.
 FORK_LIMIT_S = 10.0
 
-#: Before a server that ended is started again.
+#: Seconds until a server that ended is started again.
 RESTART_DELAY_S = 1.0
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -41,7 +41,7 @@ class ForkedProcess:
 
     async def wait(self) -> int:
         if self._returncode is None:
-            ends = os.dup(self._pidfd)  # several tasks may wait, each for a descriptor of its own
+            ends = os.dup(self._pidfd)  # several tasks may wait, each for its own descriptor
             try:
                 await anyio.wait_readable(ends)
             finally:
@@ -58,22 +58,22 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Keeps a fork server running, and has it fork workers."""
+    """Keeper of a fork server, which restarts the server and has it fork workers."""
 
     def __init__(self, spec: ChildSpec, *, start_timeout_s: float, say: Callable[[str], None]) -> None:
-        """``spec`` has the environment of a worker, which says what model to load."""
+        """``spec`` has the environment of a worker, which names the model to load."""
         self._spec = spec
         self._start_timeout_s = start_timeout_s
         self._say = say
-        self._server: Child | None = None  # while it serves
+        self._server: Child | None = None  # set while it serves
         self._requests: socket.socket | None = None
-        self._started = anyio.Event()  # also set when no server can be started
+        self._started = anyio.Event()  # also set if no server can be started
         self._one_at_a_time = anyio.Lock()
 
     async def run(self) -> None:
         """Run a server, and another one when it ends, until cancelled. Return if one ends before it serves."""
         try:
-            os.close(os.pidfd_open(os.getpid()))  # forked workers are waited for by such a descriptor
+            os.close(os.pidfd_open(os.getpid()))  # forked workers need pidfds
             while await self._run_once():  # noqa: ASYNC110  # returns when a server ends
                 await anyio.sleep(RESTART_DELAY_S)
         except OSError as error:
@@ -82,7 +82,7 @@ class ForkServer:
             self._started.set()
 
     async def _run_once(self) -> bool:
-        """Run one server to its end; return whether it served."""
+        """Run one server to its end, and return whether it served."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with ours, theirs:
@@ -105,9 +105,13 @@ class ForkServer:
         return True
 
     async def fork(self, spec: ChildSpec, log: BinaryIO, ready_fd: int) -> ChildProcess | None:
-        """Fork a worker; None if it has to be started by its command. Implements `pdmesh.cli.processes.StartChild`."""
+        """Fork a worker; return None if it has to be started by its command.
+
+        That is so for other services, after a failed fork, and if the environment differs from the server's. Implements
+        `pdmesh.cli.processes.StartChild`.
+        """
         if not spec.forked_service or _foreign(spec.environment) != _foreign(self._spec.environment):
-            return None  # libraries have read the server's variables as they were loaded
+            return None  # loaded libraries have read the server's variables
         await self._started.wait()
         request = msgspec.json.encode(ForkRequest(service=spec.forked_service, environment=dict(spec.environment)))
         if len(request) > MAX_REQUEST_BYTES:
@@ -131,7 +135,7 @@ class ForkServer:
                 reply = msgspec.json.decode(self._requests.recv(MAX_REQUEST_BYTES), type=ForkReply)
             if reply.pid:
                 process = ForkedProcess(reply.pid, os.pidfd_open(reply.pid))
-                os.write(go_fd, b"1")  # a worker that this process does not know of ends by itself
+                os.write(go_fd, b"1")  # lets the worker begin
                 return process
         except (OSError, msgspec.DecodeError) as error:
             reply = ForkReply(failed=str(error))
@@ -146,7 +150,7 @@ class ForkServer:
 
 @contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """Make processes below this one its children when their parent ends."""
+    """Adopt orphaned descendants within the block."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:

@@ -1,4 +1,4 @@
-"""How the commands reach the gateway of a mesh."""
+"""Access of commands to the gateway of a mesh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pdmesh.errors import PdmeshError
 from pdmesh.host import is_loopback
 from pdmesh.settings import CLIENT_KEY_VARIABLE
 
-if TYPE_CHECKING:  # takes a tenth of a second to import, and a supervisor needs none
+if TYPE_CHECKING:  # slow to import, and not needed by a supervisor
     import httpx
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -33,7 +33,7 @@ def base_url(http_address: str, security: SecurityConfig) -> str:
 
 
 def trust(security: SecurityConfig) -> ssl.SSLContext | bool:
-    """Return what to check the gateway's certificate against: the configured authority, else the certificate."""
+    """Return the check of the gateway's certificate: by the configured authority, else by the certificate itself."""
     if security.tls_cert is None:
         return True
     context = ssl.create_default_context(cafile=str(security.tls_ca or security.tls_cert))
@@ -42,12 +42,12 @@ def trust(security: SecurityConfig) -> ssl.SSLContext | bool:
 
 
 async def is_live(url: str, security: SecurityConfig) -> bool:
-    """Whether the service at ``url`` answers its ``/live`` with 200; the caller sets the deadline."""
+    """Return whether the service at ``url`` answers its ``/live`` with 200. The caller sets the deadline."""
     return await _answers(url, "/live", security)
 
 
 async def wait_until_ready(url: str, security: SecurityConfig) -> None:
-    """Ask ``/ready`` until it answers 200; the caller sets the deadline."""
+    """Ask ``/ready`` until it answers 200. The caller sets the deadline."""
     delay_s = _FIRST_DELAY_S
     while True:
         with anyio.move_on_after(_CONNECT_TIMEOUT_S):
@@ -58,7 +58,7 @@ async def wait_until_ready(url: str, security: SecurityConfig) -> None:
 
 
 async def _answers(url: str, path: str, security: SecurityConfig) -> bool:
-    """Whether the service answers a GET with 200."""
+    """Return whether the service answers a GET with 200."""
     address = urlsplit(url)
     host, port = str(address.hostname), int(address.port or 0)
     request = f"GET {path} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n\r\n"
@@ -74,22 +74,26 @@ async def _answers(url: str, path: str, security: SecurityConfig) -> bool:
             while b"\n" not in answer and len(answer) < _MAX_STATUS_LINE:
                 answer += await stream.receive()
     except (OSError, anyio.BrokenResourceError, anyio.EndOfStream):
-        return False  # not there yet, or being restarted
+        return False  # not there yet, or restarting
     return answer.split(maxsplit=2)[1:2] == [b"200"]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The gateway that a command talks to, and the key that it shows."""
+    """The gateway that a command talks to, and the key that it shows.
+
+    Without a `url`, the mesh on this machine is used. `given_key` is from a flag or the environment, for this command
+    only.
+    """
 
     config: MeshConfig
     state: StateFolder
-    url: str | None = None  # None: that of the mesh on this machine
-    given_key: str | None = None  # by flag or environment, for this command alone
+    url: str | None = None
+    given_key: str | None = None
 
     @property
     def key(self) -> str | None:
-        """The key to show: the given one, else that of the mesh's own settings; a TOML file of keys has only hashes."""
+        """The given key, else the first key in the mesh's settings; a TOML file has only hashes of keys."""
         security = self.config.security
         if self.given_key is not None or security.api_key is not None:
             return self.given_key or security.api_key
@@ -124,7 +128,7 @@ class Target:
 
 
 def refusal(response: httpx.Response) -> str:
-    """Return why a gateway refused, in its own words if it has any, and what to do if that is known here."""
+    """Return why a gateway refused, in its own words if it has any, with a remedy for known reasons."""
     try:
         message = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

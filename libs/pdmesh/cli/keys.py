@@ -77,7 +77,7 @@ def operator(
 
 
 def _make(key: ApiKey | Operator, secret: str, file: Path | None, setting: str, reader: str) -> None:
-    """Add the entry to ``file``, or print it; print the secret. Exits with 2 if that cannot be."""
+    """Add the entry to ``file``, or print it, and print the secret. Exit with 2 if that fails."""
     try:
         entry = entry_of(key)
         if _parse(key, entry, "the entry") != {key.name: key}:
@@ -99,7 +99,7 @@ def _parse(key: ApiKey | Operator, text: str, where: str) -> Mapping[str, ApiKey
 
 
 def add_entry(file: Path, key: ApiKey | Operator, entry: str) -> None:
-    """Append an entry, to a file that only its owner can read. Raises ConfigError."""
+    """Append an entry to a file that only its owner can read. Raises ConfigError."""
     if file.suffix != ".toml":
         raise ConfigError(f"{file}: the name of the file must end in .toml")
     try:

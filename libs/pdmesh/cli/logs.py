@@ -21,7 +21,7 @@ from pdmesh.cli.options import Output
 from pdmesh.cli.state_folder import StateFolder
 from pdmesh.errors import PdmeshError
 
-#: A longer line is cut.
+#: Largest line; a longer one is cut.
 MAX_LINE_BYTES = 64 * 1024
 
 _BLOCK_BYTES = 64 * 1024
@@ -29,21 +29,24 @@ _BLOCK_BYTES = 64 * 1024
 #: Events of inotify(7): a file was written, renamed to, or made.
 _IN_MODIFY, _IN_MOVED_TO, _IN_CREATE = 0x2, 0x80, 0x100
 
-#: Characters that a terminal obeys.
+#: Control characters, which a terminal obeys.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 _PROCESS_COLOURS = ("cyan", "green", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta", "bright_blue")
 _LEVEL_COLOURS = {"warning": "yellow", "error": "red", "critical": "red"}
 
-#: Fields of an event that have a place of their own in a printed line; a process's log is all of one service.
+#: Fields of an event with their own place in a printed line. A process's log has one service only.
 _PLACED = frozenset({"event", "level", "timestamp", "service"})
 
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A line of a log. A line that is no event, such as one of a traceback, has the time of the event before it."""
+    """A line of a log. A line that is no event, such as one of a traceback, has the previous event's time.
 
-    timestamp: str  # ISO 8601 in UTC, which sorts by time; empty if no event came before
+    `timestamp` is ISO 8601 in UTC, so text order is time order; empty before the first event.
+    """
+
+    timestamp: str
     process: str
     text: str
     event: Mapping[str, Any] | None
@@ -60,7 +63,7 @@ class _Log:
     _rest: bytes = b""
 
     def last(self, num_lines: int) -> list[LogLine]:
-        """Return the last lines, and go on behind them."""
+        """Return the last ``num_lines`` lines. Later lines come from `new`."""
         try:
             self._file = self.path.open("rb")
         except FileNotFoundError:
@@ -81,7 +84,7 @@ class _Log:
         return self._parsed(data)[-num_lines:] if num_lines else []
 
     def new(self) -> list[LogLine]:
-        """Return the lines that were added, also to a file that took the place of the one before."""
+        """Return added lines, also from a file that has replaced the one before."""
         lines = self._read()
         if self._is_another():
             self.close()
@@ -94,7 +97,7 @@ class _Log:
         return lines
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file if it is open."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -127,14 +130,14 @@ class _Log:
             try:
                 event = json.loads(text)
             except (ValueError, RecursionError):
-                event = None  # a line that was cut, or no event of ours
+                event = None  # a cut line, or no event
         if event is not None:
             self.timestamp = max(self.timestamp, str(event.get("timestamp", "")))
         return LogLine(self.timestamp, self.process, text, event)
 
 
 def print_logs(state: StateFolder, processes: Sequence[str], num_lines: int, *, follow: bool, output: Output) -> None:
-    """Print the last lines of the logs of ``processes``, or of all; then the new ones until Ctrl-C, with ``follow``.
+    """Print the last lines of the logs of ``processes``, or of all. With ``follow``, print new lines until Ctrl-C.
 
     Raises PdmeshError if there are no such logs.
     """
@@ -167,7 +170,7 @@ def _merged(parts: Iterable[Sequence[LogLine]]) -> list[LogLine]:
 
 @contextmanager
 def _watching(folder: Path) -> Iterator[BinaryIO]:
-    """Yield a file that can be read once a file in ``folder`` has changed."""
+    """Yield a file that becomes readable once a file in ``folder`` has changed."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = int(libc.inotify_init1(os.O_CLOEXEC))
     if fd < 0 or libc.inotify_add_watch(fd, os.fsencode(folder), _IN_MODIFY | _IN_MOVED_TO | _IN_CREATE) < 0:
@@ -180,7 +183,7 @@ def _watching(folder: Path) -> Iterator[BinaryIO]:
 class _Printer:
     output: Output
     name_width: int
-    numbers: dict[str, int]  # number of each process, which chooses the colour
+    numbers: dict[str, int]  # number of each process, for its colour
     in_colour: bool = field(default_factory=lambda: sys.stdout.isatty())
 
     def show(self, lines: Iterable[LogLine]) -> None:
@@ -214,7 +217,7 @@ def _shown(value: object) -> str:
 
 
 def _local_time(timestamp: object) -> str:
-    """Return the time of day; with the date before it, unless that is today's."""
+    """Return the local time of day, after the date unless it is today."""
     try:
         at = datetime.fromisoformat(str(timestamp)).astimezone()
     except ValueError:

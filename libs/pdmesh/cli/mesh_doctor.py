@@ -1,4 +1,4 @@
-"""`pdmesh doctor --mesh`: whether the instances of a running mesh reach each other and the gateways, and what to do."""
+"""`pdmesh doctor --mesh`: checks that a running mesh's instances reach each other and the gateways, with remedies."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pdmesh.cli.options import Asked, Output
 from pdmesh.cli.tables import terminal_width, wrapped
 from pdmesh.wire import messages
 
-#: Clocks may differ by so much: logs and traces of two hosts are read side by side.
+#: Largest difference of clocks: logs and traces of two hosts are read side by side.
 MAX_OFFSET_S = 1.0
 
-#: A certificate that ends sooner is named.
+#: Remaining validity below which a certificate is reported.
 MIN_CERTIFICATE_S = 7 * 86400.0
 
 _ADVICE = {
@@ -27,7 +27,7 @@ _ADVICE = {
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that is wrong, and what to do about it."""
+    """A fault, with its remedy."""
 
     where: str
     problem: str
@@ -35,7 +35,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_mesh_doctor(asked: Asked) -> int:
-    """Print what is wrong in a mesh; return 1 if anything is. Raises PdmeshError if it cannot be asked."""
+    """Print the faults of a mesh. Return 1 if there are any, else 0. Raises PdmeshError if no mesh can be asked."""
     answer = asked.answer(messages.CheckMesh(), messages.MeshChecked)
     found = list(findings(answer, time.time()))
     if asked.output is Output.JSON:
@@ -46,7 +46,7 @@ def run_mesh_doctor(asked: Asked) -> int:
 
 
 def findings(answer: messages.MeshChecked, now: float) -> Iterator[Finding]:
-    """Yield all that is wrong. ``now`` is Unix time."""
+    """Yield all faults. ``now`` is Unix time."""
     yield from _certificate("scheduler", answer.certificate_expires_at, now)
     for row in answer.instances:
         where, checked = f"{row.instance_id} on {row.host}", row.checked
@@ -84,7 +84,7 @@ def _certificate(where: str, expires_at: float | None, now: float) -> Iterator[F
 
 
 def print_findings(answer: messages.MeshChecked, found: list[Finding]) -> None:
-    """Print a line for each finding. Findings with one remedy stand above it."""
+    """Print a line for each finding. Findings with one remedy precede it."""
     num_pairs = len(answer.instances) * (len(answer.instances) - 1)
     verdict = f"{len(found)} problem{'s' if len(found) > 1 else ''}" if found else "all well"
     typer.echo(

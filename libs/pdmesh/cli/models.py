@@ -16,10 +16,10 @@ from pdmesh.engine.known_models import KNOWN_MODELS, models_folder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundModel:
-    """A model that can be named to `pdmesh up`."""
+    """A model that can be named to `pdmesh up`. `num_bytes` is its size on disk; 0 before the download."""
 
     name: str
-    num_bytes: int  # size on disk; 0 before the download
+    num_bytes: int
     about: str
 
 

@@ -33,28 +33,28 @@ from pdmesh.wire.messages import (
 
 T = TypeVar("T")
 
-#: Nothing was changed: nobody starts and stops processes for the scheduler. What to run was said.
+#: Nothing was changed, because no process starts and stops others for the scheduler. The commands to run were printed.
 EXIT_NO_ACTUATOR = 3
 
-#: Nothing was changed: what was asked for cannot be.
+#: Nothing was changed, because the operation is impossible.
 EXIT_REFUSED = 4
 
-#: A scheduler that died is back by then, and goes on with the operation.
+#: Seconds in which a restarted scheduler is back, and continues with the operation.
 AWAY_LIMIT_S = 60.0
 
-#: The same before anything was asked for: a wrong address is reported soon.
+#: Limit before the operation was asked for, so that a wrong address is reported soon.
 FIRST_LIMIT_S = 10.0
 
-#: Between two tries to reach a scheduler that is away.
+#: Seconds between two tries to reach an absent scheduler.
 AWAY_PAUSE_S = 0.5
 
 
-#: What is left of an operation, one and several, if not requests that have to leave an instance.
+#: Units of an operation's remaining work, one and several. For other operations these are requests.
 _LEFT = {OperationKind.RESIZE: ("instance", "instances"), OperationKind.ROLLING: ("process", "processes")}
 
 
 def start(asked: Asked, requested: OperationRequested, *, wait: bool = True) -> int:
-    """Ask for an operation and wait until it is over, unless told otherwise. Return the exit code.
+    """Ask for an operation, wait until it is over if ``wait``, and return the exit code.
 
     Raises PdmeshError if no mesh can be asked, or it takes no change from here.
     """
@@ -64,7 +64,7 @@ def start(asked: Asked, requested: OperationRequested, *, wait: bool = True) -> 
 
 
 def _pid(asked: Asked, name: str) -> int | None:
-    """Return the pid that serves under a name, so that it is restarted once, however often that is asked for."""
+    """Return the pid that serves under a name, so that repeated requests restart it once."""
     state = current_state(asked)
     pids = {each.name: each.pid for each in state.services} | {row.instance_id: row.pid for row in state.instances}
     return pids.get(name) or None
@@ -73,7 +73,7 @@ def _pid(asked: Asked, name: str) -> int | None:
 def resize(
     asked: Asked, sizes: Mapping[Role, int | None], *, timeout_s: float, start_timeout_s: float, wait: bool
 ) -> int:
-    """Resize the pools as `start` does an operation; a pool for which no size is given keeps its size."""
+    """Resize the pools as `start` does an operation; a pool without a size keeps its size."""
     question = StartResize(
         operation_id=new_operation_id(),
         pools=PoolCounts(**{str(role): sizes[role] or 0 for role in Role}),
@@ -113,9 +113,9 @@ def show_operation(asked: Asked, operation_id: str) -> None:
 
 
 def cancel_operation(asked: Asked, operation_id: str) -> int:
-    """Cancel an operation; return 1 if it was over already. Raises PdmeshError as `start` does.
+    """Cancel an operation. Return 1 if it was already over, else 0. Raises PdmeshError as `start` does.
 
-    The part of a rolling restart or of a move that has begun ends before the operation is over.
+    A part of a rolling restart or of a move that has begun ends before the operation is over.
     """
     question = CancelOperation(operation_id=OperationId(operation_id))
     answer = anyio.run(_ask, asked, question, OperationStatus, FIRST_LIMIT_S)
@@ -131,7 +131,7 @@ def current_state(asked: Asked) -> MeshStatus:
 async def _run(asked: Asked, question: StartOperation | StartResize | StartRolling, wait: bool) -> int:
     status = await _ask(asked, question, OperationStatus, FIRST_LIMIT_S)
     if wait and status.state == OperationState.RUNNING:
-        from pdmesh.cli.progress import progress_line  # loads rich
+        from pdmesh.cli.progress import progress_line  # imports rich
 
         with progress_line(asked.output) as say:
             while status.state == OperationState.RUNNING:
@@ -152,10 +152,10 @@ async def _run(asked: Asked, question: StartOperation | StartResize | StartRolli
 
 
 async def _ask(asked: Asked, question: AdminRequest, kind: type[T], limit_s: float, is_replaced: bool = False) -> T:
-    """Ask a scheduler that is away again for ``limit_s``. A change has an id of its own: it is done once all the same.
+    """Ask the scheduler, again and again for ``limit_s`` while it is absent.
 
-    ``is_replaced``: the operation itself replaces the scheduler, so its absence is expected. Raises PdmeshError as
-    `Asked.ask` does.
+    A repeated change has the same id, so it is done once. If ``is_replaced``, the operation itself replaces the
+    scheduler, and its absence is expected. Raises PdmeshError as `Asked.ask` does.
     """
     until_s, has_said = anyio.current_time() + limit_s, False
     while True:
@@ -185,7 +185,7 @@ def _print_json(answer: OperationStatus | OperationList) -> None:
 
 
 def _line(status: OperationStatus) -> str:
-    """One line on how far it is."""
+    """Return a line with the operation's state and remaining work."""
     line = f"{_what(status)}{' ' * bool(status.instance_id)}{status.instance_id}: {status.state}"
     if status.state == OperationState.RUNNING:
         one, several = _LEFT.get(status.kind, ("request", "requests"))

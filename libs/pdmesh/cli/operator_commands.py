@@ -15,13 +15,13 @@ app = Commands("operate")
 ops_app = Commands("ops", "Show running and recent operations, such as drains and role changes.", default="list")
 pool_app = Commands("pool", "Change how many instances of each role a mesh has.")
 
-#: As `pdmesh.core.operator_events` allows.
+#: The limit in `pdmesh.core.operator_events`.
 MAX_OPERATION_S = 86400.0
 
-#: An answer of a thousand tokens has ended by then, on most machines; a longer one goes on elsewhere.
+#: An answer of a thousand tokens ends within this time, on most machines. A longer one continues elsewhere.
 DEFAULT_TIMEOUT_S = 30.0
 
-#: A large model is loaded meanwhile.
+#: A large model is loaded within this time.
 DEFAULT_START_TIMEOUT_S = 600.0
 
 Instance = Annotated[str, Argument(metavar="INSTANCE", help="Name of an instance, as in `pdmesh status`.")]

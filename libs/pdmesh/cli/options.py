@@ -1,4 +1,4 @@
-"""Options that several commands share, and the configuration they make."""
+"""Options that several commands share, and the configuration that they make."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Mixed = Annotated[int, Option("--mixed", min=0, rich_help_panel="Pools", help="I
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """The options of a conversation."""
+    """Options of a conversation."""
 
     model: Annotated[str | None, Option(help="Name of the served model. [default: the first one]")] = None
     system: Annotated[str | None, Option(help="A system message.")] = None
@@ -67,10 +67,10 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """An option that gives a setting its value; the setting's own type checks that."""
+    """Option that gives a setting its value, which the setting's own type checks. `setting` is a dotted name."""
 
     name: str
-    setting: str  # dotted name
+    setting: str
     help: str
     metavar: str | None = None
     short: str = ""
@@ -79,7 +79,7 @@ class Flag:
 
     @property
     def parameter(self) -> inspect.Parameter:
-        """Parameter by which a command gets the value."""
+        """Parameter through which a command gets the value."""
         names = [self.name, *([self.short] if self.short else [])]
         option = Option(*names, metavar=self.metavar, help=self.help, rich_help_panel=self.panel)
         hint = Annotated[bool | None, option] if self.is_switch else Annotated[str | None, option]
@@ -109,18 +109,21 @@ PORT = Flag("--port", "gateway.port", "HTTP port; 0 takes a free one. [default: 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The configuration that a command's options make: file < environment < ``--set`` < flags."""
+    """Configuration from a command's options: file < environment < ``--set`` < flags.
+
+    `flags` has the flag and its value for each setting.
+    """
 
     file: Path | None
     settings: Sequence[str]
-    flags: Mapping[str, tuple[str, object]]  # the flag and its value, by setting
+    flags: Mapping[str, tuple[str, object]]
 
     def flag(self, setting: str) -> object:
         """Return the value of a setting's flag; None if the flag was not typed."""
         return self.flags.get(setting, ("", None))[1]
 
     def config(self, **values: object) -> MeshConfig:
-        """Build it, with ``values`` by top-level setting over all. Raises ConfigError."""
+        """Build the configuration; ``values`` of top-level settings override all sources. Raises ConfigError."""
         from pdmesh.config_sources import load_config
 
         told: dict[str, object] = {}
@@ -156,14 +159,14 @@ class Asked:
         return answer
 
     def answer(self, question: AdminRequest, *kinds: type[T]) -> T:
-        """Do what `ask` does, without an event loop."""
+        """Return `ask`'s answer, without an event loop."""
         import anyio
 
         return anyio.run(lambda: self.ask(question, *kinds))
 
 
 def new_operation_id() -> OperationId:
-    """Return an id for an operation, which is done once however often it is asked for under that id."""
+    """Return an id for an operation. Repeated requests with one id start the operation once."""
     from pdmesh.model import OperationId
 
     return OperationId(secrets.token_hex(4))
@@ -173,7 +176,7 @@ P = ParamSpec("P")
 
 
 def configured(*flags: Flag) -> Callable[[Callable[Concatenate[Given, P], None]], Callable[..., None]]:
-    """Decorate a command with the options for a configuration, ``flags`` among them; it gets `Given` first."""
+    """Decorate a command with the options for a configuration, including ``flags``; its first argument is a `Given`."""
 
     def make(config: ConfigFile = None, settings: Settings = None, **typed: object) -> Given:
         in_order = zip(flags, typed.values(), strict=True)
@@ -185,7 +188,7 @@ def configured(*flags: Flag) -> Callable[[Callable[Concatenate[Given, P], None]]
 
 
 def asks_scheduler(command: Callable[Concatenate[Asked, P], None]) -> Callable[..., None]:
-    """Decorate a command with the options for which mesh to ask and how to print; it gets an `Asked` first."""
+    """Decorate a command with the options for the mesh and the output; its first argument is an `Asked`."""
     return with_first(command, _asked, parameters_of(_asked))
 
 

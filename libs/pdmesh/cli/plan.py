@@ -1,4 +1,4 @@
-"""From a configuration and numbers ("two of these, one of those") to the child processes of a mesh."""
+"""The child processes of a mesh, made from a configuration and the numbers of instances."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def make_pools(prefill: int | None, decode: int | None, mixed: int) -> PoolCount
 
 
 def threads_per_worker(config: MeshConfig, num_workers: int, cores: int, num_ranks: int = 1) -> int:
-    """Return the machine's cores shared evenly among the workers, and a worker's among its ranks.
+    """Return the threads of each rank: `worker.num_threads`, else an even share of the cores.
 
-    If the configuration gives a number, each rank has so many.
+    The cores are shared among the workers, and a worker's among its ranks.
     """
     return config.worker.num_threads or max(1, cores // num_workers // num_ranks)
 
 
 #: About 0.1 ms of spinning for OpenMP's idle threads: longer than the gaps between the kernels of a layer. By default
-#: they spin for 3 ms, and would keep the core of a worker that needs the core again.
+#: they spin for 3 ms, and would keep a core from the worker that lent it.
 _SPIN_COUNT = "5000"
 
 
 def with_brief_spinning(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment of a mesh whose workers lend each other cores. What the user sets is kept."""
+    """Return the environment of a mesh whose workers lend each other cores. The user's own settings are kept."""
     if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys():
         return environ
     return {**environ, "GOMP_SPINCOUNT": _SPIN_COUNT}
@@ -65,14 +65,14 @@ _DEGREES = ("PDMESH_WORKER_TENSOR_PARALLEL_SIZE", "PDMESH_WORKER_PIPELINE_PARALL
 
 @dataclass(slots=True)
 class WorkerSpecs:
-    """Makes the specs of workers, given what the ``scheduler`` announced."""
+    """Maker of the workers' specs, given the facts that the ``scheduler`` announced."""
 
     config: MeshConfig
     state: StateFolder
     environ: Mapping[str, str]
     cores_file: Path | None = None
     scheduler: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    _positions: dict[str, int] = field(default_factory=dict[str, int])  # never given again: ports depend on them
+    _positions: dict[str, int] = field(default_factory=dict[str, int])  # never reused: ports depend on them
 
     def of_pools(self, pools: PoolCounts) -> Sequence[ChildSpec]:
         roles = [role for role in Role for _ in range(pools.of(role))]
@@ -101,7 +101,7 @@ class WorkerSpecs:
         return self.worker(member.instance_id.removeprefix(self.name_prefix), member.role, num_workers)
 
     def resized(self, spec: ChildSpec, num_workers: int) -> ChildSpec:
-        """Return a worker's spec for its next start, once there are ``num_workers``; until then it keeps its own."""
+        """Return a worker's spec for its next start among ``num_workers``. The running process keeps its share."""
         degrees = InstanceDegrees(*(int(spec.environment.get(name, "1")) for name in _DEGREES))
         shared = environment_of(replace(self.config, worker=self._shared(num_workers, degrees)))
         names = ("PDMESH_WORKER_NUM_THREADS", "PDMESH_WORKER_KV_CACHE_HOST_SHARE")
@@ -131,7 +131,7 @@ def gateway_specs(
     environ: Mapping[str, str],
     scheduler: Mapping[str, Any],
 ) -> Sequence[ChildSpec]:
-    """Return the specs of gateways that share the socket ``listen_fd``, given what the scheduler announced."""
+    """Return the specs of gateways that share the socket ``listen_fd``, given the scheduler's announced facts."""
     shared = replace(config, gateway=replace(config.gateway, listen_fd=listen_fd))
     names = ["gateway"] if num_gateways == 1 else [f"gateway-{number}" for number in range(num_gateways)]
     specs = [_spec(name, "pdmesh_gateway", _dialing(shared, scheduler), state, environ) for name in names]
@@ -141,7 +141,7 @@ def gateway_specs(
 def fork_server_spec(
     config: MeshConfig, pools: PoolCounts, state: StateFolder, environ: Mapping[str, str]
 ) -> ChildSpec | None:
-    """Return the spec of the process that forks workers; None where workers cannot be forked.
+    """Return the spec of the process that forks workers; None if workers cannot be forked.
 
     On a host with an NVIDIA device each worker is started by its command: CUDA does not survive a fork.
     """
@@ -181,7 +181,7 @@ def _spec(name: str, package: str, config: MeshConfig, state: StateFolder, envir
     return ChildSpec(
         name=name,
         command=(sys.executable, "-m", package),
-        # The supervisor says when to end: a limit of their own would cut a longer one short.
+        # The supervisor ends its children: their own limits could cut a longer drain short.
         environment={**foreign, **environment_of(replace(config, ready_fd=None, drain_s=None))},
         log_file=state.fresh_log(name, config.supervisor.log_keep),
         forked_service=package.removeprefix("pdmesh_") if package in ("pdmesh_prefill", "pdmesh_decode") else "",

@@ -14,7 +14,7 @@ from pdmesh.wire.messages import GetPolicies, Policies, SetBatching, SetPolicy
 
 
 def list_policies(asked: Asked) -> None:
-    """Print all bundles and batching modes, and which of them a mesh uses, if one runs or is named."""
+    """Print all bundles and batching modes, and mark the present ones of a mesh if one runs or is named."""
     bundle, batching = "", ""
     if asked.config.scheduler_address or asked.state.read() is not None:
         answer = asked.answer(GetPolicies(), Policies)
@@ -39,7 +39,7 @@ def get_policy(asked: Asked) -> None:
 def set_policy(asked: Asked, name: str, threshold: float | None) -> None:
     """Switch to a bundle or a batching mode, while serving.
 
-    Raises ConfigError for a threshold that has no effect, PdmeshError if the scheduler has nothing of that name.
+    Raises ConfigError for a threshold without effect, PdmeshError if the scheduler has nothing of that name.
     """
     if threshold is not None and name != "eb":
         raise ConfigError("--threshold applies to `eb` only: set the policy `eb` with it")

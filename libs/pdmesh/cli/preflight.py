@@ -28,10 +28,10 @@ from pdmesh.worker.engines import (
     num_blocks_of,
 )
 
-#: Of one of our processes (10 to 13 in a mesh of four that answers, 2026-11), and some to spare.
+#: Threads of one of our processes, with some to spare (10 to 13 in a mesh of four that answers, 2026-11).
 THREADS_PER_PROCESS = 15
 
-#: For a connection within this machine.
+#: Seconds for a connection within this machine.
 _CONNECT_LIMIT_S = 3.0
 
 
@@ -50,7 +50,7 @@ def check_settings(config: MeshConfig) -> None:
 
 
 def check_access(config: MeshConfig) -> None:
-    """Raise ConfigError for keys, tokens and certificates that cannot be read, and for a gateway open to strangers."""
+    """Raise ConfigError for unreadable keys, tokens or certificates, and for a gateway open to strangers."""
     security = config.security
     parsers = {"api_keys_file": parse_api_keys, "operators_file": parse_operators}
     for name in ("api_keys_file", "operators_file", "tls_cert", "tls_key", "tls_ca"):
@@ -80,7 +80,7 @@ def check_machine(config: MeshConfig, *, num_processes: int) -> None:
 def check_checkpoint(config: MeshConfig, directory: Path, *, num_instances: int) -> None:
     """Raise ConfigError if ``num_instances`` cannot serve ``directory``.
 
-    The checkpoint must be complete, have the context length and the dtype that are asked for, and fit into memory.
+    The checkpoint must be complete, have the wanted context length and dtype, and fit into memory.
     """
     worker = config.worker
     if worker.engine != "torch":
@@ -104,13 +104,13 @@ def check_checkpoint(config: MeshConfig, directory: Path, *, num_instances: int)
 
 
 def check_ranks(config: MeshConfig, divisions: Collection[InstanceDegrees]) -> None:
-    """Raise ConfigError if instances cannot be divided like these."""
+    """Raise ConfigError if instances cannot be divided in these ways."""
     for degrees in sorted(divisions):
         check_ranks_can_compute(config, degrees)
 
 
 def check_thread_limit(num_processes: int, num_startable: int | None) -> None:
-    """Raise ConfigError if a mesh would have more threads than are allowed, and so would crash at random places."""
+    """Raise ConfigError if a mesh would need more threads than allowed, and so would crash at random places."""
     wanted = num_processes * THREADS_PER_PROCESS
     if num_startable is not None and num_startable < wanted:
         raise ConfigError(

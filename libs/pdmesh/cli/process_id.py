@@ -1,4 +1,4 @@
-"""How processes of a mesh are identified."""
+"""Identities of a mesh's processes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class ProcessId:
 
 
 def process_id(pid: int) -> ProcessId | None:
-    """Return the process that has ``pid`` now, or None if none runs (a zombie does not)."""
+    """Return the process that has ``pid`` now; None if none runs (a zombie does not)."""
     try:
-        # The name, in brackets, may hold anything; what follows starts with the state (field 3 of proc(5)).
+        # The name, in brackets, may contain any text. The fields behind it start with the state (field 3 of proc(5)).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
@@ -43,7 +43,7 @@ def process_id(pid: int) -> ProcessId | None:
 
 
 def wait_for_end(process: ProcessId, timeout_s: float) -> bool:
-    """Block until ``process`` has ended; False if it still runs after ``timeout_s``."""
+    """Block until ``process`` has ended. Return False if it still runs after ``timeout_s``."""
     try:
         pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:

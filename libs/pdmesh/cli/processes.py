@@ -1,4 +1,4 @@
-"""Processes of a mesh: how they are started, and that none outlives its parent."""
+"""Processes of a mesh: their start, and their end with their parent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any, BinaryIO, Protocol
 
 import anyio
 
-#: Asks the kernel to kill us when our parent ends (PR_SET_PDEATHSIG, kept over exec), then becomes the command.
+#: Asks the kernel to kill this process when the parent ends (PR_SET_PDEATHSIG, kept over exec), then becomes the
+#: command.
 _LAUNCHER = (
     "import ctypes, os, sys; "
     "ctypes.CDLL(None).prctl(1, 9); "
@@ -22,25 +23,25 @@ _LAUNCHER = (
     "os.execvp(sys.argv[2], sys.argv[2:])"
 )
 
-#: What a child says are a few addresses and a sentence; more than this is neither.
+#: Largest message of a child, which consists of a few addresses and a sentence.
 _MAX_SAID_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSpec:
-    """A process to start. ``environment`` is complete except for PDMESH_READY_FD."""
+    """A process to start. ``environment`` is complete except for PDMESH_READY_FD. The process inherits `pass_fds`."""
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
     log_file: Path
-    pass_fds: tuple[int, ...] = ()  # that it inherits
+    pass_fds: tuple[int, ...] = ()
     #: Name of the service that ``command`` runs, if a fork server may run it instead: "prefill" or "decode".
     forked_service: str = ""
 
 
 def is_gateway(name: str) -> bool:
-    """Whether a service of that name is a gateway."""
+    """Return whether a service of that name is a gateway."""
     return name.partition("-")[0] == "gateway"
 
 
@@ -51,30 +52,30 @@ class ChildProcess(Protocol):
     def pid(self) -> int: ...
 
     async def wait(self) -> int:
-        """Return the exit code once the process has ended; the negative number of a signal that killed it."""
+        """Return the exit code once the process has ended, or the negative number of the signal that killed it."""
         ...
 
     async def aclose(self) -> None:
-        """Wait until the process has ended, and free what belongs to it."""
+        """Wait until the process has ended, and free its resources."""
         ...
 
 
 class StartChild(Protocol):
-    """Starts a process in place of `anyio.open_process`."""
+    """Starter of a process in place of `anyio.open_process`."""
 
     async def __call__(self, spec: ChildSpec, log: BinaryIO, ready_fd: int) -> ChildProcess | None:
-        """Start a child that writes to ``log`` and ``ready_fd``; None if it cannot be started this way."""
+        """Start a child that writes to ``log`` and ``ready_fd``; return None if it cannot be started this way."""
         ...
 
 
 @dataclass(slots=True)
 class Child:
-    """A running child. It says on a pipe when it serves and why it fails; its output goes to its log file."""
+    """A running child, which reports on a pipe when it serves and why it fails. Its output goes to its log file."""
 
     name: str
     process: ChildProcess
     _pipe_fd: int
-    _pidfd: int | None  # None: it had ended before it could be opened
+    _pidfd: int | None  # may be None for a process that ended early
     _said: bytearray = field(default_factory=bytearray)
 
     @property
@@ -82,7 +83,10 @@ class Child:
         return self.process.pid
 
     async def ready(self) -> dict[str, Any] | None:
-        """Return what the child announces once it serves; None if it closed the pipe or said something else first."""
+        """Return the facts that the child announces once it serves.
+
+        Return None if the child closed the pipe or sent anything else first.
+        """
         while b"\n" not in self._said:
             await anyio.wait_readable(self._pipe_fd)
             if not self._hear():
@@ -91,14 +95,14 @@ class Child:
         return None if not first or "failed" in first else first
 
     def last_words(self) -> tuple[str, ...]:
-        """Return the sentences in which an ended child said why; empty if it did not."""
+        """Return the sentences in which an ended child gave its reason; empty if it did not."""
         while self._hear():
             pass
         failed = next((line["failed"] for line in self._lines() if "failed" in line), ())
         return tuple(map(str, failed)) if isinstance(failed, list) else ()
 
     def _hear(self) -> bool:
-        """Read what is in the pipe; False if there is nothing (more)."""
+        """Read available bytes from the pipe. Return False if there are none, or too many."""
         try:
             data = os.read(self._pipe_fd, 4096)
         except BlockingIOError:
@@ -117,10 +121,10 @@ class Child:
         return await self.process.wait()
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal; nothing happens if the child has ended.
+        """Send a signal, unless the child has ended.
 
-        Not by the process's own method: it reaps a child that has just ended, and whoever waits for the child is then
-        told 255 instead of the exit code (python/cpython#87744).
+        The process's own method would reap a child that has just ended. A waiting task would then get 255 instead of
+        the exit code (python/cpython#87744).
         """
         if self._pidfd is not None:
             with suppress(ProcessLookupError):
@@ -128,12 +132,12 @@ class Child:
 
 
 def ending_with_us(command: Sequence[str]) -> list[str]:
-    """Return ``command`` such that the kernel kills it when the thread that starts it ends, in whatever way."""
+    """Return a command that runs ``command`` and dies with the thread that starts it."""
     return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
 
 
 def _open_log(path: Path) -> BinaryIO:
-    """Open a log for appending; where that fails, on a disk that is gone, a service runs without a log."""
+    """Open a log for appending. If that fails, as on a lost disk, the service runs without a log."""
     try:
         return path.open("ab")
     except OSError:
@@ -142,7 +146,7 @@ def _open_log(path: Path) -> BinaryIO:
 
 @asynccontextmanager
 async def start_child(spec: ChildSpec, fork: StartChild | None = None) -> AsyncGenerator[Child]:
-    """Start a child in a session of its own (Ctrl-C must reach only its parent); leaving the block kills it.
+    """Start a child in its own session (Ctrl-C must reach only its parent), and kill it at the end of the block.
 
     ``fork`` may start the child in place of its command.
     """
@@ -191,7 +195,7 @@ def _open_pidfd(pid: int) -> int | None:
 
 
 def describe_oom(limit_bytes: int | None) -> str:
-    """Return how a process ended that the kernel killed for lack of memory; ``limit_bytes`` of control groups."""
+    """Describe the end of a process that the kernel killed for lack of memory; ``limit_bytes`` of control groups."""
     whose = "the machine's" if limit_bytes is None else f"the {limit_bytes / (1 << 30):.1f} GiB of its control group's"
     return (
         f"was killed by the kernel because {whose} memory ran out: add memory, or lower --kv-cache-bytes, "

@@ -1,4 +1,4 @@
-"""`pdmesh profile`: measure how fast this machine runs a model, and write that down for the scheduler."""
+"""`pdmesh profile`: measure how fast this machine runs a model, and write a profile for the scheduler."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from pdmesh.policy.latency_profile import Subject
 from pdmesh.profiles import FORMAT, ProfileFile, save_profile
 from pdmesh.telemetry.log_lines import configure_logging
 
-#: Fewer than the model has coefficients cannot be fitted.
+#: Fewest shapes for a fit: more than the model has coefficients.
 _LEAST_SHAPES = 10
 
-#: Measured in rounds over all shapes, so that a slow minute of the machine touches all of them.
+#: Largest number of rounds over all shapes, so that a slow minute of the machine affects all of them.
 _MOST_ROUNDS = 20
 
-#: A number in bfloat16 and float32 alike, 0.01: memory that was never written would be read faster than any other.
+#: Repeated byte of a number near 0.01, in bfloat16 and float32 alike. Memory that was never written would be read too
+#: fast.
 _FILL = 0x3C
 _FILL_BYTES = 16 << 20
 
@@ -39,7 +40,7 @@ _FILL_BYTES = 16 << 20
 def _shapes(
     chunks: Sequence[tuple[int, int]], decodes: Sequence[tuple[int, int]], mixed: Sequence[tuple[int, int, int, int]]
 ) -> list[StepShape]:
-    """Chunks of (new, history) tokens; (number of decodes, context of each); both."""
+    """Return shapes: chunks of (new, history) tokens, then (number of decodes, context of each), then both."""
     return [
         *(StepShape((ChunkShape(*chunk),), 0, 0) for chunk in chunks),
         *(StepShape((), number, number * context) for number, context in decodes),
@@ -62,16 +63,24 @@ _HELD_OUT = _shapes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    file: Path | None  # default: named after the model, here
-    pools: PoolCounts  # of the mesh it is for: they share the cores
+    """Options of `pdmesh profile`.
+
+    Without a `file`, its name follows from the model. In the mesh that is measured for, `pools` share the cores.
+    """
+
+    file: Path | None
+    pools: PoolCounts
     limit_s: float
 
 
 def run_profile(config: MeshConfig, options: ProfileOptions) -> None:
-    """Measure, fit, write. Raises ConfigError for a model that cannot be loaded or a file that cannot be written."""
+    """Measure, fit and write. Raises ConfigError for a model that cannot be loaded or a file that cannot be written.
+
+    Raises PdmeshError if too few steps were measured in time.
+    """
     from pdmesh.worker.engines import build_engine, device_name, engine_facts, served_model_name
 
-    configure_logging("profile", replace(config.telemetry, log_level="warning"))  # of the engine
+    configure_logging("profile", replace(config.telemetry, log_level="warning"))  # the engine's logs
     num_threads = threads_per_worker(config, options.pools.total, num_usable_cores())
     typer.echo(f"pdmesh: measuring {config.model} with {num_threads} threads, as in {options.pools}", err=True)
     engine = build_engine(config, num_threads)
@@ -130,7 +139,7 @@ def measure(
     _fill(engine)
     possible = [shape for shape in shapes if fits(engine, shape)]
     times_s: dict[StepShape, list[float]] = {}
-    step_s(engine, possible[0])  # first use of code and memory
+    step_s(engine, possible[0])  # warms up code and memory
     began_s = time.perf_counter()
     for _ in range(_MOST_ROUNDS):
         for shape in possible:
@@ -143,13 +152,13 @@ def measure(
 
 
 def relative_errors(model: LinearLatencyModel, measured: Sequence[tuple[StepShape, float]]) -> list[float]:
-    """Return how far each prediction is from what was measured, relative to that."""
+    """Return each prediction's error relative to the measured time."""
     return [abs(model.step_s(shape) / seconds - 1) for shape, seconds in measured]
 
 
 def _fill(engine: Engine) -> None:
     layout = engine.kv.layout
-    size = max(1, _FILL_BYTES // layout.block_bytes)  # a copy to a device takes some 0.1 ms, however small it is
+    size = max(1, _FILL_BYTES // layout.block_bytes)  # a copy to a device takes some 0.1 ms, however small
     data = memoryview(bytearray([_FILL]) * (size * layout.block_bytes))
     for layer in range(layout.num_layers):
         for first in range(0, engine.kv.num_blocks, size):

@@ -1,4 +1,4 @@
-"""What commands show while they take long: a bar, or a line."""
+"""Displays of long commands: a bar, or a line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdmesh.cli.options import Output
 
 
 def progress_bar(output: Output = Output.TABLE, *, counts: bool = True) -> Progress:
-    """Return a progress bar on stderr, shown only to people at a terminal. ``counts`` shows how many."""
+    """Return a progress bar on stderr, shown only at a terminal. ``counts`` shows numbers of tasks."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -52,7 +52,7 @@ def progress_line(output: Output = Output.TABLE) -> Iterator[Callable[[str], Non
 
 
 def advance(progress: Progress, task: TaskID) -> Callable[[int], None]:
-    """Return a callback for a simulator, which is told how many requests have ended."""
+    """Return a simulator's callback, which updates the bar by the number of ended requests."""
 
     def on_ended(num_ended: int) -> None:
         if num_ended % 100 == 0:

@@ -15,12 +15,12 @@ from pathlib import Path
 from pdmesh.config import MeshConfig
 from pdmesh.settings import HANDED_DOWN, TOP_TEN, Setting, settings_of
 
-#: What follows it in the page is replaced.
+#: Everything behind this line of the page is replaced.
 MARK = "<!-- From here on written by `make docs`, from the types in libs/pdmesh/config.py. -->\n"
 
 
 def with_tables(page: str) -> str:
-    """Return ``page`` with the tables as they should be. Raises ValueError if it has no place for them."""
+    """Return ``page`` with up-to-date tables. Raises ValueError if it has no place for them."""
     before, mark, _ = page.partition(MARK)
     if not mark:
         raise ValueError(f"the page has no line {MARK!r}")

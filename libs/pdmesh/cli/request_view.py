@@ -1,4 +1,4 @@
-"""`pdmesh requests show|list`: a request's life, the choices that one HTTP request became, and the latest requests."""
+"""`pdmesh requests show|list`: a request's history, the choices of one HTTP request, and the latest requests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pdmesh.wire.messages import GetRequest, ListRequests, RequestList, RequestR
 
 
 def show_request(asked: Asked, request_id: str) -> None:
-    """Print a request's record, or the choices of a request that became several.
+    """Print a request's record, or the choices of a request that has several.
 
     Raises PdmeshError if the request is not remembered, or no mesh can be asked.
     """
-    question = GetRequest(request_id=request_id.rstrip("…"))  # a narrow terminal cuts an id like this
+    question = GetRequest(request_id=request_id.rstrip("…"))  # a narrow terminal cuts ids like this
     answer = asked.answer(question, RequestRecord, RequestList)
     if asked.output is Output.JSON:
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
@@ -31,7 +31,7 @@ def show_request(asked: Asked, request_id: str) -> None:
 
 
 def list_requests(asked: Asked, limit: int) -> None:
-    """Print the requests that arrived last. Raises PdmeshError if no mesh can be asked."""
+    """Print the latest ``limit`` requests. Raises PdmeshError if no mesh can be asked."""
     answer = asked.answer(ListRequests(limit=limit), RequestList)
     if asked.output is Output.JSON:
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
@@ -46,7 +46,7 @@ def list_requests(asked: Asked, limit: int) -> None:
 
 
 def print_request(record: RequestRecord) -> None:
-    """Print what happened to a request, and when."""
+    """Print a request's record with all its entries."""
     arrived = datetime.fromtimestamp(record.arrived_at).astimezone().isoformat(sep=" ", timespec="milliseconds")
     typer.echo(f"request {typer.style(record.request_id, bold=True)}  arrived {arrived}")
     typer.echo(f"prompt {record.num_prompt_tokens} tokens  policy {record.bundle}")
@@ -65,14 +65,14 @@ def print_request(record: RequestRecord) -> None:
 
 
 def print_choices(request_id: str, choices: RequestList) -> None:
-    """Print the requests that an id fits, with whole ids: they may differ at their ends alone."""
+    """Print the requests that an id fits, with full ids: they may differ only at their ends."""
     typer.echo(f"request {typer.style(request_id, bold=True)} fits {len(choices.requests)} requests; give a full id")
     for record in choices.requests:
         typer.echo(f"{record.request_id}  {summary(record)}")
 
 
 def requests_table(requests: Sequence[RequestRecord]) -> Table:
-    """Return a table with a line for each request. In a narrow terminal ids are cut; any beginning names one."""
+    """Return a table with a line for each request. A narrow terminal cuts ids; any unique beginning names a request."""
     has_labels = any(record.label for record in requests)
     cut = [Column("id", min_width=12), *([Column("label", min_width=12)] if has_labels else [])]
     numbers = [Column(title, right=True) for title in ("prompt", "output", "first ms", "last ms")]
@@ -92,7 +92,7 @@ def requests_table(requests: Sequence[RequestRecord]) -> Table:
 
 
 def computed_by(record: RequestRecord) -> str:
-    """Return what each instance computed of a prompt, and how long it waited; empty if there was one."""
+    """Return each instance's share of a prompt's computation, with its waits; empty if one computed it all."""
     chunks = [(entry.instance_id or "", entry.figures) for entry in record.entries if entry.what == "chunk"]
     parts: list[str] = []
     for name in dict.fromkeys(name for name, _ in chunks):
@@ -108,10 +108,10 @@ def computed_by(record: RequestRecord) -> str:
 def computed_again(record: RequestRecord) -> int:
     """Return how many prompt tokens were computed and then lost with a helper, in all epochs together.
 
-    What a new epoch computes of the prompt is not counted.
+    Tokens that a new epoch computes anew are not counted.
     """
     num_again = 0
-    done: set[int] = set()  # before the last loss in this epoch
+    done: set[int] = set()  # computed before the last loss in this epoch
     since: set[int] = set()
     for entry in record.entries:
         if entry.what == "chunk" and "start" in entry.figures:
@@ -129,7 +129,7 @@ def computed_again(record: RequestRecord) -> int:
 
 
 def summary(record: RequestRecord) -> str:
-    """Return a line with a request's state or end, and when its tokens came, as the scheduler was told."""
+    """Return a line with a request's state or end, and its tokens' times, as reported to the scheduler."""
     parts = [record.state]
     if record.num_output_tokens is not None:
         parts.append(f"{record.num_output_tokens} output tokens")

@@ -1,4 +1,4 @@
-"""`pdmesh run`: chat with a model, which a mesh in the background serves."""
+"""`pdmesh run`: chat with a model that a mesh in the background serves."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from pdmesh.errors import ConfigError
 
 
 def run_model(config: MeshConfig, state: StateFolder, message: str | None) -> int:
-    """Chat, or print the answer to ``message``; a mesh is started if none of that name runs, and is left running.
+    """Chat, or print the answer to ``message``, and return the exit code.
 
-    Raises ConfigError if the mesh serves another model, PdmeshError if there can be no mesh.
+    Start a mesh if none of that name runs, and leave it running. Raises ConfigError if the mesh serves another model,
+    PdmeshError if no mesh can start.
     """
     record = state.read()
     if record is None:
@@ -42,9 +43,10 @@ def run_model(config: MeshConfig, state: StateFolder, message: str | None) -> in
 
 
 def _serves(record: MeshRecord, config: MeshConfig) -> bool:
-    """Whether a running mesh serves the configured model: from the same files, or by the same name if it has none here.
+    """Return whether a running mesh serves the configured model.
 
-    Directories of several models may have the same name.
+    The model's files must be the same, or, if there are none here, the name. Directories of several models may have the
+    same name.
     """
     given, served = str(config.model), str(record.config.get("model"))
     if Path(given).expanduser().exists():

@@ -1,4 +1,4 @@
-"""What the meshes of this machine leave on disk: one folder a mesh, with its record, its lock and its logs."""
+"""Files of this machine's meshes: one folder for each mesh, with its record, its lock and its logs."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ DEFAULT_NAME = "default"
 class ServiceRecord:
     name: str
     process: ProcessId
-    facts: dict[str, Any]  # what it announced: addresses, ports
+    facts: dict[str, Any]  # announced addresses, ports and the like
     num_restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshRecord:
-    """A running mesh, for the commands that look at it. Contains its token, so only its owner may read the file."""
+    """Record of a running mesh, for commands. Contains the mesh token, so only its owner may read the file.
+
+    `started_at` is Unix time.
+    """
 
     name: str
     supervisor: ProcessId
-    started_at: float  # Unix time, seconds
+    started_at: float
     ready: bool
     http_address: str
     scheduler_address: str
@@ -69,14 +72,14 @@ class StateFolder:
 
     @property
     def operations_file(self) -> Path:
-        """The file with what operators asked of this mesh, for its scheduler's next start."""
+        """File with the operations that this mesh was asked for, for its scheduler's next start."""
         return self.folder / "operations.json"
 
     def log_file(self, service: str) -> Path:
         return self.folder / f"{service}.log"
 
     def read(self) -> MeshRecord | None:
-        """Return the mesh's record if the mesh runs now; a record whose supervisor is gone counts as none."""
+        """Return the mesh's record; None if there is none, or its supervisor has ended."""
         import msgspec
 
         try:
@@ -104,7 +107,7 @@ class StateFolder:
         self.record_file.unlink(missing_ok=True)
 
     def write_drain(self, drain_s: float) -> None:
-        """Say for how long requests may go on, before the supervisor is told to stop. Raises ConfigError."""
+        """Set the time for which requests may continue, before the supervisor is told to stop. Raises ConfigError."""
         with self._usable():
             self._drain_file.write_text(str(drain_s))
 
@@ -116,7 +119,7 @@ class StateFolder:
             return None
 
     def forget_desired(self) -> None:
-        """Remove what an earlier supervisor was told, and what was asked of its mesh."""
+        """Remove the drain time and the operations of an earlier run of the mesh. Raises ConfigError."""
         with self._usable():
             self._drain_file.unlink(missing_ok=True)
             self.operations_file.unlink(missing_ok=True)
@@ -126,7 +129,9 @@ class StateFolder:
         return self.folder / "drain_s"
 
     def fresh_log(self, service: str, keep: int) -> Path:
-        """Return the path of an empty log for ``service``; ``keep`` earlier ones are kept beside it."""
+        """Return the path of an empty log for ``service``; ``keep`` earlier ones are kept beside it. Raises
+        ConfigError.
+        """
         log_file = self.log_file(service)
         with self._usable():
             set_aside(log_file, keep)
@@ -164,7 +169,7 @@ class StateFolder:
             yield
 
     def supervisor(self) -> ProcessId | None:
-        """Return the process that has the lock, also while it starts and has written no record; None if none has it."""
+        """Return the process that has the lock, even before it has written a record; None if none has it."""
         try:
             with self._lock_file.open("rb") as file:
                 try:
@@ -183,7 +188,7 @@ class StateFolder:
 def state_root(environ: Mapping[str, str]) -> Path:
     """Return the folder of all meshes' state: below the home folder, else a private temporary one.
 
-    Raises ConfigError if another user owns that.
+    Raises ConfigError if other users can write to the temporary one.
     """
     if given := environ.get("XDG_STATE_HOME"):
         return Path(given) / "pdmesh"
@@ -192,7 +197,7 @@ def state_root(environ: Mapping[str, str]) -> Path:
         return below_home
     try:
         return _private_folder(Path(tempfile.gettempdir()) / f"pdmesh-{os.geteuid()}")
-    except FileNotFoundError:  # nothing at all can be written: whoever tries says so
+    except FileNotFoundError:  # writes will fail, and report it
         return below_home.absolute()
 
 
@@ -205,7 +210,7 @@ def _can_be_written(folder: Path) -> bool:
 
 
 def _private_folder(root: Path) -> Path:
-    """``root``, made if need be: where others may write too, only then it is sure to be ours."""
+    """Return ``root``, made if need be. Raises ConfigError unless this user alone owns it and can write to it."""
     with suppress(FileExistsError):
         root.mkdir(mode=0o700)
     found = root.lstat()
@@ -227,14 +232,17 @@ def mesh_at(port: int, meshes: Iterable[MeshRecord]) -> MeshRecord | None:
 
 
 def state_folder(environ: Mapping[str, str], name: str) -> StateFolder:
-    """Return the folder of the mesh ``name``, which need not exist. Raises ConfigError for an impossible name."""
+    """Return the folder of the mesh ``name``, which need not exist. Raises ConfigError for an invalid name."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
         raise ConfigError(f"--name is {name!r}: use letters, digits, '.', '_' and '-', at most 63 of them")
     return StateFolder(name, state_root(environ) / name)
 
 
 def scheduler_of(config: MeshConfig, state: StateFolder) -> tuple[MeshRecord | None, str, SecurityConfig]:
-    """Return this machine's mesh (None with --scheduler), the address of its scheduler, and the secrets to show."""
+    """Return this machine's mesh (None with --scheduler), the address of its scheduler, and the secrets to show.
+
+    Raises PdmeshError if no such mesh runs, or its scheduler has no address yet.
+    """
     if config.scheduler_address:
         return None, config.scheduler_address, config.security
     record = state.read()

@@ -15,11 +15,11 @@ from pdmesh.cli.tables import Column, Table, duration
 from pdmesh.model import GRANULE_TOKENS, short_weights
 from pdmesh.wire import messages
 
-#: How far back speeds are measured, and over how many requests at most.
+#: Time span of measured speeds, and the largest number of requests in it.
 SPEED_S = 60.0
 MAX_SPEED_REQUESTS = 200
 
-#: Events shown; JSON has all that are remembered.
+#: Number of events shown. JSON has all remembered ones.
 MAX_EVENTS = 8
 
 
@@ -79,7 +79,7 @@ def _lines(answer: messages.MeshStatus) -> Iterator[str]:
 
 
 def speed_line(latest: Sequence[messages.RequestRecord], now: float) -> str | None:
-    """Say how fast requests of the last minute were answered; None if there were none. ``now`` is Unix time."""
+    """Return a line with the speed of the last minute's answers; None without any. ``now`` is Unix time."""
     recent = [each for each in latest if each.arrived_at > now - SPEED_S]
     firsts = sorted(each.first_token_s for each in recent if each.first_token_s is not None)
     if not firsts:
@@ -94,7 +94,7 @@ def speed_line(latest: Sequence[messages.RequestRecord], now: float) -> str | No
 
 
 def weights_line(answer: messages.MeshStatus) -> str | None:
-    """Say which weights are loaded; of several identities, on how many instances, and how many requests each takes."""
+    """Return a line with the loaded weights, and the instances and requests of each if there are several; or None."""
     if len(answer.revisions) > 1:
         from pdmesh.core.instances.revisions import several_revisions
 
@@ -154,7 +154,7 @@ def processes_table(record: MeshRecord) -> Table:
 
 
 def batching_line(batching: messages.BatchingStatus | None) -> str:
-    """Return a line that says how an instance batches, and what is known of the other mode."""
+    """Return a line with an instance's batching mode, and the known facts about the other mode."""
     if batching is None:
         return "batching no choice"
     phase = f", {batching.phase} phase" if batching.phase else ""
@@ -169,7 +169,7 @@ def batching_line(batching: messages.BatchingStatus | None) -> str:
 
 
 def compute_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:
-    """Return a line for each way in which instances compute, with their names if they differ."""
+    """Return a line for each way in which instances compute, with their names if the ways differ."""
     ways: dict[str, list[str]] = {}
     for row in messages.in_order(instances):
         if row.compute is not None:
@@ -178,7 +178,7 @@ def compute_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:
 
 
 def ranks_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:
-    """Return a line for each instance that several processes, or stages, compute."""
+    """Return a line for each instance of several processes or stages."""
     return [
         f"ranks  {row.instance_id}: {_ranks(row)}"
         for row in messages.in_order(instances)
@@ -196,7 +196,7 @@ def _ranks(row: messages.InstanceStatus) -> str:
 
 
 def host_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:
-    """Return a line for each host with its instances, if there are several: only inside one is KV copied directly."""
+    """Return a line for each host with its instances, if there are several: KV is copied directly only inside one."""
     hosts: dict[str, list[str]] = {}
     for row in messages.in_order(instances):
         hosts.setdefault(row.host, []).append(row.instance_id)
@@ -217,7 +217,7 @@ def rate(bytes_per_s: float) -> str:
 
 
 def group_line(group: messages.GroupStatus) -> str:
-    """Return a line with the instances that compute a prompt together, and how far they have come."""
+    """Return a line with the instances that compute a prompt together, and their progress."""
     leader, *helpers = group.member_ids
     done = f"{group.num_planned_tokens} of {group.num_prompt_tokens} tokens"
     return f"{leader} + {' + '.join(helpers)}  compute {group.request_id} in turn: {done}"
@@ -248,13 +248,16 @@ def kv_lines(instances: Sequence[messages.InstanceStatus]) -> Iterator[str]:
 
 
 def note_line(name: str, note: messages.InstanceNote, at: float) -> str:
-    """Return a sentence about an instance; ``at`` is the Unix time of the status that the note came with."""
+    """Return a sentence about an instance; ``at`` is the Unix time of the note's status."""
     what_next = f"; {note.next}" if note.next else ""
     return f"{name} {note.cause} {duration(max(at - note.at, 0.0))} ago{what_next}"
 
 
 def note_lines(answer: messages.MeshStatus) -> list[str]:
-    """Return a sentence for each instance that does not serve, or that was restarted lately."""
+    """Return a sentence for each instance that does not serve, or that was restarted lately.
+
+    For a draining instance, another sentence says whether it is safe to delete.
+    """
     rows: list[messages.InstanceStatus | messages.GoneInstance] = [*answer.instances, *answer.gone]
     lines: list[str] = []
     for row in messages.in_order(rows):

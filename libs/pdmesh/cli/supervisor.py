@@ -1,9 +1,9 @@
-"""A supervisor runs a mesh as its child processes: it starts them in order, keeps them alive, and drains them in order.
+"""A supervisor, which runs a mesh as its child processes: starts them in order, keeps them alive, drains them in order.
 
 The scheduler starts first, because all others dial it; the rest start together. A child that ends before it has ever
-served stops the start. One that served before is started again: at once if it had served well, else after a delay that
-doubles. A child that answers nothing for long is killed, and so started again. The drain follows the traffic: gateway
-(its streams end), workers (their residents end), scheduler.
+served stops the start. A child that served before is started again: at once if it had served well, else after a delay
+that doubles. A child that stays silent for long is killed, and so started again. The drain follows the traffic:
+gateways (their streams end), workers (their residents end), scheduler.
 
 No write of the supervisor can end it: logs, the record and its messages may meet a full disk.
 """
@@ -31,23 +31,23 @@ from pdmesh.wire.messages import FollowPools, PoolsDesired
 
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 15.0
-#: A child that served this long, and twice its last delay, served well.
+#: Seconds after which a child has served well, if they are also twice its last delay.
 SERVED_WELL_S = 5.0
 
-#: Probes in a row without an answer, after which a child hangs. Counted, so that our own standing still is one of them.
+#: Probes in a row without an answer, after which a child hangs. A pause of this process fails only one of them.
 NUM_PROBES = 6
 
-#: Between two rounds of what is to be looked after: logs that grow, a record that could not be written.
+#: Seconds between two rounds of maintenance: growing logs, and a record that could not be written.
 TEND_S = 10.0
 
-#: For a child that was told to end what still runs, before it is killed.
+#: Seconds for a child that was told to end running requests, before it is killed.
 END_S = ENDING_LIMIT_S + 5.0
-#: What those after the gateway have at least to drain, since their requests end with it.
+#: Least drain time of the processes after the gateways, since their requests end with the gateways'.
 MIN_DRAIN_S = 5.0
 
 EXIT_CONFIG = 2
 
-#: Of a log, quoted on the terminal.
+#: Largest part of a log line, quoted on the terminal.
 _MAX_LINE = 500
 
 
@@ -61,7 +61,7 @@ class StartFailed(PdmeshError):
 
 @dataclass(slots=True)
 class Backoff:
-    """The delay before a child is started again."""
+    """Delay before a child is started again."""
 
     _delay_s: float = 0.0
 
@@ -76,43 +76,43 @@ class Backoff:
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """How one child process served and ended."""
+    """History of one child process: how long it served, and how it ended in words."""
 
     served_s: float
     pid: int = 0
     returncode: int = 1
-    how: str = ""  # it ended, in words
+    how: str = ""
     last_words: tuple[str, ...] = ()
 
     @property
     def why(self) -> str:
-        """How it ended, and why if it said so."""
+        """The end in words, with the child's own reason if it gave one."""
         return self.how + (f": {' '.join(self.last_words)}" if self.last_words else "")
 
 
 @dataclass(slots=True)
 class Service:
-    """Keeps one child running until it is stopped."""
+    """Keeper of one child, which restarts the child until it is stopped."""
 
     spec: ChildSpec
-    #: Settings to keep over a restart, taken from what the child announced: the port that others dial.
+    #: Returns settings to keep over a restart, taken from the child's announcement: the port that others dial.
     pin: Callable[[Mapping[str, Any]], Mapping[str, str]]
-    #: Asks the child's health endpoint, given what it announced.
+    #: Asks the child's health endpoint, given the child's announced facts.
     answers: Callable[[Mapping[str, Any]], Awaitable[bool]]
     on_event: Callable[[Service, str], None]
     start_timeout_s: float
     hang_s: float
     fork: StartChild | None = None
-    #: Ends of processes that are started again, for the scheduler; services may share one.
+    #: Ends of restarted processes, for the scheduler. Services may share one deque.
     ended: deque[EndedProcess] = field(default_factory=deque[EndedProcess])
     facts: dict[str, Any] = field(default_factory=dict)
     child: Child | None = None
-    #: It served, and is being started again. One that could not be started is not known to come.
+    #: The child served, and is being started again. A child that failed to start is not known to come.
     is_coming: bool = False
     num_restarts: int = 0
     _stopping: anyio.Event = field(default_factory=anyio.Event)
     _ended: anyio.Event = field(default_factory=anyio.Event)
-    _kill_reason: str = ""  # why the supervisor kills the present child
+    _kill_reason: str = ""  # why the present child is killed
 
     @property
     def name(self) -> str:
@@ -120,7 +120,7 @@ class Service:
 
     @property
     def instance_id(self) -> str:
-        """The name by which the scheduler knows the service: an instance's id, else the service's name."""
+        """Name by which the scheduler knows the service: an instance's id, else the service's name."""
         return str(self.facts.get("instance_id", self.name))
 
     @property
@@ -189,7 +189,7 @@ class Service:
     async def _watch(self, child: Child) -> None:
         """Kill the child once ``NUM_PROBES`` probes in a row, spread over ``hang_s``, had no answer."""
         num_silent = 0
-        while not self._stopping.is_set():  # one that drains takes no new connections
+        while not self._stopping.is_set():  # a draining child takes no new connections
             answered = False
             with anyio.move_on_after(self.hang_s / NUM_PROBES) as turn:
                 answered = await self.answers(self.facts)
@@ -205,10 +205,10 @@ class Service:
         child.send_signal(signal.SIGKILL)
 
     async def restart(self, drain_s: float) -> None:
-        """Let the child drain and end as `stop` does, and be started again; return when it is gone."""
+        """Let the child drain and end as `stop` does, and be started again. Return once it has ended."""
         child = self.child
         if child is None:
-            return  # it is being started again as it is
+            return  # already being started again
         for number, limit_s in ((signal.SIGTERM, drain_s), (signal.SIGTERM, END_S), (signal.SIGKILL, None)):
             child.send_signal(number)
             with anyio.move_on_after(limit_s):
@@ -216,8 +216,11 @@ class Service:
                 return
 
     async def stop(self, drain_s: float) -> None:
-        """Let the child drain; after ``drain_s`` tell it to end what still runs; return when it is gone."""
-        if not self._stopping.is_set():  # told once: a second signal would end what still runs
+        """Let the child drain, after ``drain_s`` tell it to end running requests, and return once it has ended.
+
+        A child that does not end within `END_S` is killed.
+        """
+        if not self._stopping.is_set():  # a second signal would end running requests
             self._stopping.set()
             self._signal(signal.SIGTERM)
         if await self._ends_within(drain_s):
@@ -251,7 +254,7 @@ class Service:
         return StartFailed(f"{self.name} did not start: it {life.how}{quoted}\n(the log is {self.spec.log_file})")
 
     def _last_line(self) -> str:
-        """Return the last line of the log that is no event: what a process leaves that ends without a word."""
+        """Return the log's last line that is no event, such as the words of a process that crashed; may be empty."""
         try:
             lines = self.spec.log_file.read_text(errors="replace").split("\n")
         except OSError:
@@ -262,38 +265,38 @@ class Service:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPlan:
-    """The processes to run. The callbacks get the running services; their names are the specs' names."""
+    """The processes to run. Callbacks take the names of the specs, and the facts that services announced."""
 
     scheduler: ChildSpec
-    #: The gateways and the workers, given what the scheduler announced.
+    #: Returns the specs of gateways and workers, given the scheduler's announced facts.
     others: Callable[[Mapping[str, Any]], tuple[Sequence[ChildSpec], Sequence[ChildSpec]]]
-    #: Of the ids of workers, where they are told one.
+    #: Prefix of the workers' ids; empty if no id is configured.
     name_prefix: str
-    #: An instance that is wanted, as a child of a mesh with so many workers, given what the scheduler announced.
+    #: Returns the spec of a wanted instance in a mesh of this many workers.
     worker: Callable[[PoolMember, int], ChildSpec]
-    #: A worker as it is to be when it is started again in a mesh with so many.
+    #: Returns a worker's spec for its next start in a mesh of this many workers.
     resized: Callable[[ChildSpec, int], ChildSpec]
     pin: Callable[[str, Mapping[str, Any]], Mapping[str, str]]
-    #: Whether the service of that name answers at its health endpoint; the caller has a deadline.
+    #: Returns whether the service of that name answers at its health endpoint. The caller has a deadline.
     answers: Callable[[str, Mapping[str, Any]], Awaitable[bool]]
     #: Returns when the gateway can serve a request.
     wait_ready: Callable[[Mapping[str, Any]], Awaitable[None]]
-    #: Called now and then: for logs that grow, a record that could not be written.
+    #: Called every `TEND_S`: for growing logs, and a record that could not be written.
     tend: Callable[[], Awaitable[None]]
     start_timeout_s: float
     hang_s: float
-    #: How long requests may go on, asked when the mesh is told to stop.
+    #: Returns for how long requests may continue, once the mesh is told to stop.
     drain_s: Callable[[], float]
-    #: Called as the mesh begins to drain: nothing new comes.
+    #: Called as the mesh begins to drain, so that no new connections come.
     close: Callable[[], None]
-    #: Tell the scheduler what runs, and wait for what it wants; None if it does not answer.
+    #: Reports the processes to the scheduler, and waits for its wishes; returns None if it does not answer.
     follow: Callable[[FollowPools], Awaitable[PoolsDesired | None]]
-    #: What forks workers, if anything does.
+    #: Spec of the process that forks workers, if there is one.
     fork_server: ChildSpec | None = None
 
 
 class Supervisor:
-    """Runs one mesh from its start until it is drained."""
+    """Runner of one mesh, from its start until it is drained."""
 
     def __init__(
         self,
@@ -328,18 +331,18 @@ class Supervisor:
         return [service for service in self.services if not self.is_control(service)]
 
     def kind(self, service: Service) -> ProcessKind:
-        """Return which kind of process a service is."""
+        """Return the kind of a service's process."""
         if service.name == self._plan.scheduler.name:
             return ProcessKind.SCHEDULER
         return ProcessKind.GATEWAY if is_gateway(service.name) else ProcessKind.INSTANCE
 
     def is_control(self, service: Service) -> bool:
-        """Whether a service is the scheduler or a gateway."""
+        """Return whether a service is the scheduler or a gateway."""
         return self.kind(service) is not ProcessKind.INSTANCE
 
     @property
     def changed(self) -> anyio.Event:
-        """Set at the next change of a service."""
+        """Event that is set at the next change of a service."""
         return self._changed
 
     def say(self, what: str) -> None:
@@ -349,7 +352,7 @@ class Supervisor:
         return next((service.facts for service in self.services if service.name == name), {})
 
     async def run(self) -> None:
-        """Return when the mesh was stopped and is drained. Raises StartFailed."""
+        """Run the mesh until it is stopped and drained. Raises StartFailed."""
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch_signals)
@@ -367,7 +370,7 @@ class Supervisor:
                     tasks.cancel_scope.cancel()
         except* StartFailed as group:
             failures = [leaf for leaf in leaves(group) if isinstance(leaf, StartFailed)]
-            # A wrong configuration is the cause; what else failed may be its effect.
+            # A wrong configuration is the cause; other failures may be its effects.
             failure = max(failures, key=lambda failure: failure.exit_code)
         else:
             return
@@ -416,7 +419,7 @@ class Supervisor:
         try:
             await tasks.start(service.run, name=spec.name)
         except BaseException:
-            self.services.remove(service)  # it has ended: `start` waits for that
+            self.services.remove(service)  # ended, because `start` waits for that
             raise
         self.note_change()
         return service

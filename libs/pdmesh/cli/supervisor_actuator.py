@@ -21,7 +21,7 @@ async def follow_scheduler(supervisor: Supervisor, tasks: anyio.abc.TaskGroup) -
 
 
 class SupervisorActuator(Actuator):
-    """Does what the scheduler wants with a supervisor's children, which live in ``tasks``."""
+    """Actuator that starts, stops and replaces a supervisor's children, which live in ``tasks``."""
 
     def __init__(self, supervisor: Supervisor, tasks: anyio.abc.TaskGroup) -> None:
         super().__init__()
@@ -30,20 +30,20 @@ class SupervisorActuator(Actuator):
         self._plan = supervisor.plan
         self._tasks = tasks
         self._starting: dict[InstanceId, anyio.CancelScope] = {}
-        self._replacing: set[int] = set()  # processes, by pid
+        self._replacing: set[int] = set()  # pids of processes
         self._temporary: frozenset[InstanceId] = frozenset()
 
     @property
     def changed(self) -> anyio.Event:
-        """Set at the next change of a child."""
+        """Event that is set at the next change of a child."""
         return self._supervisor.changed
 
     def note_change(self) -> None:
-        """Let the scheduler have a new report."""
+        """Wake `follow`, so that the scheduler gets a new report."""
         self._supervisor.note_change()
 
     def report(self) -> ActuatorReported:
-        """Return which children run, are being started or are ending."""
+        """Return the children that run, are being started or are ending."""
         return ActuatorReported(
             actuator_id=self.actuator_id,
             processes=tuple(
@@ -69,7 +69,7 @@ class SupervisorActuator(Actuator):
         )
 
     def pursue(self, desired: DesiredProcesses, tasks: anyio.abc.TaskGroup) -> None:
-        """Begin what is neither done nor begun."""
+        """Begin the starts, stops and replacements that are neither done nor begun."""
         self._temporary = frozenset(desired.temporary)
         there = {service.instance_id: service for service in self._supervisor.workers}
         self._refused &= {member.instance_id for member in desired.start}
@@ -93,7 +93,7 @@ class SupervisorActuator(Actuator):
                     tasks.start_soon(self._replace, service, process.pid)
 
     async def _replace(self, service: Service, pid: int) -> None:
-        """Replace a process. The scheduler's successor takes its port; gateways share theirs, so there is no gap."""
+        """Replace a process. The scheduler's successor takes its port. Gateways share theirs, so there is no gap."""
         self._supervisor.say(f"{service.name} is being replaced")
         try:
             if is_gateway(service.name):

@@ -1,4 +1,4 @@
-"""Tables of plain text: they are printed by commands that should start quickly, and rich takes long to import."""
+"""Tables of plain text, for commands that should start quickly: importing rich takes long."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 import typer
 
-#: Width where standard output is no terminal.
+#: Width if standard output is no terminal.
 DEFAULT_WIDTH = 80
 
-#: Width that the last column has even where a terminal has no room for it.
+#: Least width of the last column, even if the terminal is too narrow.
 MIN_LAST_WIDTH = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column. One with a ``min_width`` may be cut to that in a narrow terminal."""
+    """A column. A narrow terminal may cut a column with a ``min_width`` to that width."""
 
     title: str
     right: bool = False
@@ -71,12 +71,12 @@ class Table:
 
 
 def terminal_width() -> int:
-    """Return the number of columns of the terminal, as COLUMNS or the system says."""
+    """Return the number of columns of the terminal, from COLUMNS or the system."""
     return shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
 
 
 def wrapped(text: str, width: int) -> Iterator[str]:
-    """Yield ``text`` in lines, broken at spaces where there are some."""
+    """Yield ``text`` in lines, broken at spaces if there are any."""
     while len(text) > width:
         space = text.rfind(" ", 1, width + 1)
         end = width if space < 1 else space
@@ -86,7 +86,7 @@ def wrapped(text: str, width: int) -> Iterator[str]:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration in the two largest units that matter."""
+    """Format a duration in its one or two largest units."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

@@ -1,4 +1,4 @@
-"""`pdmesh tls dev-ca`: an authority for development, and one certificate of it for all services and for clients."""
+"""`pdmesh tls dev-ca`: an authority for development, and a certificate of it for all services and clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 app = Commands("tls", "Create certificates for development.")
 
-#: Names under which services of one machine reach each other.
+#: Names by which services of one machine reach each other.
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 _TIMEOUT_S = 30
@@ -52,15 +52,15 @@ def dev_ca(
 
 
 def make_certificates(folder: Path, *, hosts: Sequence[str], days: int, role: ServiceRole | None = None) -> None:
-    """Write ``ca.pem`` and ``ca.key``, unless they are there, and ``mesh.pem`` and ``mesh.key`` for ``hosts``.
+    """Write ``ca.pem`` and ``ca.key``, unless they exist, and ``mesh.pem`` and ``mesh.key`` for ``hosts``.
 
-    With a ``role`` these are called by it, and name it.
-    The certificate serves both ends, because services check each other's. Raises ConfigError.
+    With a ``role``, the role names the last two files, and the certificate names the role. The certificate serves both
+    ends, because services check each other's. Raises ConfigError.
     """
     try:
         if not folder.exists():
             folder.mkdir(mode=0o700, parents=True)
-            (folder / ".gitignore").write_text("*\n")  # the keys are in no commit, wherever FOLDER is
+            (folder / ".gitignore").write_text("*\n")  # no commit may have the keys
     except OSError as error:
         raise ConfigError(f"cannot make {folder}: {error.strerror}") from error
     authority = [folder / "ca.pem", folder / "ca.key"]

@@ -1,4 +1,4 @@
-"""`pdmesh up` and `pdmesh down`: start a mesh on this machine, in front of us or detached, and stop it."""
+"""`pdmesh up` and `pdmesh down`: start a mesh on this machine, in the foreground or detached, and stop it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from pdmesh.wire.endpoint import bind_socket
 from pdmesh.wire.messages import FollowPools, PoolsDesired
 from pdmesh.worker.cores import create_cores_file
 
-#: Where no limit is set and none is told.
+#: Seconds of a drain without a configured limit.
 LONGEST_DRAIN_S = 7 * 24 * 3600.0
 
 _stdout = UnfailingStream(1)
@@ -61,7 +61,7 @@ _stdout = UnfailingStream(1)
 
 @dataclass(slots=True)
 class MeshRun:
-    """One run of a mesh in this process: its record on disk, and what it tells the user."""
+    """Run of a mesh in this process, with its record on disk and its messages to the user."""
 
     config: MeshConfig
     pools: PoolCounts
@@ -117,14 +117,14 @@ class MeshRun:
         self._say("stopped")
 
     def _set_logs_aside(self) -> None:
-        """Begin new logs: what instances of an earlier mesh wrote is not about this one."""
+        """Begin new logs, because an earlier mesh's logs are not about this one."""
         own = None if self.config.ready_fd is None else self.state.log_file("supervisor")
         for file in self.state.folder.glob("*.log"):
             if file != own:
                 self.state.fresh_log(file.stem, self.config.supervisor.log_keep)
 
     def _listener(self) -> socket.socket:
-        """Return the gateways' socket. Raises ConfigError, which names the mesh that has the port if one has it."""
+        """Return the gateways' socket. Raises ConfigError, which names a mesh that has the port."""
         host, port = self.config.gateway.host, self.config.gateway.port
         try:
             return bind_socket(host, port, setting="--port (gateway.port)")
@@ -138,7 +138,7 @@ class MeshRun:
             ) from error
 
     def _say(self, message: str) -> None:
-        """Print a message; a detached mesh logs it, and tells the process that started it, as long as that waits."""
+        """Print a message. A detached mesh logs it, and also sends it to the process that started it, until ready."""
         if self.config.ready_fd is None:
             _say(message)
             return
@@ -148,7 +148,7 @@ class MeshRun:
         self._tell({"said": message})
 
     def _tell(self, facts: Mapping[str, Any]) -> None:
-        """Send a line of JSON to the process that started this one."""
+        """Send a line of JSON to the process that started this one, unless the mesh has been announced."""
         if self.config.ready_fd is not None and not self._announced:
             with suppress(OSError):  # the reader may have ended
                 os.write(self.config.ready_fd, json.dumps(facts).encode() + b"\n")
@@ -192,7 +192,7 @@ class MeshRun:
         )
 
     async def _answers(self, name: str, facts: Mapping[str, Any]) -> bool:
-        """Whether a service answers: a gateway at a port of its own, the others where they serve their metrics."""
+        """Return whether a service answers: a gateway at its own port, the others at their metrics port."""
         own = facts.get("own_address") or facts.get("http_address")
         address = own or f"{_host(self.config.telemetry.metrics_host)}:{facts['metrics_port']}"
         return await is_live(base_url(address, self.config.security), self.config.security)
@@ -203,7 +203,7 @@ class MeshRun:
         try:
             answer = await ask_scheduler(address, self.config.security, question)
         except PdmeshError:
-            return None  # it may be away; that another supervisor is there is in its own log
+            return None  # absent, or another supervisor is connected, as its log says
         assert isinstance(answer, PoolsDesired)
         return answer
 
@@ -220,13 +220,13 @@ class MeshRun:
                 self._complain(f"cannot rotate {file}: {error.strerror}")
 
     def _drain_s(self) -> float:
-        """Return how long to drain: as `pdmesh down` said, else as configured."""
+        """Return how long to drain: as `pdmesh down` requested, else as configured."""
         told_s = self.state.read_drain()
         limit_s = self.config.drain_s if told_s is None else told_s
         return LONGEST_DRAIN_S if limit_s is None else limit_s
 
     def _complain(self, message: str) -> None:
-        """Say it once: what fails on a full disk fails again and again."""
+        """Print a message once: a failure on a full disk comes again and again."""
         if message not in self._complaints:
             self._complaints.add(message)
             self._say(message)
@@ -333,13 +333,13 @@ def resolved(config: MeshConfig, say: Callable[[str], None] | None = None) -> Me
 
 
 def _with_token(config: MeshConfig) -> MeshConfig:
-    """Return the configuration with a mesh token of this run's own, if it has none."""
+    """Return the configuration with a mesh token; a new random one if none is set."""
     token = config.security.mesh_token or secrets.token_hex(16)
     return replace(config, security=replace(config.security, mesh_token=token))
 
 
 def check_profile(config: MeshConfig) -> None:
-    """Raise ConfigError if a latency profile says nothing about the model here."""
+    """Raise ConfigError if the latency profile does not cover the model and device here."""
     if config.scheduler.profile is None or config.worker.engine != "torch":
         return
     from pdmesh.engine.files import load_model_config
@@ -367,7 +367,7 @@ def check_profile(config: MeshConfig) -> None:
 
 
 def _device(name: str) -> tuple[str, str]:
-    """The device that workers will choose, and its hardware: asked of a process that ends, since it loads torch."""
+    """Return the device that workers will choose, and its hardware. Another process loads torch to find out."""
     code = (
         "import sys; from pdmesh.engine.runner import torch_device; from pdmesh.worker.engines import hardware_name; "
         "device = str(torch_device(sys.argv[1])); print(device); print(hardware_name(device))"
@@ -387,11 +387,11 @@ def up_detached(
     num_gateways: int = 1,
     say: Callable[[str], None] = typer.echo,
 ) -> int:
-    """Start a supervisor in a session of its own; return 0 once its mesh can serve, else its exit code.
+    """Start a supervisor in its own session. Return 0 once its mesh can serve, else the supervisor's exit code.
 
     The supervisor's messages are passed to ``say``, and the reason of a failure is printed to standard error.
     """
-    with state.lock():  # say "is running" here and now; the supervisor takes the lock for itself afterwards
+    with state.lock():  # fail here if one runs; the supervisor takes the lock later
         log_file = state.fresh_log("supervisor", config.supervisor.log_keep)
     foreign = {key: value for key, value in environ.items() if not key.startswith(PREFIX)}
     read_fd, write_fd = os.pipe()
@@ -423,21 +423,22 @@ def up_detached(
             supervisor.send_signal(signal.SIGTERM)
             raise
     exit_code = supervisor.wait() or 1
-    # One that is killed tells nothing, and a traceback is in its log alone.
+    # A killed supervisor sends nothing, and a traceback is only in its log.
     why = f"pdmesh: {failure}" if failure else log_file.read_text(errors="replace").rstrip()
     typer.echo(why or f"pdmesh: the supervisor {describe_exit(exit_code)}", err=True)
     return exit_code
 
 
 def down(state: StateFolder, *, now: bool, drain_s: float | None) -> bool:
-    """Stop the mesh and wait until it is gone; False if none of that name runs. Raises PdmeshError if it does not end.
+    """Stop the mesh and wait until it is gone. Return False if none of that name runs.
 
-    Requests may go on for ``drain_s``, or as long as the mesh was configured to let them.
+    Requests may continue for ``drain_s``, else for the mesh's configured time. Raises PdmeshError if the mesh does not
+    end.
     """
     record = state.read()
     if record is None:
         state.remove()
-        starting = state.supervisor()  # a start downloads models, which takes minutes
+        starting = state.supervisor()  # a start may take minutes to download models
         if starting is None:
             return False
         os.kill(starting.pid, signal.SIGTERM)
@@ -448,7 +449,7 @@ def down(state: StateFolder, *, now: bool, drain_s: float | None) -> bool:
         state.write_drain(drain_s)
     os.kill(record.supervisor.pid, signal.SIGTERM)
     if now:
-        os.kill(record.supervisor.pid, signal.SIGINT)  # another signal: two equal ones may be delivered as one
+        os.kill(record.supervisor.pid, signal.SIGINT)  # another signal: two equal ones may merge
     configured_s = record.config.get("drain_s")
     limit_s = drain_s if drain_s is not None else LONGEST_DRAIN_S if configured_s is None else float(configured_s)
     if not wait_for_end(record.supervisor, limit_s + 3 * END_S + 2 * MIN_DRAIN_S):
@@ -457,7 +458,7 @@ def down(state: StateFolder, *, now: bool, drain_s: float | None) -> bool:
 
 
 def _command() -> str:
-    """How the user can call us: by name if the PATH leads here, else by where we are installed."""
+    """Return the user's command for pdmesh: its name if the PATH finds it, else its path."""
     installed = Path(sys.executable).with_name("pdmesh")
     if shutil.which("pdmesh") == str(installed) or not installed.exists():
         return "pdmesh"
@@ -469,5 +470,5 @@ def _host(host: str) -> str:
 
 
 def _say(message: str) -> None:
-    """Print to standard output, which may be a log on a full disk or a pipe that nobody reads any more."""
+    """Print to standard output, which may be a log on a full disk or a pipe without a reader."""
     _stdout.write(f"pdmesh: {message}\n")
