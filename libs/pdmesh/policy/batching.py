@@ -163,9 +163,9 @@ _NEARLY = 0.45
 def phase_end_s(choice: ModeChoice, phase: DecodePhase) -> float:
     """Return when a decode phase ends, by the ratio form of EB(k), which also serves queues shorter than k.
 
-    A phase with waiting requests ends when fillable / busy >= idle share / (1 - idle share), to the nearest seat. It
-    also ends when no seat is busy, since nothing else frees memory, when the first request in line must begin to keep
-    its own target, and after ``phase.limit_s``. The derivation is in `ebplus_math`, section 5.
+    A phase with waiting requests ends when fillable / busy >= idle share / (1 - idle share), to the nearest seat. Three
+    further conditions end a phase. No seat is busy, so nothing else frees memory. The first request in line must begin
+    to keep its own target. Or the phase has lasted ``phase.limit_s``. The derivation is in `ebplus_math`, section 5.
     """
     if phase.num_busy == 0:
         return -inf

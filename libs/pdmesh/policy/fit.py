@@ -16,8 +16,8 @@ def fit(samples: Sequence[tuple[StepShape, float]]) -> LinearLatencyModel:
     """Return the model with the least squared *relative* error on measured (step, seconds).
 
     No coefficient is negative: terms that would be are left out, the worst first. Terms that no sample exercises are 0,
-    with two exceptions. Without a chunk that has history, a history pair costs twice a squared token, since a causal
-    chunk has L²/2 pairs of its own and C·L with its history. Without a mixed step, the constant of mixed steps is the
+    with two exceptions. Without a chunk that has history, a history pair costs twice a squared token: a causal chunk
+    has L²/2 pairs of its own and C·L with its history. Without a mixed step, the constant of mixed steps is the
     constant of chunks alone. Raises ValueError without samples and where a time is below `MIN_STEP_S`.
     """
     if not samples or not all(seconds >= MIN_STEP_S for _, seconds in samples):

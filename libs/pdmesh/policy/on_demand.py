@@ -93,9 +93,9 @@ def safe_room(room: float, number: int, blocks: float, squares: float, mean_grow
     """Return with how many blocks one more request may join ``number`` growing ones; negative: it may not.
 
     The growing requests hold ``blocks`` in sum, with this sum of ``squares``. ``room`` is for them and the new one.
-    All grow at the same rate, and each ends at random, after ``mean_growth`` more blocks in the mean. At each horizon t
-    a share p of them is left, and sum p (b + t) + score sqrt(sum p (1 - p) (b + t)^2) must stay within the room. For a
-    new request that grows too, this is solved for its b.
+    All grow at the same rate, and each ends at random, after ``mean_growth`` more blocks in the mean. So at a horizon t
+    a share p of them is left. At each t, sum p (b + t) + score sqrt(sum p (1 - p) (b + t)^2) must stay within the room.
+    For a new request that grows too, this is solved for its b.
     """
     least_open = least_bounded = math.inf
     for share, survival in _SURVIVING:

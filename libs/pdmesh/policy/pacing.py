@@ -33,8 +33,8 @@ class ChunkPace(StrEnum):
 def layers_a_piece(pace: ChunkPace, num_layers: int, num_members: int, behind: int) -> int:
     """Return how many layers go at once to a member whose chunk is the ``behind``-th one after the sender's.
 
-    ``behind`` is 0 if the member runs no later chunk of the step, and then a parallel step's KV is needed only in the
-    next step. The result is at least one layer, and at most half of the layers.
+    ``behind`` is 0 if the member runs no later chunk of a parallel step. Then the member needs the KV only in the next
+    step. The result is at least one layer, and at most half of the layers.
     """
     match pace:
         case ChunkPace.IN_TURN:

@@ -162,7 +162,7 @@ class GroupPolicy:
         """Cut ``num_tokens`` or a little more, at most ``most``, into slices for which no member waits.
 
         The slices begin in ``begin_s`` seconds, in order. Each ends ``lag_s`` after the previous one, or later by up to
-        the time of a unit, since a member that ends sooner begins its next slice sooner. All are multiples of ``unit``
+        the time of a unit. A member that ends sooner begins its next slice sooner. All slices are multiples of ``unit``
         tokens, and the last one is not empty.
         """
 

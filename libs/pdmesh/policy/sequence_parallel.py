@@ -5,8 +5,8 @@ instances of its group are free and the previous chunk is done. Eq. 1 of Tetris 
 duration for the group's size. Instances that already hold a part of the prompt come first, then the others in the order
 in which they become free. The planner assumes equal instances at equal distances (one host, or one switch).
 
-`ElasticPlanner` finds the best of all chains of sizes by dynamic programming. Of two ways to have a group free at the
-same time, the one with more tokens done is never worse, so one number for each size is enough. For comparison,
+`ElasticPlanner` finds the best of all chains of sizes by dynamic programming. One number for each size is enough: of
+two ways to have a group free at the same time, the one with more tokens done is never worse. For comparison,
 `pdmesh_lab.studies.planners` has Tetris's own search and groups of a fixed size.
 """
 
@@ -74,9 +74,9 @@ class ElasticPlanner:
     """Planner of the chain of sizes with the earliest first token, over sizes that are worth their instances.
 
     A size is worth its instances if the chain ending on it is earlier than the chains of all smaller sizes by
-    ``improvement_rate``, or if the paper's rule for single chunks says so (Tetris, Algorithm 2). Otherwise the
+    ``improvement_rate``. The paper's rule for single chunks (Tetris, Algorithm 2) admits further sizes. Otherwise the
     instances are left to requests that gain more. So the first token never comes later than in Tetris's own search at
-    the same rate. ``min_chunk_tokens`` keeps chunks worth their step.
+    the same rate. ``min_chunk_tokens`` is the least number of tokens that is worth a step.
     """
 
     latency: GroupLatency

@@ -224,8 +224,8 @@ def _compute_options(worker: WorkerConfig) -> dict[str, Any]:
 def frees_behind_windows(config: MeshConfig) -> bool:
     """Whether instances free KV that layers with a window no longer see. The answer holds for the whole mesh.
 
-    Such KV is kept on a device, with several ranks in an instance, with an offload tier, and where contexts are spread,
-    because a range is held in all layers.
+    Such KV is kept on a device, with several ranks in an instance, and with an offload tier. Where contexts are spread
+    it is kept, too, because a range is held in all layers.
     """
     worker = config.worker
     return (

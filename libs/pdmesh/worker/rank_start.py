@@ -1,8 +1,8 @@
 """Start of an instance's ranks: processes that inherit their sockets and shared memory.
 
 The ranks of a stage have a socket between each two of them, and shared memory for exchanges. Each rank has a socket to
-the leader, a channel from the rank with the same number in the previous stage, and a channel to that rank in the next
-stage. The first rank of the last stage has a channel to the leader.
+the leader. Channels connect ranks of the same number in consecutive stages. The first rank of the last stage has a
+channel to the leader.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ results are distributed at once. Steps of decodes alone are short, and are not i
 A chunk waits before each layer's attention for earlier KV that a group computes or that comes from the offload tier.
 
 An engine of several stages has several steps under way. The next step is made when the last one begins, so that only
-one waits at the first stage. An urgent plan is the step after that one, and runs inside no other. After a step that may
-wait for KV, or whose chunks may be computed again, the next step begins only at its end, because it may need the KV.
+one waits at the first stage. An urgent plan is the step after that one, and runs inside no other. Some steps may wait
+for KV, or compute chunks again. The next step may need this KV, so it begins only after the end of such a step.
 """
 
 from __future__ import annotations
