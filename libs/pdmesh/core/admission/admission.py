@@ -1,9 +1,9 @@
 """Early admission: refuse a new request that would miss its own time-to-first-token target.
 
-The wait is predicted from the mesh's pace: the work of the prompts placed in the last seconds in which requests waited,
-divided by those seconds. The pace covers whatever limits the mesh, prompt computation or room to decode. The work of
-the waiting requests is predicted by the same latency model as the work placed. A model that is wrong by a constant
-factor therefore cancels out.
+The wait is predicted from the mesh's pace: the work placed per second, over the last seconds in which requests waited.
+The pace covers whatever limits the mesh, prompt computation or room to decode. The work of the waiting requests is
+predicted by the same latency model as the work placed. A model that is wrong by a constant factor therefore cancels
+out.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ gets the new list of members. When the home reports that it asks these members, 
 the copy fails before that, nothing changes.
 
 A range whose holder was lost takes the same way, except that only its tokens are copied. The request is paused, and an
-instance with room for the range computes it again: it asks the holders of earlier ranges, as a decode would. Nothing
-else is computed again, and the request continues in the same epoch. A request that finds no room in time, or whose
-context loses ranges again and again, starts again from its transcript.
+instance with room for the range computes it again. That instance asks the holders of earlier ranges, as a decode would.
+Nothing else is computed again, and the request continues in the same epoch. A request that finds no room in time, or
+whose context loses ranges again and again, starts again from its transcript.
 """
 
 from __future__ import annotations
@@ -298,8 +298,8 @@ class Parts:
     def joined(self, instance: InstanceState) -> None:
         """Compare the copies of an instance that registered, perhaps again, with its residents.
 
-        Copies that have not landed end. Its home reports decide whether landed ranges are in use; otherwise they are
-        told again. Full ranges are noted.
+        Copies that have not landed end. If a range has landed, the instance's own list of members shows whether its
+        context uses the range; otherwise the instance is told the members again. Full ranges are noted.
         """
         for state, copy in self._of_instance(instance.instance_id):
             if not copy.has_landed:

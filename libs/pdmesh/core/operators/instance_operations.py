@@ -155,8 +155,8 @@ class Operations:
     def request(self, requested: OperationRequested, now_s: float) -> None:
         """Begin an operation on an instance, or refuse it before anything has changed.
 
-        A running operation on the instance is cancelled by an undrain, and done if it was asked for again. A restart is
-        done at once if another process than its ``pid`` is registered.
+        An accepted operation ends another one that still runs on the instance: as done if that was asked for again,
+        else as cancelled. A restart is done at once if another process than its ``pid`` is registered.
         """
         operation = _Operation.of(requested, now_s)
         self._records.add(operation)

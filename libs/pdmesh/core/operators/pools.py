@@ -2,10 +2,10 @@
 
 A resize is an operation. Its steps on single instances are operations, too
 (`pdmesh.core.operators.instance_operations`), under ids that begin with its own. It is refused before anything changes,
-or runs in three steps: roles change first, since that costs least; missing instances are started; once all of them have
-registered, the surplus ones leave. It is done when the processes of the instances that left have ended. An actuator
-(`pdmesh.core.operators.actuators`) starts and stops processes and reports which exist. A resize that fails, or is
-cancelled, is undone by another one.
+or runs in three steps. First roles change, since that costs least. Then missing instances are started. Once all of them
+have registered, the surplus ones leave. It is done when the processes of the instances that left have ended. An
+actuator (`pdmesh.core.operators.actuators`) starts and stops processes and reports which exist. A resize that fails, or
+is cancelled, is undone by another one.
 """
 
 from __future__ import annotations

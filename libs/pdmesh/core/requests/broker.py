@@ -345,7 +345,7 @@ class TransferBroker:
         return first
 
     def _turn(self, copy: Copy) -> int:
-        """Return the copy's class, smaller first: a preempted request's is the last unless all of it is computed."""
+        """Return the copy's class: smaller ones are granted first, and preempted requests' copies last."""
         if self.computed_first and self._is_computed(copy.key):
             return _COMPUTED
         return _LAST if self._is_interrupted(copy.key) else _COMPUTING

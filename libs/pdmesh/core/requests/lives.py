@@ -115,7 +115,7 @@ class Life:
 class Chunk(NamedTuple):
     """Part of a prompt that a step computed: ``num_tokens`` (> 0) from ``start`` on.
 
-    - `is_last`: the step sampled the first token.
+    - `is_last`: the step computed the end of the prompt and sampled a token.
     - `step_s` is the device time of the whole step, `waited_s` how long the step waited for others' KV.
     - `num_decodes` counts the decodes in the same step.
     - `in_parallel`: other instances computed neighbouring tokens at the same time.
@@ -137,7 +137,7 @@ class Chunk(NamedTuple):
 class CrossedClass(NamedTuple):
     """Change of a request to an instance of another arithmetic class: later tokens may differ.
 
-    ``how`` is "hand_over" if its KV changed the instance after the prompt, "move" if it did while decoding, or
+    ``how`` is "hand_over" if its KV changed the instance after the prompt, and "move" if it did while decoding. It is
     "restart" if the request started again from its transcript.
     """
 

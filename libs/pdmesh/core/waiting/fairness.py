@@ -1,10 +1,10 @@
 """Fair shares between tenants: a virtual token counter for each (Sheng et al., Fairness in Serving LLMs, OSDI 2024).
 
-Among the tenants with requests in line, the one with the least counter is served next. A tenant is charged for a
-request at placement: its prompt tokens, cached ones at a tenth of the price, plus twice its expected output tokens. The
+Among the tenants with requests in line, the one with the least counter is served next. A request is charged at
+placement: its prompt tokens, cached ones at a tenth of the price, plus twice its expected output tokens. The
 expectation comes from the tenant's earlier requests. When the request ends, the charge for expected output is replaced
-by the charge for actual output. A tenant therefore pays at every moment, and in the end exactly for its use. A counter
-grows by tokens divided by the share of the tenant's key.
+by the charge for actual output. No request is therefore placed without a charge, and in the end each tenant has paid
+for its actual use. A counter grows by tokens divided by the share of the tenant's key.
 
 All numbers are integers, so sums do not depend on the order, and a replay gives the same counters.
 """

@@ -65,7 +65,7 @@ class WaitingQueue:
         """Pass over the head's bucket until `call_all`.
 
         ``as_long``: also pass over every tenant's buckets whose first prompt is at least as long, so that no request
-        overtakes the head for the same room.
+        for the same room overtakes the head.
         """
         self._lets_wait = True
         self._lines[head.request.tenant].defer(head.rank.bucket)
