@@ -74,14 +74,14 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
     Each instance that computes the prompt gets the command with its own ``shards``; the first shard is the leader's.
     ``transfer`` moves the KV on. Without a transfer the request stays and decodes there, with room for its output. If
     it ``awaits_receiver``, a later grant names the receiver, or `Hold` lets it stay. A member of ``group`` that does
-    not lead has one shard, its own copy, and no transfer. It computes chunks and sends their KV to the other members.
-    It caches that KV only if it ``keeps_prefix``.
+    not lead has one shard, its own copy, and no transfer. The member computes chunks and sends their KV to the other
+    members, and caches that KV only if it ``keeps_prefix``.
 
     The first ``num_reused_granules`` of the request's chain are cached there. The request shares their blocks, which
     count in its shard, and its chunks begin behind them. The last ``num_loaded_granules`` of these come from the
     offload tier, into blocks of their own.
 
-    A prompt that is longer than the instance's room gets ``num_blocks_at_once`` blocks (0: the whole shard). Its first
+    A prompt that is longer than the instance's room gets ``num_blocks_at_once`` blocks (0: the whole shard). The first
     ranges are freed (`SetPlaces`) once the transfer's destinations have them. Later chunks then ask the destinations
     for their part of attention.
     """
@@ -227,9 +227,9 @@ class Hold(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
     """Let a request hold ``num_blocks`` on the instance in all. Idempotent: no block is taken away.
 
     Other instances hold ``num_elsewhere_blocks`` of its context. Each block that they hold beyond these makes
-    ``num_blocks`` one smaller. With ``decodes``, the request decodes here from now on. Its KV no longer leaves after
-    the prompt, or by the move ``move_id``, whose receiver never began. Without it only the room grows. Such a command
-    comes every few tokens, and is not in the request's record.
+    ``num_blocks`` one smaller. With ``decodes``, the request decodes here from now on. The KV no longer leaves after
+    the prompt, or by the move ``move_id``, whose receiver never began. Otherwise only the room grows. A command of this
+    kind comes every few tokens, and is not in the request's record.
     """
 
     num_blocks: int

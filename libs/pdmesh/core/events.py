@@ -211,8 +211,8 @@ class GroupPrefix(RequestReport):
 class TransferOffered(RequestReport):
     """Offer of a source, which began computing its first chunk of a request whose KV must move.
 
-    It comes once for each request and also counts for later transfers. ``transfer_id`` names the transfer that the
-    source knew, `NO_TRANSFER` if there was none.
+    The offer comes once for each request and also counts for later transfers. ``transfer_id`` names the transfer that
+    the source knew, `NO_TRANSFER` if there was none.
     """
 
     transfer_id: TransferId
@@ -363,11 +363,11 @@ class RequestFinished(RequestReport):
 class KvReleased(RequestReport):
     """Release of a request's blocks and reservation by an instance. The core frees them on this report alone.
 
-    It may come twice, and the released room may be promised again in between. So ``transfer_id`` names the transfer
-    that was to bring the KV, if there was one. ``granules`` follow `Request.chain` and were completed by drawn tokens,
-    in order. They stay cached until a command evicts them, like all granules of the chain that were computed or landed
-    there. The first ``num_known`` of them were cached before, and a command that evicts these may have crossed this
-    report.
+    The report may come twice, and the released room may be promised again in between. So ``transfer_id`` names the
+    transfer that was to bring the KV, if there was one. ``granules`` follow `Request.chain` and were completed by drawn
+    tokens, in order. These granules stay cached until a command evicts them, like all granules of the chain that were
+    computed or landed there. The first ``num_known`` of them were cached before, and a command that evicts these may
+    have crossed this report.
     """
 
     transfer_id: TransferId = NO_TRANSFER
@@ -394,8 +394,8 @@ class KvLow:
 class CacheReported:
     """Correction of the core's view of an instance's cache or offload tier.
 
-    ``kept`` are all cached granules, the least recently used first, and replace the core's view. They come after the
-    instance evicted or lacked a granule unasked; a healthy instance never sends them.
+    ``kept`` are all cached granules, the least recently used first, and replace the core's view. An instance sends them
+    after it evicted or lacked a granule unasked; a healthy instance never does.
 
     ``lost`` are granules that the tier no longer has, or never took: its disk is full, or failed, or they were damaged.
     A request that waits for one is dropped by a report of its own.

@@ -59,7 +59,7 @@ class Roster:
         return instance
 
     def ignore(self, what: str) -> None:
-        """Count an event from outside that does not fit the mesh state. It changes nothing."""
+        """Count an event from outside that does not fit the mesh state. The event changes nothing."""
         self.ignored[what] += 1
 
     def add_instance(self, instance: InstanceState) -> None:

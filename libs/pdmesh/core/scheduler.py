@@ -4,7 +4,7 @@
 the given stream. The same events therefore give the same commands under any driver. ``docs/architecture/request.md``
 follows a request through nine steps.
 
-Reports from outside may be late, repeated or wrong. They never raise: a report that does not fit the mesh state is
+Reports from outside may be late, repeated or wrong. No report raises: a report that does not fit the mesh state is
 counted in ``ignored`` and changes nothing.
 """
 

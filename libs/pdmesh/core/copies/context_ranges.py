@@ -1,9 +1,9 @@
 """Moves of ranges between the holders of contexts that are spread over several instances.
 
-The home is the instance where a context decodes. It hands a full range on to another instance, and an instance that
-stops hands on the ranges that it holds. The range is copied while the request decodes. Once it has landed, the home
-gets the new list of members. When the home reports that it asks these members, the previous holder frees the range. If
-the copy fails before that, nothing changes.
+The home is the instance where a context decodes. The home hands a full range on to another instance, and an instance
+that stops hands on all its ranges. The range is copied while the request decodes. Once it has landed, the home gets the
+new list of members. When the home reports that it asks these members, the previous holder frees the range. If the copy
+fails before that, nothing changes.
 
 A range whose holder was lost takes the same way, except that only its tokens are copied. The request is paused, and an
 instance with room for the range computes it again. That instance asks the holders of earlier ranges, as a decode would.
@@ -87,7 +87,7 @@ class Parts:
     def _give_up(self, state: RequestState, home: InstanceState, allocation: Allocation) -> None:
         """Restart a request that is stuck: it has all room on its instance, and no instance takes its full range.
 
-        It then waits for as many instances with room as it needs.
+        The restarted request waits until enough instances have room.
         """
         most_blocks = min(allocation.max_blocks, home.num_blocks - home.num_quarantined_blocks)
         is_stuck = allocation.num_own_tokens > allocation.num_blocks * home.block_size

@@ -213,8 +213,8 @@ class Moves:
         """End the moves of an instance that registered, perhaps again.
 
         A move from the instance has ended, so its target frees the room. A move to it that is not among its residents
-        never landed there, and the source resumes. That is unknown if the instance ``is_another`` process under the
-        name, or was told to free the room; then the target counts as lost.
+        never landed there, and the source resumes. If the instance ``is_another`` process under the name, or was told
+        to free the room, the target counts as lost instead.
         """
         self.stops(instance_id, stopping)
         for state, move in self._of_instance(instance_id):

@@ -1,7 +1,7 @@
 """Choice of receivers for prompts whose KV cannot stay where it is computed.
 
 Some prompts are computed ahead of room to decode (`pdmesh.policy.handover`). Others lost their receiver: it died,
-refused or timed out. Their computed KV stays where it is, at the rank of its first offer, and goes to the next instance
+refused or timed out. The computed KV stays where it is, at the rank of its first offer, and goes to the next instance
 with room. Or the request decodes where it is, if that instance may decode. The prompt is computed again only if its own
 instance fails, if its receivers fail too often, or if none was found in time. While such a request needs room, no
 waiting request gets room to decode.

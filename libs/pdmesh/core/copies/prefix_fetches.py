@@ -2,8 +2,8 @@
 
 A fetch belongs to no request. Under a key of its own it holds the granules at its source, and blocks for them at its
 destination. The request that wanted it waits for it as for any instance that will cache its prefix, and so may others.
-A fetch ends without effect when it is late. It also ends when either side is lost, silent, no longer used or short of
-memory. The request then waits no longer.
+A fetch ends without effect when it is late. The same happens when either side is lost, silent, no longer used or short
+of memory. The request then waits no longer.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class _Operation(OperationRecord):
 
 
 class Operations:
-    """Operations on instances, at most one each. Their outcomes outlive instances and schedulers."""
+    """Operations on instances, at most one each. Outcomes outlive instances and schedulers."""
 
     def __init__(self, mesh: MeshState, records: OperationRecords, actuators: Actuators) -> None:
         self._mesh = mesh

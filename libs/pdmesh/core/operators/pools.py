@@ -1,11 +1,11 @@
 """Resizes of the pools: which instances change their role, start or leave, and in which order.
 
-A resize is an operation. Its steps on single instances are operations, too
-(`pdmesh.core.operators.instance_operations`), under ids that begin with its own. It is refused before anything changes,
-or runs in three steps. First roles change, since that costs least. Then missing instances are started. Once all of them
-have registered, the surplus ones leave. It is done when the processes of the instances that left have ended. An
-actuator (`pdmesh.core.operators.actuators`) starts and stops processes and reports which exist. A resize that fails, or
-is cancelled, is undone by another one.
+A resize is an operation. The steps on single instances are operations, too
+(`pdmesh.core.operators.instance_operations`), under ids that begin with the resize's. A resize is refused before
+anything changes, or runs in three steps. First roles change, since that costs least. Then missing instances are
+started. Once all of them have registered, the surplus ones leave. The resize is done when the processes of the
+instances that left have ended. An actuator (`pdmesh.core.operators.actuators`) starts and stops processes and reports
+which exist. A resize that fails, or is cancelled, is undone by another one.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _least_used(instance: InstanceState) -> tuple[bool, int, int]:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Resize(OperationRecord):
-    """A resize. Its instances have been empty since `empty_since_s`, so the actuators should end their processes.
+    """A resize. Leaving instances are empty since `empty_since_s`: the actuators should end their processes.
 
     `roles` are the roles of the leaving instances, to start them again if the resize is undone.
     """
@@ -294,7 +294,7 @@ class Pools:
     ) -> bool:
         """Ask for an operation on an instance; return False if it was asked for before.
 
-        It is forced, because the pools can serve when the resize is over.
+        The operation is forced, because the pools can serve when the resize is over.
         """
         requested = OperationRequested(
             operation_id=resize.part(instance_id),

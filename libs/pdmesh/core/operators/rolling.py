@@ -1,10 +1,10 @@
 """Rolling restart of every process in turn: instances, gateways, the scheduler. No stream breaks.
 
-It is an operation that consists of others, whose ids begin with its own. Before the last instance of a kind restarts, a
-temporary one is started, and leaves once that kind is done. New weights may work with none of the old ones. Then the
-order ensures that instances of one identity can serve at any time. The remaining work is a list of processes, and each
-part names the process to end, so nothing is restarted twice. The restart continues under the next scheduler, which is
-the last process.
+A rolling restart is an operation that consists of others, whose ids begin with its own. Before the last instance of a
+kind restarts, a temporary one is started, and leaves once that kind is done. New weights may work with none of the old
+ones. Then the order ensures that instances of one identity can serve at any time. The remaining work is a list of
+processes, and each part names the process to end, so nothing is restarted twice. The restart continues under the next
+scheduler, which is the last process.
 """
 
 from __future__ import annotations

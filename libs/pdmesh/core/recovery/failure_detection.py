@@ -2,7 +2,7 @@
 
 Silence is only a suspicion: the instance may be busy. Started work therefore stays until the instance reports again or
 its lease runs out. A request moves to another instance if it has not begun, or takes less time to compute again than
-the silence lasted. It gets the next epoch, so that later reports of the silent instance are ignored. If the silent
+the silence lasted. The next epoch begins, so that later reports of the silent instance are ignored. If the silent
 instance was a receiver, the KV stays where it is computed and goes to another receiver. If it was a helper, the others
 compute without it.
 """

@@ -1,8 +1,8 @@
 """Spread contexts whose instances register in any order: whole once all holders of ranges have registered.
 
-A context that the core knows continues if the instance is as the core recorded. After a scheduler's restart,
-the decoding instance names the members of a context that the core does not know. It is adopted as soon as these have
-registered, too. A context that is not whole by its deadline is freed.
+A context that the core knows continues if the instance is as the core recorded. After a scheduler's restart, the
+decoding instance names the members of a context that the core does not know. The context is adopted as soon as the
+members have registered, too. A context that is not whole by its deadline is freed.
 """
 
 from __future__ import annotations

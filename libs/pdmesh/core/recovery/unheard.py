@@ -1,8 +1,8 @@
 """Lost connections for tokens from an instance to a gateway: requests continue where their tokens arrive.
 
 The gateway may notice too, and resume requests that it has had tokens of. Of requests without any token, only the
-instance knows, including prompts whose first token was lost while the decode continued elsewhere. Its report counts
-only for requests that it was given.
+instance knows, including prompts whose first token was lost while the decode continued elsewhere. The instance's report
+counts only for requests that it was given.
 """
 
 from __future__ import annotations

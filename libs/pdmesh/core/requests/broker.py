@@ -9,7 +9,7 @@ A backend moves little while the request's prompt is still being computed. With 
 prompts are therefore granted before the others, in the order of first offers within each class. No copy starves: its
 prompt is computed after a while, and from then on only earlier offers precede it.
 
-A preempted request moves nothing until it is computed again, and must not block other requests. Its copy is passed over
+A preempted request moves nothing until it is computed again, and must not block other requests. The copy is passed over
 while others wait. If the copy has backends, a handshake takes them back: the sources finish the pieces under way and
 report that they stopped. With the request's next chunk the copy is offered again, at the rank of its first offer.
 """

@@ -2,8 +2,8 @@
 
 A handshake comes before the grant: a source has offered the copy, and every destination has confirmed its reservation.
 Therefore no piece arrives before its receiver knows the copy. A copy needs one backend of each destination
-(`pdmesh.core.requests.broker`). It keeps a backend until its KV has landed there. The copy of a preempted request keeps
-its backends until all sources have stopped on request.
+(`pdmesh.core.requests.broker`). A copy keeps a backend until its KV has landed there. The copy of a preempted request
+keeps its backends until all sources have stopped on request.
 
 `pdmesh.core.copies` decides why KV is copied. A copy stores facts, and `Copy.state` is derived from them.
 """
@@ -23,9 +23,9 @@ class CopyState(Enum):
     - ``WAITING``: lacks only a backend of each destination.
     - ``GRANTED``: has a backend of each destination, so its KV may move.
     - ``RETURNING``: the sources were asked to stop, and some have not confirmed.
-    - ``PAUSED``: all sources have stopped. It is offered again with the request's next chunk.
+    - ``PAUSED``: all sources have stopped; offered again with the request's next chunk.
     - ``LANDED``: all KV has reached its destinations.
-    - ``WITHDRAWN``: no longer wanted. Its backends return as the destinations free their room.
+    - ``WITHDRAWN``: no longer wanted; the backends return as the destinations free their room.
     """
 
     EXPECTED = auto()

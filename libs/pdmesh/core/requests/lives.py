@@ -137,8 +137,8 @@ class Chunk(NamedTuple):
 class CrossedClass(NamedTuple):
     """Change of a request to an instance of another arithmetic class: later tokens may differ.
 
-    ``how`` is "hand_over" if its KV changed the instance after the prompt, and "move" if it did while decoding. It is
-    "restart" if the request started again from its transcript.
+    ``how`` is "hand_over" if its KV changed the instance after the prompt, and "move" if it did while decoding. The
+    third value is "restart": the request started again from its transcript.
     """
 
     how: str

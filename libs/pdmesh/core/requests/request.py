@@ -1,6 +1,6 @@
 """State of each request in the core, and the only place that changes it.
 
-A request passes through the phases of `pdmesh.core.requests.phases`. Its methods are its transitions. No other module
+A request passes through the phases of `pdmesh.core.requests.phases`. The methods are its transitions. No other module
 assigns its fields.
 """
 
