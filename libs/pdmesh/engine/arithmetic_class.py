@@ -18,10 +18,7 @@ _CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "M
 
 
 def class_name(dtype: str, kinds: Iterable[str]) -> str:
-    """Return the class name, such as ``bfloat16/ordered-2``.
-
-    Several ``kinds``, for different parts of a model, are joined by +.
-    """
+    """Return the class name, such as ``bfloat16/ordered-2``. Several ``kinds``, of a model's parts, are joined by +."""
     return f"{dtype}/{'+'.join(sorted(set(kinds)))}"
 
 

@@ -236,10 +236,7 @@ def accepted(draft: Sequence[int], drawn: Iterable[DrawnToken]) -> tuple[DrawnTo
 def finish_reason(
     params: SamplingParams, num_output_tokens: int, token_id: int
 ) -> tuple[FinishReason | None, int | None]:
-    """Return how the generation ends with its ``num_output_tokens``-th token: (reason, stop token id).
-
-    Both are None if the generation continues.
-    """
+    """Return how the generation ends with this token: (reason, stop token id), or (None, None) if it continues."""
     if num_output_tokens > params.min_tokens:
         if token_id in params.eos_token_ids:
             return FinishReason.STOP, None

@@ -117,10 +117,7 @@ def load_weights(
 
 
 def _untied_if_unlike(config: ModelConfig, tensors: Tensors) -> ModelConfig:
-    """Return the configuration, untied if the checkpoint has a head that differs from the embedding.
-
-    Transformers does the same.
-    """
+    """Return the configuration, untied if the checkpoint has another head than the embedding, as transformers does."""
     head = f"{config.names.lm_head}.weight"
     if not config.tie_word_embeddings or head not in tensors:
         return config

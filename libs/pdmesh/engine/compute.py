@@ -26,7 +26,7 @@ class PagedStore(KvStore, Protocol):
 
     @property
     def layers(self) -> Sequence[Tensor]:
-        """One tensor per layer: (blocks, 2, num_kv_heads, block_size, head_dim)."""
+        """Tensors of the layers: (blocks, 2, num_kv_heads, block_size, head_dim)."""
         ...
 
 
@@ -64,10 +64,7 @@ class Cache(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A model in memory, or one rank's ``share`` of it.
-
-    ``layout`` describes the whole cache. ``kernels`` are the compiled kernels for the CPU.
-    """
+    """A model in memory, or one rank's ``share`` of it. ``layout`` is of the whole cache. ``kernels`` are for CPUs."""
 
     options: ComputeOptions
     config: ModelConfig

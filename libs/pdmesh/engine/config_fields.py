@@ -334,10 +334,7 @@ def _rotary_dim(fields: Fields, head_dim: int, partial: float) -> int:
 
 
 def _max_model_len(rope: RopeConfig, max_position_embeddings: int) -> int:
-    """Return the context length after RoPE scaling, as in vLLM.
-
-    With llama3 and longrope, ``max_position_embeddings`` is the scaled length already.
-    """
+    """Return the context as RoPE scaling stretches it, as in vLLM. For llama3 and longrope it is stretched already."""
     match rope.rope_type:
         case RopeType.DEFAULT | RopeType.LLAMA3 | RopeType.LONGROPE:
             return max_position_embeddings

@@ -69,10 +69,7 @@ class DrawKernels:
         self._keep_allowed(logits.ctypes.data, allowed.ctypes.data, len(logits))
 
     def penalize_repetition(self, logits: npt.NDArray[np.float32], token_ids: array.array[int], penalty: float) -> None:
-        """Divide positive logits of ``token_ids`` by ``penalty`` and multiply negative ones, in place.
-
-        Each token counts once.
-        """
+        """Divide positive logits of ``token_ids`` by ``penalty`` and multiply negative ones, once each, in place."""
         address, num_ids = token_ids.buffer_info()
         self._penalize_repetition(logits.ctypes.data, address, num_ids, len(logits), penalty)
 

@@ -49,10 +49,7 @@ def route(scores: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
 def mix_experts(
     experts: Experts, rows: Tensor, linear: Callable[[Tensor, Linear], Tensor], mlp: Callable[[Tensor, Mlp], Tensor]
 ) -> Tensor:
-    """Return each row's sum of its experts' results, weighted by their shares, in fp32.
-
-    ``linear`` and ``mlp`` take rows.
-    """
+    """Return each row's sum of experts' results by their shares, in fp32. ``linear`` and ``mlp`` take rows."""
     numbers, shares = route(linear(rows, experts.router), experts.config)
     # Places of rows in the flattened numbers, one for each expert of a row, sorted by expert.
     by_expert = numbers.flatten().argsort(stable=True)

@@ -1,4 +1,4 @@
-"""How a step gets from its batch to hidden states: the seam between the engine and where it computes."""
+"""The step from a batch to hidden states: the interface between the engine and the code that computes layers."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ Rows = Sequence[int]
 
 
 class Decoder(Protocol):
-    """A model's layers, and what makes scores of their results."""
+    """A model's layers, and the computation of scores from their results."""
 
     def forward(
         self, inputs: StepInputs, caches: Sequence[Tensor], attention: AttentionPlan, on_layer: LayerHook | None
     ) -> Tensor:
-        """Hidden states (num_tokens, hidden_size); writes the tokens' keys and values."""
+        """Return hidden states (num_tokens, hidden_size), and write the tokens' keys and values."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token in fp32, (rows, vocab_size), for chosen rows of `forward`."""
+        """Return scores of the next token in fp32, (rows, vocab_size), for chosen rows of the result of `forward`."""
         ...
 
     def last_norm(self, hidden: Tensor) -> Tensor:
-        """Chosen rows of `forward` behind the last norm."""
+        """Return chosen rows of the result of `forward` after the last norm."""
         ...
 
 
 class StepOutput(Protocol):
-    """What a step gives, computed when asked for, if it was not before. It belongs to the step's block."""
+    """Results of a step, computed on request unless the step did so. They are valid inside the step's block only."""
 
     def logits(self, rows: Rows) -> Tensor:
-        """Scores of the next token, fp32, (len(rows), vocab_size)."""
+        """Return scores of the next token in fp32, (len(rows), vocab_size)."""
         ...
 
     def embeddings(self, rows: Rows) -> Tensor:
-        """Hidden states behind the last norm, fp32, (len(rows), hidden_size)."""
+        """Return hidden states after the last norm in fp32, (len(rows), hidden_size)."""
         ...
 
     def draw(self, rows: Rows, sequences: Sequence[EngineSequence]) -> list[int]:
-        """The next token of each row's sequence. Once a step; a device gets ready for the next one meanwhile."""
+        """Return each row's next token. Call at most once per step. A device prepares the next step meanwhile."""
         ...
 
 
@@ -83,7 +83,7 @@ class HiddenOutput:
 
 
 def take_rows(values: Tensor, rows: Rows) -> Tensor:
-    """Neighbours are taken without an index, which a device would have to be sent."""
+    """Return the rows. Neighbours are taken by a slice, because an index would be sent to the device."""
     first, last = rows[0], rows[-1]
     if list(rows) == list(range(first, last + 1)):
         return values[first : last + 1]
@@ -91,12 +91,12 @@ def take_rows(values: Tensor, rows: Rows) -> Tensor:
 
 
 class Forward(Protocol):
-    """Runs the transformer over a batch. A layer hook may run another step inside."""
+    """Runner of a model's forward pass over batches. A layer hook may run another step inside."""
 
     def step(
         self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], on_layer: LayerHook | None
     ) -> AbstractContextManager[StepOutput]:
-        """The block ends when all computing has."""
+        """Return a context manager that yields the step's output. The block ends when all computation has."""
         ...
 
     def settle(self) -> None:
@@ -105,7 +105,7 @@ class Forward(Protocol):
 
 
 class DirectForward:
-    """Everything is computed as it is called: on CPU, and with the torch reference anywhere."""
+    """`Forward` with immediate execution: on CPU, and with the torch reference on any device."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class DirectForward:
         frames: FrameMap | None = None,
         any_num_threads: bool = False,
     ) -> None:
-        """``frames`` say where the KV of layers with a window lies, if that is not where the blocks are.
+        """``frames`` has the frames of KV in layers with a window; None means that these layers use blocks.
 
         ``any_num_threads``: the bits of the results do not depend on the number of threads.
         """
@@ -143,7 +143,7 @@ class DirectForward:
         self.settle()
 
     def inputs(self, batch: Sequence[SequenceSlice]) -> StepInputs:
-        """A step's tokens where they are computed."""
+        """Return a step's tokens on the device."""
         arrays = step_arrays(batch, self._layout)
         token_ids, positions, num_prompt_tokens, slots, rests = (
             torch.from_numpy(values).to(self._device) for values in arrays
@@ -151,13 +151,16 @@ class DirectForward:
         return StepInputs(token_ids, positions, num_prompt_tokens, slots, rests)
 
     def _seen(self, span: QuerySpan, frames: FrameMap) -> list[int]:
-        """Return the frames of a span's blocks, zeros for those behind the window: they may be others' by now."""
+        """Return the frames of a span's blocks, with zeros for blocks before the window.
+
+        The frames of blocks before the window may belong to other sequences by now.
+        """
         end, first = num_blocks_for(span.end, self._layout.block_size), self._layout.first_seen_block(span.start)
         seen: list[int] = frames.of_block[span.block_table[first:end]].tolist()
         return [frames.zeros] * first + seen
 
     def _places(self, batch: Sequence[SequenceSlice], inputs: StepInputs, frames: FrameMap) -> Places:
-        """Return where a step's keys and values go in layers with a window."""
+        """Return the slots and rests of a step's keys and values in layers with a window."""
         layout, rests = self._layout, [_NONE]
         for part in batch:
             if (begun := _begun(part, layout.block_size)) is not None:
@@ -175,7 +178,7 @@ class DirectForward:
 
 @dataclass(frozen=True, slots=True)
 class _WindowedPlan:
-    """A step's attention, planned apart for layers with a window, whose KV lies in other places."""
+    """A step's attention in two plans: layers with a window keep their KV in frames."""
 
     whole: AttentionPlan
     windowed: AttentionPlan
@@ -188,12 +191,12 @@ class _WindowedPlan:
 
 
 def draws(part: SequenceSlice) -> bool:
-    """Whether a slice draws tokens."""
+    """Return whether a slice draws tokens."""
     return part.sample and not part.sequence.params.embeds
 
 
 def drawn_rows(batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan]) -> list[int]:
-    """Return the rows of which the next token is drawn: the last of each slice that draws, and those of its draft."""
+    """Return the rows for drawing tokens: of each slice that draws, the row before its draft and the draft's."""
     rows: list[int] = []
     for part, span in zip(batch, spans, strict=True):
         if draws(part):
@@ -203,7 +206,7 @@ def drawn_rows(batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan]) -> li
 
 
 def step_spans(batch: Sequence[SequenceSlice]) -> list[QuerySpan]:
-    """The batch's rows, one slice after the other."""
+    """Return the rows of each slice in the batch, one slice after the other."""
     spans: list[QuerySpan] = []
     row = 0
     for part in batch:
@@ -252,7 +255,7 @@ def step_arrays(batch: Sequence[SequenceSlice], layout: KvLayout) -> StepArrays:
 
 
 class _Begun(NamedTuple):
-    """A block that a slice begins and does not fill."""
+    """A block that a slice begins and does not fill. ``num_filled`` tokens are in the block."""
 
     block_id: int
     num_filled: int
@@ -268,6 +271,6 @@ def _begun(part: SequenceSlice, block_size: int) -> _Begun | None:
 
 
 def _rest(block_id: int, num_filled: int, layout: KvLayout) -> Ints:
-    """What lies in a block behind its first tokens, as rows of a layer's cache seen as ``(rows, head_dim)``."""
+    """Return the unfilled rows of a block, in a layer's cache viewed as ``(rows, head_dim)``."""
     heads = (2 * block_id + np.arange(2))[:, None] * layout.num_kv_heads + np.arange(layout.num_kv_heads)
     return (heads[..., None] * layout.block_size + np.arange(num_filled, layout.block_size)).ravel()

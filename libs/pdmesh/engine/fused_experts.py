@@ -1,7 +1,8 @@
-"""Fused experts (one tensor a layer, in gpt-oss and Qwen3-VL), presented as one tensor for each expert.
+"""Fused experts (one tensor per layer, in gpt-oss and Qwen3-VL), presented as one tensor for each expert.
 
-Plain ones are (experts, inputs, outputs); in MXFP4, (experts, outputs, inputs / 32, 16) bytes of two values each, and
-(experts, outputs, inputs / 32) exponents. Gates and ups are in turns, or gates come first, as they do here.
+Plain tensors are (experts, inputs, outputs). MXFP4 has (experts, outputs, inputs / 32, 16) bytes of two values each,
+and (experts, outputs, inputs / 32) exponents. Files alternate gates and ups, or have all gates first. Here, gates are
+first.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from pdmesh.model import IndexRange
 
 _GATE_UP = "gate_up_proj"
 _NAME = re.compile(rf"(.+\.experts)\.(\d+)\.({_GATE_UP}|down_proj)\.(weight|bias)")
-_BLOCK = 32  # values that share an exponent
+_BLOCK = 32
 _BYTES = frozenset({"U8"})
 
 
 class _Expert(NamedTuple):
-    prefix: str  # of the layer's experts
+    prefix: str
     number: int
     projection: str
     end: str
 
     @property
     def fused_name(self) -> str:
-        """The tensor that has it among those of all experts."""
+        """Name of the tensor of all experts that contains this one."""
         return f"{self.prefix}.{self.projection}{'' if self.end == 'weight' else '_bias'}"
 
 
 class FusedExpertTensors(FileTensors):
-    """Implements `pdmesh.engine.tensors.Tensors` for models whose experts are fused."""
+    """`pdmesh.engine.tensors.Tensors` for models whose experts are fused."""
 
     def __init__(self, directory: Path, files: StoredFiles, config: ModelConfig) -> None:
         super().__init__(directory, files)
@@ -89,7 +90,7 @@ class FusedExpertTensors(FileTensors):
         return expert.end == "weight" and f"{expert.fused_name}_blocks" in self
 
     def _stored(self, expert: _Expert, shape: Shape) -> dict[str, Stored]:
-        """An expert's tensors, all experts' shapes."""
+        """Return the stored tensors of an expert, with the shapes of all experts."""
         experts = max((each.experts.num_experts for each in self._config.layers if each.experts), default=0)
         name = expert.fused_name
         if expert.end == "bias":
@@ -97,7 +98,7 @@ class FusedExpertTensors(FileTensors):
         outputs, inputs = shape
         if not self._is_quantized(expert):
             shapes = [(experts, inputs, outputs)]
-            if self._config.names.gates_first:  # the order that transformers 5 writes
+            if self._config.names.gates_first:  # transformers 5 writes this order
                 shapes.append((experts, outputs, inputs))
             return {name: Stored(tuple(shapes), FLOATS)}
         blocks = (experts, outputs, -(-inputs // _BLOCK))

@@ -1,4 +1,4 @@
-"""Weights as codes of a few bits, groups of which share a scale: the form that quantised formats are brought into."""
+"""Weights as codes of a few bits with a scale for each group: the common form of quantised formats."""
 
 from __future__ import annotations
 
@@ -11,50 +11,56 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-#: Codes have so many bits.
+#: Numbers of bits that codes may have.
 CODE_BITS = (4, 5, 6, 8)
-#: Inputs of a group are one of these; larger groups are several that share a scale.
+#: Sizes of groups that kernels serve. A larger group becomes several groups that share a scale.
 _GROUP_SIZES = (128, 64, 32, 16)
 _MXFP4_GROUP = 32
-#: Twice the values of E2M1's numbers, which are integers; of those with a sign, without it.
+#: Doubled values of E2M1's numbers without a sign. These are integers.
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
 _NO_EXPONENT = 255
-_NO_FLOAT8 = 0x7F  # of either sign
-#: Of E4M3's scales, below this: kernels multiply them by 2^120 first.
+#: E4M3's code for no number, without its sign bit.
+_NO_FLOAT8 = 0x7F
+#: Upper bound of E4M3's scales: kernels multiply them by 2^120 first.
 _FLOAT8_SCALES = 2.0**7
 
 
 class CodeKind(IntEnum):
-    """What codes are; numbers are those of ``csrc/packed.h``."""
+    """Meaning of codes, numbered as in ``csrc/packed.h``.
+
+    SIGNED is two's complement. FLOAT is E2M1, with doubled values: a sign, two bits of exponent, one of mantissa.
+    FLOAT8 is E4M3. TABLE codes are indices into 16 numbers.
+    """
 
     UNSIGNED = 0
-    SIGNED = 1  # two's complement
-    FLOAT = 2  # of 4 bits: twice the values of a sign, two bits of exponent and one of mantissa (E2M1)
-    FLOAT8 = 3  # of 8 bits: a sign, four bits of exponent and three of mantissa (E4M3)
-    TABLE = 4  # of 4 bits: which of 16 numbers
+    SIGNED = 1
+    FLOAT = 2
+    FLOAT8 = 3
+    TABLE = 4
 
     @property
     def is_rounded(self) -> bool:
-        """Whether codes are no integers: kernels round each weight, and give the bits of a plain linear layer."""
+        """Whether codes are no integers. Kernels then round weights, and results have a plain linear layer's bits."""
         return self in (CodeKind.FLOAT8, CodeKind.TABLE)
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A number for each output and group: a base, times a multiplier if there are any.
+    """A factor for each output and group: a base, times a multiplier if there are any.
 
-    With a table, multipliers say which of its values they are, and each output's offset is added.
+    ``bases`` are (outputs, bases) in bf16, float16 or fp32, or exponents of powers of two as uint8: 128 is 1, and 255
+    is no number. ``multipliers`` are (outputs, groups), int8. With a ``table`` (256 values, fp32), they are uint8
+    indices into it, and ``offsets`` (outputs,) are added to the products.
     """
 
-    #: (outputs, bases), bf16, float16, fp32, or uint8: exponents of powers of two, of which 128 is 1 and 255 no number.
     bases: Tensor
     groups_per_base: int
-    multipliers: Tensor | None = None  # (outputs, groups), int8; uint8 with a table
-    table: Tensor | None = None  # (256,), fp32
-    offsets: Tensor | None = None  # (outputs,), fp32; where there is a table
+    multipliers: Tensor | None = None
+    table: Tensor | None = None
+    offsets: Tensor | None = None
 
     def by_group(self, num_groups: int) -> Tensor:
-        """(outputs, groups), fp32."""
+        """Return the factors (outputs, groups), fp32."""
         bases = _powers_of_two(self.bases) if self.bases.dtype == torch.uint8 else self.bases.float()
         factors = bases.repeat_interleave(self.groups_per_base, dim=1)[:, :num_groups]
         if self.multipliers is None:
@@ -69,36 +75,40 @@ class Factors:
         return Factors(self.bases[rows], self.groups_per_base, multipliers, self.table, offsets)
 
     def times(self, factor: float) -> Factors:
-        """Return all factors times a number; there is no table."""
+        """Return all factors times ``factor``. There must be no table."""
         bases = _powers_of_two(self.bases) if self.bases.dtype == torch.uint8 else self.bases.float()
         return replace(self, bases=bases * factor)
 
     @property
     def is_finite(self) -> bool:
-        """Whether all are numbers."""
+        """Whether all factors are finite numbers."""
         if self.bases.dtype == torch.uint8:
             return bool((self.bases != _NO_EXPONENT).all())
         return all(bool(each.isfinite().all()) for each in (self.bases, self.table, self.offsets) if each is not None)
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What factors that are joined have in common."""
+        """Properties that must be equal to join two factors."""
         form = (self.bases.dtype, self.bases.shape[1], self.groups_per_base, self.multipliers is None)
         return (*form, _values_of(self.table))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedWeight:
-    """code * scale - minimum, of a matrix (outputs, inputs); scales and minima are those of groups of inputs."""
+    """A matrix (outputs, inputs): code * scale - minimum. Scales and minima are for groups of inputs.
 
-    codes: Tensor  # (outputs, inputs), uint8; the lower bits
+    ``codes`` are uint8, in the lower ``bits``. ``order`` has the layer's input of each column; None means unchanged.
+    ``table`` (16 values, fp32) is set for `CodeKind.TABLE`.
+    """
+
+    codes: Tensor
     bits: int
-    kind: CodeKind  # signed or floats, of 8 bits
+    kind: CodeKind
     group_size: int
     scales: Factors
     minima: Factors | None = None
-    order: Tensor | None = None  # which of the layer's inputs each column is for; None: as they come
-    table: Tensor | None = None  # (16,), fp32: what codes of this kind stand for
+    order: Tensor | None = None
+    table: Tensor | None = None
 
     @property
     def num_groups(self) -> int:
@@ -106,7 +116,7 @@ class GroupedWeight:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all factors are numbers, and all that codes stand for."""
+        """Whether all factors, and all values of codes, are finite numbers."""
         if self.kind is CodeKind.FLOAT8 and bool(((self.codes & _NO_FLOAT8) == _NO_FLOAT8).any()):
             return False
         if self.table is not None and not bool(self.table.isfinite().all()):
@@ -114,12 +124,12 @@ class GroupedWeight:
         return all(each.is_finite for each in (self.scales, self.minima) if each is not None)
 
     def rows(self, rows: Tensor) -> GroupedWeight:
-        """Some outputs."""
+        """Return the weight of some outputs."""
         minima = None if self.minima is None else self.minima.rows(rows)
         return replace(self, codes=self.codes[rows], scales=self.scales.rows(rows), minima=minima)
 
     def values(self) -> Tensor:
-        """What the codes stand for, in the codes' order of inputs; fp32."""
+        """Return the values in fp32, with inputs in the order of the codes."""
         values = self._numbers() * self._by_input(self.scales)
         return values if self.minima is None else values - self._by_input(self.minima)
 
@@ -144,7 +154,7 @@ class GroupedWeight:
 
 
 def of_blocks(blocks: GroupedWeight, num_outputs: int) -> GroupedWeight:
-    """A weight whose outputs are so many blocks each, from blocks that come as outputs."""
+    """Return a weight of ``num_outputs`` outputs from blocks that are given as outputs."""
 
     def factors(each: Factors) -> Factors:
         multipliers = None if each.multipliers is None else each.multipliers.view(num_outputs, -1)
@@ -156,21 +166,21 @@ def of_blocks(blocks: GroupedWeight, num_outputs: int) -> GroupedWeight:
 
 
 def of_mxfp4(numbers: Tensor, exponents: Tensor) -> GroupedWeight:
-    """A weight of 4-bit floats (outputs, inputs); 32 of them share an exponent, as a byte, of which 127 is 1."""
+    """Return a weight of 4-bit floats (outputs, inputs). 32 of them share an exponent in a byte, where 127 means 1."""
     return GroupedWeight(
         codes=numbers, bits=4, kind=CodeKind.FLOAT, group_size=_MXFP4_GROUP, scales=Factors(exponents.contiguous(), 1)
     )
 
 
 def _powers_of_two(exponents: Tensor) -> Tensor:
-    """2^(exponent - 128), in fp32."""
+    """Return 2^(exponent - 128) in fp32, NaN for 255."""
     bits = (exponents.int() - 1) << 23
     bits = torch.where(exponents > 1, bits, 0x200000 << exponents.clamp(max=1).int())  # the smallest two are subnormal
     return torch.where(exponents == _NO_EXPONENT, 0x7FC00000, bits).view(torch.float32)
 
 
 def join_rows(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:
-    """The weights of one input, neighbours that have one form as one."""
+    """Join weights of the same input: neighbours of the same form become one."""
     joined: list[GroupedWeight] = []
     for weight in weights:
         if joined and _form(joined[-1]) == _form(weight) and weight.order is None:
@@ -208,9 +218,10 @@ def _joined(first: GroupedWeight, second: GroupedWeight) -> GroupedWeight:
 def grouped(
     values: Tensor, scales: Tensor, zeros: Tensor | None, group_of: Tensor, *, bits: int
 ) -> GroupedWeight | None:
-    """(values - zeros) * scales, of integers of ``bits`` (outputs, inputs), without a sign unless they are int8.
+    """Return (values - zeros) * scales, or None if kernels do not serve the groups' sizes.
 
-    ``scales`` and ``zeros`` are (outputs, groups). None where groups are of sizes that are not served.
+    ``values`` are integers of ``bits`` (outputs, inputs), unsigned unless int8. ``scales`` and ``zeros`` are (outputs,
+    groups). ``group_of`` has the group of each input.
     """
     num_inputs, num_groups = values.shape[1], scales.shape[1]
     form = _grouping(group_of, num_groups)
@@ -237,9 +248,9 @@ def grouped(
 
 
 def of_float8(values: Tensor, scales: Tensor, group_of: Tensor) -> GroupedWeight | None:
-    """values * scales, of E4M3's floats (outputs, inputs); ``scales`` are (outputs, groups).
+    """Return values * scales for E4M3's floats (outputs, inputs). ``scales`` are (outputs, groups).
 
-    None where groups are of sizes that are not served, or scales larger than those of any weight.
+    None means that kernels do not serve the groups' sizes, or that scales are too large for them.
     """
     form = _grouping(group_of, scales.shape[1])
     if form is None or form[2] is not None or bool((scales.abs() >= _FLOAT8_SCALES).any()):
@@ -255,7 +266,10 @@ def of_float8(values: Tensor, scales: Tensor, group_of: Tensor) -> GroupedWeight
 
 
 def _grouping(group_of: Tensor, num_groups: int) -> tuple[int, int, Tensor | None] | None:
-    """Inputs of a group, how many share a base, and the order in which groups lie together."""
+    """Return a group's inputs, the groups that share a base, and the order of inputs that makes groups contiguous.
+
+    The order is None if they are. None alone means that kernels do not serve the groups.
+    """
     num_inputs = len(group_of)
     if num_groups == 1:
         size = _GROUP_SIZES[0]
@@ -271,7 +285,7 @@ def _grouping(group_of: Tensor, num_groups: int) -> tuple[int, int, Tensor | Non
 
 
 def _narrowest(values: Tensor) -> Tensor:
-    """Values in fp32, in 16 bits where these hold them exactly."""
+    """Return fp32 values in 16 bits if this loses nothing, else unchanged."""
     for dtype in (torch.bfloat16, torch.float16):
         narrow = values.to(dtype)
         if torch.equal(narrow.float(), values):
@@ -280,7 +294,7 @@ def _narrowest(values: Tensor) -> Tensor:
 
 
 def padded_factors(factors: Factors, num_outputs: int, num_groups: int) -> Factors:
-    """With zeros for outputs and groups that are not there."""
+    """Return the factors with zeros for missing outputs and groups."""
 
     def pad(values: Tensor, num_columns: int) -> Tensor:
         return functional.pad(values, (0, num_columns - values.shape[1], 0, num_outputs - values.shape[0]))

@@ -1,4 +1,4 @@
-"""Holding a sequence's output to its grammar: which tokens may follow, and when nothing can."""
+"""Enforcement of a grammar on a sequence's output: which tokens may follow, and when none can."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pdmesh.engine.json_bounds import JsonBounds
 
 
 class Guide:
-    """What a grammar allows one sequence. It is rebuilt from output tokens wherever the sequence is held.
+    """Tokens that a grammar allows in one sequence. Each instance rebuilds it from the output tokens.
 
-    A step may be computed again after its token was drawn: then the guide goes back to the output that there is.
+    A step may be computed again after its token was drawn. The guide is then rolled back to the sequence's output.
     """
 
     def __init__(
@@ -30,23 +30,23 @@ class Guide:
 
     @property
     def error(self) -> str:
-        """Why the output cannot go on, in the library's words; empty if it can."""
+        """Reason why the output cannot continue, in the library's words. Empty if it can."""
         if self._is_stuck:
             return "no token of the vocabulary can follow"
         return self._matcher.get_error().partition("\n")[0] if self._matcher.is_error() else ""
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing but an end can follow what was taken."""
+        """Whether only an end can follow the consumed tokens."""
         return self._matcher.is_stopped()
 
     def catch_up(self, output_token_ids: array.array[int]) -> None:
-        """Take the output so far: usually nothing, or the one token that was appended since."""
+        """Consume the output so far: usually nothing, or the one token that was appended since."""
         num_common = min(len(self._taken), len(output_token_ids))
         if self._taken[:num_common].tobytes() != output_token_ids[:num_common].tobytes():
             self._restart()
         elif len(self._taken) > num_common:
-            # A matcher takes nothing behind its end, and cannot go back within a part with a limit of tokens.
+            # A matcher consumes nothing after its end, and cannot be rolled back within a part with a token limit.
             if self._matcher.is_stopped() or not self._matcher.rollback(len(self._taken) - num_common):
                 self._restart()
             del self._taken[num_common:]
@@ -57,16 +57,16 @@ class Guide:
         del self._taken[:]
 
     def take(self, token_ids: list[int]) -> None:
-        """Take tokens that follow."""
+        """Consume tokens that follow. After the grammar's end, they are only recorded."""
         if token_ids and not self._matcher.is_stopped():
             self._matcher.consume_tokens(token_ids)
         self._taken.extend(token_ids)
 
     def allowed(self, vocab_size: int, end_token_ids: Sequence[int]) -> npt.NDArray[np.uint8] | None:
-        """Return a bit for each token, lowest first: 1 if it can follow. None if the grammar cannot be obeyed any more.
+        """Return a bit for each token, lowest first: 1 if the token may follow. None if the grammar cannot be obeyed.
 
-        The end tokens ``end_token_ids`` may be drawn where the output is a whole one, others only where nothing else
-        can follow.
+        ``end_token_ids`` may be drawn if the output is complete. The model's other end tokens may be drawn only if
+        nothing else can follow.
         """
         self._is_stuck = False
         if self._matcher.is_error():
@@ -74,7 +74,7 @@ class Guide:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)[: -(-vocab_size // 8)].copy()
         if self._matcher.is_error():
             return None
-        bits[vocab_size // 8 :] &= (1 << vocab_size % 8) - 1  # none behind the vocabulary
+        bits[vocab_size // 8 :] &= (1 << vocab_size % 8) - 1
         may_end = self._matcher.is_accepting()
         for ends, may_follow in ((self._model_end_ids, False), (end_token_ids, may_end)):
             for token_id in ends:

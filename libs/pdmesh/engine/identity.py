@@ -1,8 +1,9 @@
 """The weights identity: a digest of the tensors, the adapter and the configuration that an instance loads.
 
-Equal files in two folders have one identity. Files of up to `WHOLE_BYTES` in all are read whole, so that one changed
-byte gives another identity. Of larger checkpoints the headers, the sizes and blocks of each kind of tensor are read, at
-most `WHOLE_BYTES` of blocks: a training step changes all tensors of a kind, or at least many. Torch-free.
+Equal files in two folders have the same identity. Files of up to `WHOLE_BYTES` in total are read whole, so that one
+changed byte gives another identity. For larger checkpoints, the digest covers the headers, the sizes and blocks of each
+kind of tensor, at most `WHOLE_BYTES` of blocks. This is enough because a training step changes all or many tensors of a
+kind. Torch-free.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from pdmesh.engine.gguf.gguf_reader import read_header
 from pdmesh.engine.json_files import read_json_object
 from pdmesh.errors import ConfigError
 
-#: Bytes of weights that are read at most, headers aside.
+#: Largest number of bytes of weights that are read, headers aside.
 WHOLE_BYTES = 64 << 20
 
-#: Bytes of a block that is read of a larger file.
+#: Size of a block that is read from a larger file.
 BLOCK_BYTES = 64 << 10
 
-#: Bytes of a safetensors header: more is refused by that library, too.
+#: Largest safetensors header. The library refuses larger ones, too.
 _MAX_HEADER_BYTES = 100_000_000
 
-#: Fields of ``config.json`` that say where a checkpoint comes from, and change no result.
+#: Fields of ``config.json`` about a checkpoint's origin. They change no result.
 _ORIGIN = ("_name_or_path", "transformers_version", "base_model_name_or_path", "inference_mode", "revision")
 
 _DIGITS = re.compile(r"\d+")
@@ -53,10 +54,10 @@ class _Contents(NamedTuple):
 
 
 def weights_identity(directory: Path, *, lora: Path | None = None, has_random_weights: bool = False) -> str:
-    """Return the identity of a checkpoint's weights, with an adapter's if there is one: 32 hexadecimal digits.
+    """Return the identity of a checkpoint's weights and adapter: 32 hexadecimal digits.
 
-    Of a checkpoint whose weights are drawn at random only ``config.json`` counts. Blocking: some tens of milliseconds
-    once the files are in the page cache. Raises ConfigError for files that cannot be read.
+    If the weights are drawn at random, only ``config.json`` counts. Blocking: some tens of milliseconds once the files
+    are in the page cache. Raise ConfigError for files that cannot be read.
     """
     facts = [_facts_of(directory / "config.json")]
     if has_random_weights:
@@ -70,7 +71,7 @@ def weights_identity(directory: Path, *, lora: Path | None = None, has_random_we
 
 @contextmanager
 def unchanged_weights(directory: Path, *, lora: Path | None = None, has_random_weights: bool = False) -> Iterator[str]:
-    """Yield the identity of the files that the block loads. Raises ConfigError if the files change meanwhile."""
+    """Yield the identity of the files that the block loads. Raise ConfigError if the files change inside the block."""
     before = weights_identity(directory, lora=lora, has_random_weights=has_random_weights)
     yield before
     if weights_identity(directory, lora=lora, has_random_weights=has_random_weights) != before:
@@ -78,12 +79,12 @@ def unchanged_weights(directory: Path, *, lora: Path | None = None, has_random_w
 
 
 def stand_in_identity(*facts: str) -> str:
-    """Return the identity of an engine without weights, from what its tokens depend on."""
+    """Return the identity of an engine without weights, from the facts that determine its tokens."""
     return _joined(b"stand-in", *(fact.encode() for fact in facts))
 
 
 def files_digest(paths: Sequence[Path]) -> bytes:
-    """Return a digest of what weight files hold, whatever their names and their order. Raises ConfigError."""
+    """Return a digest of the content of weight files, independent of their names and order. Raise ConfigError."""
     try:
         sizes = [path.stat().st_size for path in paths]
         if sum(sizes) <= WHOLE_BYTES:
@@ -104,7 +105,7 @@ def _joined(*parts: bytes) -> str:
 
 
 def _facts_of(path: Path) -> bytes:
-    """Return the fields of a configuration that may change results, in one order."""
+    """Return the fields of a configuration that may change results, in a fixed order."""
     fields: Mapping[str, Any] = read_json_object(path)
     kept = {name: value for name, value in fields.items() if name not in _ORIGIN}
     return json.dumps(kept, sort_keys=True).encode()
@@ -122,7 +123,7 @@ def _blake2b() -> hashlib.blake2b:
 def _digests_of_samples(paths: Sequence[Path], sizes: Sequence[int], contents: Sequence[_Contents]) -> list[bytes]:
     """Return each file's digest: of its header, its size, and the blocks that `_blocks` chooses of all files' tensors.
 
-    Tensors of one kind have one name but for numbers, such as the query projections of all layers.
+    Names of tensors of one kind differ only in numbers, such as the query projections of all layers.
     """
     kinds: dict[str, list[tuple[int, _Span]]] = {}
     for number, each in enumerate(contents):
@@ -147,14 +148,14 @@ def _digests_of_samples(paths: Sequence[Path], sizes: Sequence[int], contents: S
 
 
 def _blocks(tensors: Sequence[tuple[int, _Span]], num_blocks: int) -> Iterator[tuple[int, int, int]]:
-    """Yield file, place and size of as many blocks: one each of some tensors, or several of each if these are few."""
-    # Sort layers by number: text would put layer 9 behind layer 39, and the last layer must be read.
+    """Yield file, place and size of some ``num_blocks`` blocks: one per tensor, or several if tensors are few."""
+    # Sort layers by number: text would put layer 9 after layer 39, and the last layer must be read.
     tensors = sorted(tensors, key=lambda item: _DIGITS.sub(lambda digits: digits[0].zfill(12), item[1].name))
     some = _spread(tensors, num_blocks)
     each = max(1, num_blocks // len(some))
     for number, tensor in some:
         most = -(-tensor.num_bytes // BLOCK_BYTES)
-        # Which block of a tensor is read depends on its name, so that not all are read at their beginnings.
+        # A tensor's name chooses its block, so that not all tensors are read at their beginnings.
         first = int.from_bytes(hashlib.blake2b(tensor.name.encode(), digest_size=8).digest(), "little")
         for index in range(min(each, most)):
             block = (first + index * most // min(each, most)) % most
@@ -163,7 +164,7 @@ def _blocks(tensors: Sequence[tuple[int, _Span]], num_blocks: int) -> Iterator[t
 
 
 def _spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:
-    """Return at most ``most`` of the items at even distances, the first and the last among them."""
+    """Return at most ``most`` items at even distances, with the first and the last; only the last if it is 1."""
     if len(items) <= most:
         return items
     if most == 1:
@@ -189,7 +190,7 @@ def _contents(path: Path) -> _Contents:
 
 
 def _safetensors_header(file: BinaryIO, path: Path) -> tuple[bytes, int]:
-    """Return a header, which `weight_files` has checked, and where the tensors behind it begin."""
+    """Return a header, which `weight_files` has checked, and the position of the first tensor after it."""
     size = int.from_bytes(file.read(8), "little")
     if size > _MAX_HEADER_BYTES:
         raise ConfigError(f"{path} has a header of {size} bytes; download it again")

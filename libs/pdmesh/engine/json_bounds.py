@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-#: Digits of a double, before and behind the point; llama.cpp's grammars have the same limit.
+#: Largest number of digits before, and after, the point of a double. llama.cpp's grammars have the same limit.
 MAX_DIGITS = 16
 MAX_EXPONENT_DIGITS = 3
 MAX_BLANKS = 20
 
 _BLANKS, _DIGITS = b" \n\r\t", b"0123456789"
 _EXPONENT = re.compile(rb"[0-9][eE][+-]?\Z")
-#: Bytes behind a number.
+#: Bytes that may follow a number.
 _BEHIND_NUMBERS = (b",", b"}", b"]", b"\n")
 _NUM_TOKENS = 64
 
@@ -23,10 +23,10 @@ Bits = npt.NDArray[np.uint8]
 
 
 class JsonBounds:
-    """Forbids tokens that would make a number or white space of JSON too long.
+    """Filter of tokens that would make a number or white space in JSON too long.
 
-    A number is where the grammar lets digits follow, and what ends a number, but neither letters nor a quote. White
-    space is bounded where no letters can follow. A bound gives way where nothing else can follow.
+    The output is in a number if the grammar allows digits and a number's end, but neither letters nor a quote. White
+    space is bounded where no letters can follow. A bound is ignored if it would forbid every token.
     """
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
@@ -39,7 +39,7 @@ class JsonBounds:
         self._behind = [ids[token] for token in _BEHIND_NUMBERS if token in ids]
 
     def apply(self, bits: Bits, output: Sequence[int], *, may_end: bool) -> None:
-        """Clear bits of tokens that ``output`` must not go on with. ``may_end``: the output is a whole one."""
+        """Clear the bits of tokens that exceed a bound after ``output``. ``may_end``: the output is complete."""
         last = self._bytes_of(output[-1]) if output else b""
         if not last or last[-1] not in _DIGITS + _BLANKS or _has(bits, self._letter):
             return
@@ -63,7 +63,7 @@ class JsonBounds:
 
 
 def _at_least(counts: Sequence[int]) -> list[Bits]:
-    """Return masks of tokens with a count over 0, over 1, and so on up to the highest."""
+    """Return masks of tokens with a count over 0, over 1, and so on, up to the highest."""
     values = np.array(counts)
     return [np.packbits(values > over, bitorder="little") for over in range(int(values.max(initial=0)))]
 

@@ -1,4 +1,4 @@
-"""Read JSON files of a checkpoint."""
+"""Reading of a checkpoint's JSON files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdmesh.errors import ConfigError
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises ConfigError, which names the file."""
+    """Read a JSON object from a file. Raise ConfigError, which names the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

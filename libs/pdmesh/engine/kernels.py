@@ -1,4 +1,4 @@
-"""The operations between a layer's matrix products: reference in torch, and the seam for faster ones."""
+"""Operations between a layer's matrix products: the reference in torch, and the interface of faster ones."""
 
 from __future__ import annotations
 
@@ -18,30 +18,33 @@ from pdmesh.engine.rope import rotate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """What a step's queries and keys are rotated by, and where its keys and values go."""
+    """Rotation of a step's queries and keys, and the slots of its keys and values.
 
-    cos: Tensor  # (num_tokens, head_dim / 2)
+    ``cos`` and ``sin`` are (num_tokens, head_dim / 2). ``slots`` (num_tokens,) are block * block_size + offset.
+    """
+
+    cos: Tensor
     sin: Tensor
-    slots: Tensor  # (num_tokens,): block * block_size + offset
+    slots: Tensor
 
 
-#: What torch's loops over single values take at once: two vectors of the widest there are, of bf16.
+#: Number of values that torch's loops compute together: two of the widest vectors, of bf16.
 _LOOP_VALUES = 64
 
-#: Most loops give a thread no fewer values, unless there are fewer (ATen's ``GRAIN_SIZE``); gelu's uses all threads.
+#: Least number of values per thread in most loops (ATen's ``GRAIN_SIZE``). gelu's loop always uses all threads.
 _THREAD_VALUES = 32768
 
-#: Of what a clamped activation's sigmoid is given.
+#: Factor of the sigmoid's input in a clamped activation.
 _SWISH_FACTOR = 1.702
 
 
 class Kernels(Protocol):
-    """Calls may change the tensors they are given; what they return may be one of these."""
+    """Operations between matrix products. Calls may change the given tensors, and may return one of them."""
 
     def add_norm(
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return ``hidden + delta``, and its norm in the dtype that products multiply.
+        """Return ``hidden + delta``, and its norm in the dtype of products.
 
         Weights in fp32 multiply before the result is rounded, others after.
         """
@@ -52,25 +55,25 @@ class Kernels(Protocol):
         ...
 
     def rotate_and_store(self, qkv: Tensor, num_heads: int, rotation: Rotation, cache: Tensor) -> Tensor:
-        """Rotated queries; rotated keys and the values are in the cache then. ``qkv`` (num_tokens, heads, head_dim)."""
+        """Return the rotated queries of ``qkv`` (num_tokens, heads, head_dim). Write keys and values to the cache."""
         ...
 
     def activate(self, rows: Tensor) -> Tensor:
-        """What an MLP's last product is given: activation(gate) * up of rows that hold gates, then ups.
+        """Return the input of an MLP's last product: activation(gate) * up. Rows hold gates, then ups.
 
-        Without gates, activation(rows).
+        Without gates, return activation(rows).
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """What a model has between its matrix products."""
+    """The model's operations between matrix products. ``limit`` is a clamped activation's."""
 
     norm: NormConfig
     activation: Activation = Activation.SILU
     is_gated: bool = True
-    limit: float = 0.0  # of a clamped activation
+    limit: float = 0.0
 
     @classmethod
     def of(cls, config: ModelConfig) -> Elementwise:
@@ -79,14 +82,15 @@ class Elementwise:
 
 @dataclass(frozen=True, slots=True)
 class TorchKernels:
-    """Kernels for any device, dtype and model, which compute as transformers does.
+    """Kernels for any device, dtype and model. They compute as transformers does.
 
-    ``deterministic`` rounds a row alike whatever the rows beside it; that copies gates.
+    ``deterministic`` rounds a row alike whatever the rows beside it, which copies gates. ``dtype`` is the dtype of
+    products; None means the dtype of hidden states.
     """
 
     kinds: Elementwise
     deterministic: bool = False
-    dtype: torch.dtype | None = None  # that products multiply; None: as hidden states are
+    dtype: torch.dtype | None = None
 
     def add_norm(
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None = None
@@ -99,7 +103,7 @@ class TorchKernels:
         return self._normed(rows, weight, bias, rows.dtype)
 
     def _normed(self, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Normalise in fp32; see `Kernels.add_norm` for when the result is rounded."""
+        """Return the norm, computed in fp32. `Kernels.add_norm` says when the result is rounded."""
         wide, epsilon = rows.float(), self.kinds.norm.epsilon
         if self.kinds.norm.kind is NormKind.LAYER:
             scale, shift = weight.float(), None if bias is None else bias.float()
@@ -128,11 +132,11 @@ class TorchKernels:
 
 
 def by_value(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Return a function of each value, rounded alike wherever the value is. A copy, if ``rows`` are not contiguous.
+    """Apply a function to each value, rounded alike wherever the value is. Rows that are not contiguous are copied.
 
-    On a CPU, torch gives each thread an equal share of a tensor's values. Its loops compute up to 64 of them together,
-    and what is left at a share's end by other instructions, which may round otherwise: a row's bits would depend on
-    the rows beside it. So shares end where loops do.
+    On a CPU, torch gives each thread an equal share of a tensor's values. Its loops compute up to 64 values together.
+    Other instructions compute the rest of a share, and may round otherwise. A row's bits would then depend on the rows
+    beside it. Padding therefore makes shares end where loops do.
     """
     if rows.device.type != "cpu":
         return function(rows)
@@ -142,7 +146,7 @@ def by_value(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
 
 
 def _num_whole(num_values: int) -> int:
-    """The least number of values, of at least so many, of which every thread gets whole loops."""
+    """Return the least number from ``num_values`` on that gives every thread whole loops."""
     num_threads = torch.get_num_threads()
     while True:
         num_sharing = min(num_threads, max(1, -(-num_values // _THREAD_VALUES)))
@@ -153,7 +157,7 @@ def _num_whole(num_values: int) -> int:
 
 
 def store_heads(cache: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Write tokens' keys and values, each (num_tokens, num_kv_heads, head_dim), to their slots of a layer's cache."""
+    """Write tokens' keys and values, each (num_tokens, num_kv_heads, head_dim), to their slots in a layer's cache."""
     block_size = cache.shape[3]
     blocks, offsets = slots // block_size, slots % block_size
     cache[blocks, 0, :, offsets] = keys

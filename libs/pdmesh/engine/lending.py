@@ -1,4 +1,4 @@
-"""Layers that are computed with a number of threads that changes from one layer to the next."""
+"""Computation of layers with a number of threads that may change from layer to layer."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Cores(Protocol):
         ...
 
     def give_back(self) -> None:
-        """Note that what the cores were taken for is computed."""
+        """Report that the computation on the taken cores has ended."""
         ...
 
 
 class LentDecoder:
-    """A decoder that asks ``cores`` before each layer and before the scores.
+    """A decoder that asks ``cores`` for the number of threads before each layer and before the scores.
 
-    Sampling and all else is computed with the own cores: torch's sums over a row depend on the number of threads.
-    Changing the number takes 0.3 us. A team of one thread leaves OpenMP's idle threads as they are.
+    Everything else, such as sampling, uses the engine's own cores, because torch's sums over a row depend on the number
+    of threads. Changing the number takes 0.3 us. A team of one thread does not disturb OpenMP's idle threads.
     """
 
     def __init__(self, decoder: Decoder, cores: Cores) -> None:

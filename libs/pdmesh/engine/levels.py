@@ -1,7 +1,7 @@
-"""Compiled CPU kernels: a library for each processor level, and which of them computes here.
+"""Compiled CPU kernels: a library for each processor level, and the choice among them.
 
-Every library of the *ordered* kind is made from one source, and all give the same bits. Those of the *dot* kind use the
-processor's own bf16 products, which are faster and round otherwise.
+All libraries of the *ordered* kind have the same source and give the same bits. The *dot* kind uses the processor's own
+bf16 products, which are faster and round otherwise.
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ from typing import Any
 
 from pdmesh.errors import ConfigError
 
-#: Where the libraries lie, ``_kernels.LEVEL.so``.
+#: Folder of the libraries ``_kernels.LEVEL.so``.
 FOLDER = Path(__file__).parent
 
-#: Of each kind's arithmetic: one more whenever a change of the kernels, or of what they are given, changes a bit of any
+#: Version of each kind's arithmetic. Increase it when a change of the kernels, or of their inputs, changes a bit of any
 #: result.
 _ORDERED_VERSION, _DOT_VERSION = 3, 3
 
 
 class CpuLevel(StrEnum):
-    """What a library needs of the processor, the fastest first."""
+    """Processor features that a library needs, the fastest first. BASELINE is any x86-64, and NEON any aarch64."""
 
     AMX = "amx"
     AVX512_BF16 = "avx512_bf16"
     AVX512 = "avx512"
     AVX2 = "avx2"
-    BASELINE = "baseline"  # any x86-64
-    NEON = "neon"  # any aarch64
+    BASELINE = "baseline"
+    NEON = "neon"
 
     @property
     def is_ordered(self) -> bool:
-        """Whether its results are those of every other such level, bit for bit."""
+        """Whether the level gives the same bits as every other ordered level."""
         return self not in (CpuLevel.AMX, CpuLevel.AVX512_BF16)
 
     @property
     def kind(self) -> str:
-        """Name of its arithmetic; levels of one name give the same bits."""
+        """Name of the level's arithmetic. Levels with the same name give the same bits."""
         if self.is_ordered:
             return f"ordered-{_ORDERED_VERSION}"
         return f"dot-{'amx' if self is CpuLevel.AMX else 'avx512bf16'}-{_DOT_VERSION}"
 
     @property
     def suffixes(self) -> Mapping[str, str]:
-        """Endings of the names of the level's functions, by dtype."""
+        """Suffixes of the level's function names, by dtype."""
         return {"bfloat16": "", "float16": "_f16"} if self.is_ordered else {"bfloat16": ""}
 
 
 @dataclass(frozen=True, slots=True)
 class KernelLibrary:
-    """One level's functions for one dtype, ready for calls; ``csrc`` tells their arguments."""
+    """Functions of one level for one dtype. ``csrc`` documents their arguments."""
 
     level: CpuLevel
     dtype: str
@@ -75,20 +75,20 @@ class KernelLibrary:
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The compiled kernels that compute here, None where torch does, and why."""
+    """The compiled kernels that compute here (None: torch does), and the reason for the choice."""
 
     library: KernelLibrary | None
     reason: str
 
 
 def compiled_levels() -> tuple[str, ...]:
-    """Libraries that were compiled when this pdmesh was built, the fastest first; nothing without a compiler."""
+    """Return the levels that were compiled in this pdmesh's build, the fastest first. Empty without a compiler."""
     return tuple(level for level in CpuLevel if _path(level).exists())
 
 
 @cache
 def processor_levels() -> tuple[CpuLevel, ...]:
-    """What this processor has, the fastest first; nothing where no kernels were compiled."""
+    """Return this processor's levels, the fastest first. Empty if no kernels were compiled."""
     try:
         probe = ctypes.CDLL(str(_path("probe")))
     except OSError:
@@ -105,9 +105,9 @@ def check_cpu_level(cpu_level: str) -> None:
 
 
 def choose_kernels(dtype: str, *, cpu_level: str = "auto", ordered: bool = False) -> KernelChoice:
-    """The fastest kernels for ``dtype`` that this processor has and that were compiled.
+    """Return the fastest kernels for ``dtype`` that were compiled and that this processor can run.
 
-    ``cpu_level`` names the highest level to use; ``ordered`` leaves out levels that round otherwise. Raises ConfigError
+    ``cpu_level`` names the highest level to use. ``ordered`` excludes levels that are not ordered. Raise ConfigError
     for a level that the processor lacks.
     """
     available = processor_levels()
@@ -131,9 +131,10 @@ def choose_kernels(dtype: str, *, cpu_level: str = "auto", ordered: bool = False
 
 
 def load_library(level: CpuLevel, dtype: str = "bfloat16", folder: Path = FOLDER) -> KernelLibrary | None:
-    """One level's kernels; None if they were not compiled, or the system grants no AMX. The processor must have it.
+    """Load one level's kernels. Return None if they were not compiled, or the system grants no AMX.
 
-    Those that were compiled from an earlier version of their sources count as not compiled.
+    The processor must have the level. Kernels that were compiled from an earlier interface version count as not
+    compiled.
     """
     if (library := open_library(level, folder)) is None:
         return None
@@ -146,8 +147,8 @@ def load_library(level: CpuLevel, dtype: str = "bfloat16", folder: Path = FOLDER
 
 
 def open_library(level: CpuLevel, folder: Path = FOLDER) -> ctypes.CDLL | None:
-    """Open one level's library; None if no library was compiled from these sources."""
-    importlib.import_module("torch")  # torch's pool of threads serves both if torch is loaded first
+    """Open one level's library, or return None if no library with this interface version was compiled."""
+    importlib.import_module("torch")  # libraries share torch's thread pool if torch is loaded first
     try:
         library = ctypes.CDLL(str(_path("avx512_bf16" if level is CpuLevel.AMX else level, folder)))
     except OSError:
@@ -160,7 +161,7 @@ def _path(level: str, folder: Path = FOLDER) -> Path:
     return folder / f"_kernels.{level}.so"
 
 
-#: ``csrc/memory.h`` has the same number.
+#: Version of the interface, equal to the number in ``csrc/memory.h``.
 _INTERFACE = 9
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: Mapping[str, list[Any]] = {
@@ -177,12 +178,12 @@ _ARGUMENTS: Mapping[str, list[Any]] = {
     "pack_codes": [_POINTER, _POINTER, _INT, _INT, _INT],
     "unpack_codes": [*[_POINTER] * 3, _INT, _INT],
 }
-#: They are the same for every dtype.
+#: Functions that are the same for every dtype.
 _MOVES = ("pack_linear", "unpack_rows", "pack_codes", "unpack_codes")
 
 
 def _functions(library: ctypes.CDLL, suffix: str) -> Iterator[tuple[str, Callable[..., None]]]:
     for name, arguments in _ARGUMENTS.items():
-        function = library[f"pdmesh_{name}{'' if name in _MOVES else suffix}"]  # an object of its own each time
+        function = library[f"pdmesh_{name}{'' if name in _MOVES else suffix}"]  # a new object each time
         function.argtypes, function.restype = arguments, None
         yield name, function

@@ -1,4 +1,4 @@
-"""Linear layers: plain torch, or with the weight in the order that one machine's matrix products read fastest."""
+"""Linear layers: plain torch, or with the weight in the order that this machine's matrix products read fastest."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from pdmesh.engine.bf16 import onednn_multiplies_bf16
 from pdmesh.engine.cuda import has_triton
 from pdmesh.engine.levels import KernelLibrary
 
-#: Rows that oneDNN's order is tuned for; any number may follow.
+#: Number of rows that oneDNN's order is tuned for. Products may have any number.
 _PACKED_FOR_ROWS = 512
-#: From so many rows on, products in fp32 are faster than those in bf16, the copies of weights included: 2 times at 8
-#: rows, 4 at 32, 7 at 512; at 4 to 64 rows even faster than with a weight that lies in fp32 (Zen 3, 2026-11).
+#: Least number of rows for which fp32 products are faster than bf16 ones, including the copies of weights: 2 times at 8
+#: rows, 4 at 32, 7 at 512. At 4 to 64 rows they are even faster than with a weight stored in fp32 (Zen 3, 2026-11).
 _WIDENED_FROM_ROWS = 4
-#: Of a weight, copied at once: what stays in the processor's caches until it is multiplied.
+#: Number of a weight's elements that are copied at once. They stay in the processor's caches until they are multiplied.
 _PANEL_ELEMENTS = 1 << 19
-#: Of one piece of memory for packed weights, unless a weight has more.
+#: Size of one piece of memory for packed weights, unless a weight is larger.
 _PIECE_BYTES = 1 << 26
-_LINE_BYTES = 64  # of a cache line
-TILE_SIZE = 32  # inputs and outputs of packed weights come in so many
+#: Size of a cache line.
+_LINE_BYTES = 64
+#: Packed weights have multiples of this number of inputs and of outputs.
+TILE_SIZE = 32
 
 
 class Linear(Protocol):
@@ -32,25 +34,25 @@ class Linear(Protocol):
 
     @property
     def row_by_row(self) -> bool:
-        """Whether a row's result depends on that row alone, to the last bit, and not on how many there are."""
+        """Whether a row's result depends on that row alone, to the last bit, and not on the number of rows."""
         ...
 
     def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
-        """(num_rows, inputs) to (num_rows, outputs): in the rows' dtype, or if ``wide`` in fp32, as they are summed."""
+        """Multiply (num_rows, inputs) to (num_rows, outputs), in the rows' dtype or, if ``wide``, the sums' fp32."""
         ...
 
 
 class Vocabulary(Linear, Protocol):
-    """A layer with an output for each token; where embeddings are tied, the embedding too."""
+    """A layer with an output for each token. If embeddings are tied, it is the embedding, too."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Rows of the weight, (num_tokens, inputs), not rounded. Raises IndexError for an id that is none."""
+        """Return rows of the weight, (num_tokens, inputs), not rounded. Raise IndexError for a wrong id."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
-    """A layer for any device and dtype. ``weight`` (outputs, inputs), and perhaps ``bias`` (outputs,)."""
+    """A layer for any device and dtype. ``weight`` is (outputs, inputs), and ``bias`` (outputs,) if there is one."""
 
     weight: Tensor
     bias: Tensor | None
@@ -69,7 +71,7 @@ class PlainLinear:
 
 @dataclass(frozen=True, slots=True)
 class WidenedLinear(PlainLinear):
-    """bf16 on a CPU without bf16 products: ``weight`` stays bf16, and rows multiply fp32 copies of its panels."""
+    """A bf16 layer for CPUs without bf16 products: rows multiply fp32 copies of the bf16 weight's panels."""
 
     def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
         if not wide and rows.shape[0] < _WIDENED_FROM_ROWS:
@@ -78,7 +80,7 @@ class WidenedLinear(PlainLinear):
 
 
 def widened_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Multiply in fp32 on a CPU, by copies of the weight's panels; each result is rounded once, to ``dtype``."""
+    """Multiply in fp32 on a CPU, by copies of the weight's panels. Each result is rounded once, to ``dtype``."""
     if rows.dtype == torch.float32:
         return functional.linear(rows, weight, bias)
     num_outputs, num_inputs = weight.shape
@@ -95,7 +97,7 @@ def widened_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
 
 @dataclass(frozen=True, slots=True)
 class OneDnnLinear:
-    """bf16 where oneDNN multiplies it; ``weight`` is in oneDNN's own order."""
+    """A bf16 layer by oneDNN. ``weight`` is in oneDNN's own order."""
 
     weight: Tensor
     bias: Tensor | None
@@ -103,18 +105,19 @@ class OneDnnLinear:
 
     def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
-        return product.float() if wide else product  # oneDNN has rounded
+        return product.float() if wide else product  # oneDNN has rounded already
 
 
 @dataclass(frozen=True, slots=True)
 class TileLinear:
-    """A linear layer by compiled kernels, in bf16 or float16; `tile_linear` orders ``weight`` as ``csrc`` wants.
+    """A linear layer by compiled kernels, in bf16 or float16. `tile_linear` packs ``weight`` in the order of ``csrc``.
 
-    Decodes need it: it reads weights at the memory's speed, oneDNN at half of it (8 to 32 rows, Xeon, 2026-11).
+    Decodes need it: it reads weights at the memory's speed, oneDNN at half of it (8 to 32 rows, Xeon, 2026-11). Outputs
+    and inputs of ``weight`` are multiples of 32.
     """
 
     library: KernelLibrary
-    weight: Tensor  # packed, (outputs, inputs), each a multiple of 32
+    weight: Tensor
     bias: Tensor | None
     num_outputs: int
     num_inputs: int
@@ -148,7 +151,7 @@ class TileLinear:
 
 
 def tile_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory, library: KernelLibrary) -> TileLinear:
-    """Packs a weight (outputs, inputs) of any shape, padded with zeros: these change no sum."""
+    """Return a layer with the packed weight (outputs, inputs). Zeros pad any shape, and change no sum."""
     num_outputs, num_inputs = weight.shape
     padded = padded_to(weight, *(-(-size // TILE_SIZE) * TILE_SIZE for size in weight.shape))
     if bias is not None:
@@ -159,36 +162,36 @@ def tile_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory, libra
 
 
 def check_token_ids(token_ids: Tensor, vocab_size: int) -> None:
-    """Raise IndexError, since kernels would read what lies beyond, unless all ids are of the vocabulary."""
+    """Raise IndexError unless all ids are in the vocabulary. Kernels would read beyond the weight otherwise."""
     lowest, highest = token_ids.aminmax()
     if lowest < 0 or highest >= vocab_size:
         raise IndexError(f"token ids {int(lowest)} … {int(highest)} in a vocabulary of {vocab_size}")
 
 
 def padded_to(matrix: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    """Return ``matrix`` padded with zeros; itself where nothing is missing."""
+    """Return ``matrix`` padded with zeros, or the matrix itself if it has this size."""
     missing = (0, num_columns - matrix.shape[1], 0, num_rows - matrix.shape[0])
     return functional.pad(matrix, missing) if any(missing) else matrix
 
 
 class WeightMemory:
-    """Memory of packed weights, in pieces so large that the system gives pages of 2 MiB: numpy asks it to.
+    """Memory of packed weights, in pieces large enough for pages of 2 MiB. numpy asks the system for these.
 
-    Through pages of 4 KiB, a decode reads weights a quarter slower (EPYC Zen 5 in a VM, 2026-11).
+    With pages of 4 KiB, a decode reads weights a quarter slower (EPYC Zen 5 in a VM, 2026-11).
     """
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def like(self, weight: Tensor) -> Tensor:
-        """Uninitialized, of ``weight``'s shape and dtype; begins at a cache line."""
+        """Return an uninitialized tensor of ``weight``'s shape and dtype that begins at a cache line."""
         return self.bytes(weight.nbytes).view(weight.dtype).view(weight.shape)
 
     def bytes(self, num_bytes: int) -> Tensor:
-        """So many bytes, uninitialized; they begin at a cache line."""
+        """Return ``num_bytes`` uninitialized bytes that begin at a cache line."""
         taken = -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
         if taken > len(self._free):
-            # what was not written yet has no pages, so nothing is lost with the rest of a piece
+            # Unwritten memory has no pages, so the unused rest of a piece costs nothing.
             raw = np.empty(max(taken, _PIECE_BYTES) + _LINE_BYTES, dtype=np.uint8)
             self._free = torch.from_numpy(raw[-raw.ctypes.data % _LINE_BYTES :])
         given, self._free = self._free[:num_bytes], self._free[taken:]
@@ -196,7 +199,7 @@ class WeightMemory:
 
 
 def fastest_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory, library: KernelLibrary | None) -> Linear:
-    """A layer that computes with ``weight`` as fast as this machine can; it need not keep the tensor it is given.
+    """Return the fastest layer of ``weight`` for this machine. The given tensor may not be kept.
 
     ``library`` has kernels for the weight's dtype.
     """
@@ -208,7 +211,7 @@ def fastest_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory, li
 
 
 def fastest_vocabulary(weight: Tensor, memory: WeightMemory, library: KernelLibrary | None) -> Vocabulary:
-    """`fastest_linear` for a vocabulary: oneDNN's order does not give rows back."""
+    """Return the fastest layer for a vocabulary. Unlike `fastest_linear`, it can return rows of the weight."""
     return _own_linear(weight, None, memory, library) or _torch_linear(weight, None)
 
 
@@ -223,9 +226,9 @@ def _torch_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
 def _own_linear(
     weight: Tensor, bias: Tensor | None, memory: WeightMemory, library: KernelLibrary | None
 ) -> Vocabulary | None:
-    """Return a layer computed by a kernel of our own, if there is one."""
+    """Return a layer by a kernel of pdmesh (Triton or compiled for the CPU), or None if no kernel suits."""
     if weight.is_cuda and has_triton():
-        from pdmesh.engine.cuda.cuda_linear import row_linear  # only where there is a device
+        from pdmesh.engine.cuda.cuda_linear import row_linear
 
         return row_linear(weight, bias)
     return None if library is None else tile_linear(weight, bias, memory, library)

@@ -1,4 +1,4 @@
-"""A LoRA adapter (PEFT's directory: ``adapter_config.json`` and safetensors), merged into weights as they are read."""
+"""Merging of a LoRA adapter (PEFT's ``adapter_config.json`` and safetensors) into weights as they are read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pdmesh.model import IndexRange
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-#: Fields that change more than is served, unless they say nothing.
+#: Fields whose features are not served. Empty values are accepted.
 _UNSERVED = (
     "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "megatron_config",
     "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_qalora", "lora_bias",
@@ -35,15 +35,15 @@ _MAX_RANK = 4096
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What ``adapter_config.json`` says."""
+    """The content of ``adapter_config.json``. ``scale`` multiplies the product of an adapter's two matrices."""
 
     directory: Path
     rank: int
-    scale: float  # of the product of an adapter's two matrices
+    scale: float
 
 
 def read_adapter(directory: Path) -> Adapter:
-    """Raises ConfigError for what cannot be merged."""
+    """Read ``adapter_config.json``. Raise ConfigError for an adapter that cannot be merged."""
     path = directory / _CONFIG
     fields = Fields(read_json_object(path), str(path))
     if (kind := fields.raw.get("peft_type")) != "LORA":
@@ -63,7 +63,7 @@ def read_adapter(directory: Path) -> Adapter:
 
 @contextmanager
 def adapted(tensors: Tensors, directory: Path, config: ModelConfig, dtype: torch.dtype) -> Iterator[AdaptedTensors]:
-    """``tensors`` with the adapter of a directory merged into them, in ``dtype``. Raises ConfigError."""
+    """Yield ``tensors`` with a directory's adapter merged, in ``dtype``. Raise ConfigError."""
     adapter = read_adapter(directory)
     if config.transposes_weights or config.names.fuses_experts:
         raise ConfigError(
@@ -90,7 +90,7 @@ def adapted(tensors: Tensors, directory: Path, config: ModelConfig, dtype: torch
 
 @dataclass(frozen=True, slots=True)
 class AdaptedTensors:
-    """Implements `pdmesh.engine.stored.Tensors`: weights plus their adapters, computed in fp32 and rounded once."""
+    """`pdmesh.engine.tensors.Tensors` of weights plus their adapters, computed in fp32 and rounded once."""
 
     base: Tensors
     stored: FileTensors
@@ -115,7 +115,7 @@ class AdaptedTensors:
             return self.base.read(name, shape, rows)
         self.check(name, shape)
         into, out = (self.stored.read_stored(own[end]).float() for end in "AB")
-        # All rows, whichever are asked for: a product of fewer may be summed otherwise.
+        # All rows are computed, whichever are wanted: a product of fewer rows may be summed otherwise.
         weight = self.base.read(name, shape).float().addmm(out, into, alpha=self.adapter.scale)
         return some(weight, rows).to(self.dtype)
 

@@ -1,6 +1,6 @@
-"""What a decoder is made of, as data: what checkpoints are described by, and what the engine computes. Torch-free.
+"""The shape and parts of a decoder as data, from a checkpoint's description. Torch-free.
 
-`pdmesh.engine.architectures` makes a `ModelConfig` of a checkpoint's ``config.json``.
+`pdmesh.engine.architectures` makes a `ModelConfig` from a checkpoint's ``config.json``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,24 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class QuantizedFormat(StrEnum):
-    """How a weight is stored; see `pdmesh.engine.quantized`."""
+    """Storage format of weights; see `pdmesh.engine.quantized`.
 
-    INT8 = "int8"  # compressed-tensors: a byte a value, scales of channels, groups or the whole
-    PACKED = "packed"  # compressed-tensors: several values in 32 bits, along inputs
-    FLOAT8 = "float8"  # scales of channels, or of the whole
-    FLOAT8_BLOCKS = "float8 blocks"  # scales of blocks of outputs and inputs
+    INT8 and PACKED are formats of compressed-tensors: a byte per value, or several values in 32 bits along inputs.
+    FLOAT8 has scales of channels or of the whole weight. FLOAT8_BLOCKS has scales of blocks of outputs and inputs.
+    BITSANDBYTES_4 codes are indices into a table of 16 numbers, with a scale for each block. In MXFP4, of gpt-oss's
+    experts, 32 values of 4 bits share a power of two. In a GGUF file, each tensor has its own type.
+    """
+
+    INT8 = "int8"
+    PACKED = "packed"
+    FLOAT8 = "float8"
+    FLOAT8_BLOCKS = "float8 blocks"
     AWQ = "awq"
     GPTQ = "gptq"
-    BITSANDBYTES_4 = "bitsandbytes 4 bits"  # numbers of a table of 16, blocks of values share a scale
+    BITSANDBYTES_4 = "bitsandbytes 4 bits"
     BITSANDBYTES_8 = "bitsandbytes 8 bits"
-    MXFP4 = "mxfp4"  # gpt-oss's experts: values of 4 bits, 32 of which share a power of two
-    GGUF = "gguf"  # a file of its own; each tensor has a type
+    MXFP4 = "mxfp4"
+    GGUF = "gguf"
 
 
 _NO_INTEGERS = (QuantizedFormat.FLOAT8, QuantizedFormat.FLOAT8_BLOCKS, QuantizedFormat.BITSANDBYTES_4)
@@ -36,28 +42,36 @@ _NO_INTEGERS = (QuantizedFormat.FLOAT8, QuantizedFormat.FLOAT8_BLOCKS, Quantized
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """How linear layers are stored, unless a layer has a plain weight."""
+    """Storage of linear layers, except layers with plain weights.
+
+    ``group_size`` inputs share a scale; None means all inputs. ``zero_offset`` is added to stored zeros. ``block`` is
+    (outputs, inputs). ``table`` names bitsandbytes' table of numbers, and ``has_nested_scales`` marks its quantised
+    scales.
+
+    ``interleaves_rotation``: neighbouring rows of queries and keys rotate together. ``biases`` are the projections with
+    biases in a GGUF file: "qkv", "output", "mlp". ``has_codes`` is false if a GGUF file has plain tensors only.
+    """
 
     format: QuantizedFormat
     bits: int = 8
-    group_size: int | None = None  # inputs that share a scale; None: all
+    group_size: int | None = None
     has_zeros: bool = False
-    zero_offset: int = 0  # what is added to stored zeros
-    block: tuple[int, int] = (0, 0)  # outputs, inputs
-    table: str = ""  # bitsandbytes': which numbers codes stand for
-    has_nested_scales: bool = False  # bitsandbytes': scales are quantised, too
-    interleaves_rotation: bool = False  # rows of queries and keys are stored as neighbours that rotate
-    biases: frozenset[str] = frozenset()  # GGUF's: projections that have some: "qkv", "output", "mlp"
-    has_codes: bool = True  # some tensor is quantised: of a GGUF file, all may be plain
+    zero_offset: int = 0
+    block: tuple[int, int] = (0, 0)
+    table: str = ""
+    has_nested_scales: bool = False
+    interleaves_rotation: bool = False
+    biases: frozenset[str] = frozenset()
+    has_codes: bool = True
 
     @property
     def has_integers(self) -> bool:
-        """Whether weights are scaled integers: where they stay packed, sums are scaled, and no weight is rounded."""
+        """Whether weights are scaled integers. If these stay packed, sums are scaled, and no weight is rounded."""
         return self.format not in _NO_INTEGERS and self.has_codes
 
 
 class RopeType(StrEnum):
-    """How rotary frequencies follow from the base; see `pdmesh.engine.rope`."""
+    """Kind of RoPE scaling; see `pdmesh.engine.rope`."""
 
     DEFAULT = "default"
     LINEAR = "linear"
@@ -69,7 +83,11 @@ class RopeType(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding; which fields matter depends on ``rope_type``."""
+    """Parameters of a rotary embedding. Which fields apply depends on ``rope_type``.
+
+    ``attention_factor`` applies to yarn and longrope; None derives it from the factor and mscale. ``short_factors`` and
+    ``long_factors`` have a divisor for each frequency: up to the original context length, and beyond it.
+    """
 
     rope_type: RopeType = RopeType.DEFAULT
     theta: float = 10_000.0
@@ -77,82 +95,104 @@ class RopeConfig:
     original_max_position_embeddings: int = 0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    attention_factor: float | None = None  # yarn, longrope; None: follows from factor and mscale
+    attention_factor: float | None = None  # yarn, longrope
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
-    short_factors: tuple[float, ...] = ()  # longrope, of each frequency up to the original length
-    long_factors: tuple[float, ...] = ()  # longrope, beyond it
+    short_factors: tuple[float, ...] = ()  # longrope
+    long_factors: tuple[float, ...] = ()  # longrope
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether a token is rotated by the length of its sequence, too."""
+        """Whether a token's rotation also depends on the length of its sequence."""
         return self.rope_type in (RopeType.DYNAMIC, RopeType.LONGROPE)
 
 
 class NormKind(StrEnum):
-    """How hidden states are normalised."""
+    """Kind of normalisation of hidden states.
 
-    RMS = "rms"  # over the root of the mean square
-    LAYER = "layer"  # mean taken away, over the deviation; weights may come with biases
+    RMS divides by the root of the mean square. LAYER subtracts the mean and divides by the deviation, and may have
+    biases.
+    """
+
+    RMS = "rms"
+    LAYER = "layer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormConfig:
-    """All norms of a model."""
+    """Parameters of norms. ``offset`` is added to weights. ``in_float32``: weights multiply before rounding."""
 
     epsilon: float
     kind: NormKind = NormKind.RMS
-    offset: float = 0.0  # what is added to the checkpoint's weights
-    in_float32: bool = False  # hidden states are multiplied by weights before they are rounded
+    offset: float = 0.0
+    in_float32: bool = False
     has_bias: bool = False
 
 
 class QkNorm(StrEnum):
-    """What queries and keys are normalised over before they are rotated."""
+    """Scope of the norm of queries and keys before the rotation.
+
+    HEAD normalises each head by itself. ALL_HEADS normalises all query heads of a token together, and all key heads.
+    """
 
     NONE = "none"
-    HEAD = "head"  # each head by itself
-    ALL_HEADS = "all heads"  # all query heads together, all key heads together
+    HEAD = "head"
+    ALL_HEADS = "all heads"
 
 
 class Activation(StrEnum):
-    """What lies between the two products of an MLP; values are transformers' names."""
+    """Activation between the two products of an MLP. Values are transformers' names.
+
+    CLAMPED_SWISH is gpt-oss's: values are clamped to a limit, and 1 is added to the ups.
+    """
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
     GELU = "gelu"
-    CLAMPED_SWISH = "clamped swish"  # gpt-oss's: of values up to a limit, and 1 is added to the other product
+    CLAMPED_SWISH = "clamped swish"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """Many MLPs instead of one, of which each token goes through a few."""
+    """Parameters of a layer with several MLPs. Each token goes through a few of them.
+
+    ``intermediate_size`` is one expert's. ``normalizes``: a token's shares sum to 1. ``has_bias``: the router and the
+    experts have biases.
+    """
 
     num_experts: int
     num_per_token: int
-    intermediate_size: int  # of each
-    normalizes: bool  # the shares of a token's experts sum to 1
-    has_bias: bool = False  # the router, and the experts' products
+    intermediate_size: int
+    normalizes: bool
+    has_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """What may differ from layer to layer."""
+    """Parameters that may differ between layers.
 
-    rope: RopeConfig | None  # None: queries and keys are not rotated
-    window: int | None = None  # the latest tokens that a token attends to, itself among them; None: all
-    experts: ExpertsConfig | None = None  # None: one MLP of the model's ``intermediate_size``
+    ``rope`` is None if queries and keys are not rotated. ``window`` is the number of latest tokens that a token attends
+    to, itself included; None means all. ``experts`` is None for one MLP of the model's ``intermediate_size``.
+    """
+
+    rope: RopeConfig | None
+    window: int | None = None
+    experts: ExpertsConfig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
-    """Where a checkpoint keeps its weights: names behind the layer's prefix, without ``.weight``. None: it has none.
+    """Names of a checkpoint's tensors after the layer's prefix, without ``.weight``.
 
-    One name for several projections: they lie there one after the other. ``renames`` are beginnings that names of a
-    file may have, and what they are here.
+    None: the model has no such tensor. A single name for several projections is a tensor of all of them, one after the
+    other. ``renames`` has pairs of a prefix in files and its replacement here. Output norms apply before the result is
+    added to the residual stream. ``expert_gate_up`` and ``expert_down`` follow the expert's prefix.
+
+    ``fuses_experts``: a layer's experts are one tensor (experts, inputs, outputs). ``gates_first``: gates of fused
+    experts precede ups; otherwise they alternate.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
@@ -166,7 +206,7 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     output: str = "self_attn.o_proj"
-    attention_output_norm: str | None = None  # before it is added to the residual stream
+    attention_output_norm: str | None = None
     mlp_norm: str | None = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
@@ -174,17 +214,23 @@ class TensorNames:
     sinks: str = "self_attn.sinks"
     router: str = "mlp.gate"
     expert: str = "mlp.experts.{}"
-    expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")  # behind the expert's prefix
+    expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
-    fuses_experts: bool = False  # a layer's experts are one tensor (experts, inputs, outputs)
-    gates_first: bool = False  # gates of fused experts precede ups; else both alternate
+    fuses_experts: bool = False
+    gates_first: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """What is known of a decoder whatever computes its layers."""
+    """The shape of a decoder, whatever computes its layers.
 
-    architecture: str  # transformers' class name
+    ``architecture`` is transformers' class name. ``max_model_len`` is the longest context. ``dtype`` is the
+    checkpoint's: "float32", "bfloat16" or "float16". ``is_gated``: an MLP multiplies its activation by another product.
+    ``attention_scale`` multiplies attention scores; 0 means 1 / sqrt(head_dim). ``score_cap`` squeezes them into -cap
+    ... cap. ``quantization`` is None for plain weights.
+    """
+
+    architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -192,12 +238,12 @@ class DecoderShape:
     num_kv_heads: int
     head_dim: int
     layers: tuple[LayerConfig, ...]
-    max_model_len: int  # tokens that the model can attend to
-    dtype: str  # of the checkpoint: "float32" | "bfloat16" | "float16"
-    is_gated: bool = True  # the activation of one product times another one
-    attention_scale: float = 0.0  # the factor of attention scores; 0: 1 / sqrt(head_dim)
-    score_cap: float | None = None  # attention scores are squeezed into -cap ... cap
-    quantization: Quantization | None = None  # None: weights are stored as they are
+    max_model_len: int
+    dtype: str
+    is_gated: bool = True
+    attention_scale: float = 0.0
+    score_cap: float | None = None
+    quantization: Quantization | None = None
 
     @property
     def num_layers(self) -> int:
@@ -205,36 +251,36 @@ class DecoderShape:
 
     @property
     def scale(self) -> float:
-        """The factor of attention scores."""
+        """Factor of attention scores."""
         return self.attention_scale or 1 / math.sqrt(self.head_dim)
 
     @property
     def masks_more(self) -> bool:
-        """Whether attention is more than causal and scaled: windows, or capped scores."""
+        """Whether attention has windows or capped scores."""
         return self.score_cap is not None or any(layer.window is not None for layer in self.layers)
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
-        """The different rotations of layers, in the order in which they come first."""
+        """Distinct rotations of the layers, in the order of their first layers."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers))
 
     @property
     def max_fixed_rope_tokens(self) -> int | None:
-        """A token's KV depends on the tokens up to it; in prompts longer than this, on their length, too.
+        """Longest prompt whose tokens' KV depends on the tokens before alone. None: no limit.
 
-        None: never.
+        In longer prompts, the KV depends on the prompt's length, too.
         """
         lengths = [rope.original_max_position_embeddings for rope in self.ropes if rope and rope.depends_on_length]
         return min(lengths, default=None)
 
     @property
     def num_parameters(self) -> int:
-        """Weights that a token is multiplied with: layers and vocabulary, no input embedding, no biases and norms."""
+        """Number of weights that multiply a token: layers and vocabulary, without input embedding, biases and norms."""
         return self._num_weights(lambda experts: experts.num_per_token)
 
     @property
     def num_weights(self) -> int:
-        """Weights that are held in memory: `num_parameters`, and experts that a token does not go through."""
+        """Number of weights in memory: `num_parameters` with all experts of each layer."""
         return self._num_weights(lambda experts: experts.num_experts)
 
     def _num_weights(self, num_experts: Callable[[ExpertsConfig], int]) -> int:
@@ -251,7 +297,7 @@ class DecoderShape:
         return self.hidden_size * columns
 
     def compute_dtype(self, dtype: str) -> str:
-        """The dtype to compute in when ``dtype`` is asked for; "auto" is the checkpoint's."""
+        """Return the dtype to compute in for the setting ``dtype``. "auto" is the checkpoint's. Raise ConfigError."""
         if dtype == "auto":
             return self.dtype
         if dtype not in DTYPES:
@@ -259,7 +305,7 @@ class DecoderShape:
         return dtype
 
     def context(self, max_model_len: int | None) -> int:
-        """Return the context length to serve: ``max_model_len``, or else the model's. Raises ConfigError."""
+        """Return the context to serve: ``max_model_len``, or the model's if None. Raise ConfigError if longer."""
         if max_model_len is not None and max_model_len > self.max_model_len:
             raise ConfigError(
                 f"max_model_len is {max_model_len}, but the model has a context of {self.max_model_len} tokens"
@@ -267,9 +313,10 @@ class DecoderShape:
         return max_model_len or self.max_model_len
 
     def kv_layout(self, *, dtype: str, block_size: int, frees_windows: bool = False) -> KvLayout:
-        """Layout of this model's KV cache; ``dtype`` as in `compute_dtype`.
+        """Return the layout of this model's KV cache. ``dtype`` is as in `compute_dtype`.
 
-        With ``frees_windows`` the KV of layers with a window is given up behind it: behind the widest, if they differ.
+        With ``frees_windows``, layers with a window free the KV outside it, or outside the widest window if they
+        differ.
         """
         windows = {number: layer.window for number, layer in enumerate(self.layers) if layer.window and frees_windows}
         return KvLayout(
@@ -285,7 +332,16 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(DecoderShape):
-    """Shape and make-up of a decoder-only transformer: all that is needed to compute it."""
+    """The complete description of a decoder-only transformer.
+
+    ``rotary_dim`` is the rotated part of a head; 0 means all. ``interleaves_rotation``: pairs that rotate are
+    neighbours, otherwise from the two halves of the rotated dims. ``activation_limit`` is a clamped activation's.
+    ``has_sinks``: each head's softmax has one more score, without a value.
+
+    ``num_learned_positions`` is the number of position embeddings, which are added to the tokens' embeddings.
+    ``transposes_weights``: files have linear layers as (inputs, outputs). ``residual_scale`` multiplies the results of
+    attention and MLP before they are added.
+    """
 
     norm: NormConfig
     max_position_embeddings: int
@@ -294,22 +350,22 @@ class ModelConfig(DecoderShape):
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: QkNorm = QkNorm.NONE
-    rotary_dim: int = 0  # of a head, what is rotated; 0: all
-    interleaves_rotation: bool = False  # neighbours are the pairs that are rotated, else the halves of the rotated dims
+    rotary_dim: int = 0
+    interleaves_rotation: bool = False
     activation: Activation = Activation.SILU
-    activation_limit: float = 0.0  # of a clamped one
-    has_sinks: bool = False  # each head's scores compete with one more, of no value
-    num_learned_positions: int = 0  # embeddings of positions, which are added to those of tokens
-    transposes_weights: bool = False  # matrices of linear layers lie in the file as (inputs, outputs)
+    activation_limit: float = 0.0
+    has_sinks: bool = False
+    num_learned_positions: int = 0
+    transposes_weights: bool = False
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what attention and MLP add
+    residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
     names: TensorNames = TensorNames()
 
     @property
     def inner_sizes(self) -> frozenset[int]:
-        """Sizes of the layers' MLPs."""
+        """Sizes of the layers' MLPs, or of one expert's."""
         return frozenset(
             layer.experts.intermediate_size if layer.experts else self.intermediate_size for layer in self.layers
         )
@@ -323,7 +379,8 @@ class ModelConfig(DecoderShape):
 class UndescribedModel(DecoderShape):
     """A decoder whose layers are transformers' own modules; see `pdmesh.engine.fallback`.
 
-    Heads, windows, scale and caps are guesses until the modules were asked.
+    Heads, windows, scale and caps are guesses until the modules are probed. ``is_wrapped``: the model is the text part
+    of a vision-language model.
     """
 
-    is_wrapped: bool = False  # the text model of one that sees images, too
+    is_wrapped: bool = False

@@ -1,4 +1,4 @@
-"""From a checkpoint to what computes it: all of it, or one rank's part."""
+"""Loading of a checkpoint, or of one rank's part, and its computation."""
 
 from __future__ import annotations
 
@@ -34,48 +34,52 @@ class LoadedModel(Protocol):
 
     @property
     def config(self) -> DecoderShape:
-        """The shape of the whole model."""
+        """Shape of the whole model."""
         ...
 
     @property
     def layout(self) -> KvLayout:
-        """The layout of the whole cache."""
+        """Layout of the whole KV cache."""
         ...
 
     @property
     def max_model_len(self) -> int: ...
 
     def compute(self, num_blocks: int, memory: Tensor | None = None, num_frames: int | None = None) -> Compute:
-        """Return what computes the model over a cache of so many blocks, in ``memory`` if others compute on it too.
+        """Return the computation of the model over a cache of ``num_blocks`` blocks.
 
-        Layers with a window have ``num_frames``; None: one for each block.
+        The cache uses ``memory`` if other processes compute on it, too. Layers with a window have ``num_frames``
+        frames; None means one for each block.
         """
         ...
 
 
 class LoadedWeights(Loaded):
-    """A `LoadedModel` that is described."""
+    """A `LoadedModel` with a description here."""
 
     def compute(self, num_blocks: int, memory: Tensor | None = None, num_frames: int | None = None) -> Compute:
         return choose_compute(self, Cache(num_blocks, memory, num_frames))
 
 
 class ModelPlan(NamedTuple):
-    """What of a checkpoint is known before its weights are read."""
+    """Properties of a checkpoint that are known before its weights are read. ``layout`` is of the whole cache."""
 
     config: DecoderShape
-    layout: KvLayout  # of the whole cache
+    layout: KvLayout
     max_model_len: int
 
 
 def plan_model(checkpoint_dir: Path, options: ComputeOptions) -> ModelPlan:
-    """Return what a checkpoint will be. Raises ConfigError."""
+    """Return a checkpoint's configuration, KV layout and context length without reading weights. Raise ConfigError.
+
+    Models without a description here free no KV outside windows: their windows are not known yet.
+    """
     config = load_model_config(checkpoint_dir)
     check_installed(config)
     if isinstance(config, UndescribedModel):
         _check_served(config, options)
     max_model_len = config.context(options.max_model_len)
-    frees_windows = options.frees_windows and isinstance(config, ModelConfig)  # undescribed ones guess them
+    frees_windows = options.frees_windows and isinstance(config, ModelConfig)
     layout = config.kv_layout(dtype=options.dtype, block_size=options.block_size, frees_windows=frees_windows)
     return ModelPlan(config, layout, max_model_len)
 
@@ -83,9 +87,9 @@ def plan_model(checkpoint_dir: Path, options: ComputeOptions) -> ModelPlan:
 def load_model(
     checkpoint_dir: Path, options: ComputeOptions, share: RankShare = WHOLE, group: RankGroup | None = None
 ) -> LoadedModel:
-    """Load a rank's ``share`` of a checkpoint; ``group`` are the ranks of its stage, if it has others.
+    """Load a rank's ``share`` of a checkpoint. ``group`` are the ranks of its stage, if there are several.
 
-    An undecided dtype becomes float16 if the model's activations fit. Raises ConfigError.
+    An undecided dtype becomes float16 if the model's activations fit, else bfloat16. Raise ConfigError.
     """
     if _is_undecided(load_model_config(checkpoint_dir), options):
         if share == WHOLE:
@@ -124,7 +128,7 @@ def load_model(
 
 
 def decided_dtype(checkpoint_dir: Path, options: ComputeOptions) -> str:
-    """Return the dtype that `load_model` takes for a whole model. Loads the model if that depends on activations."""
+    """Return the dtype that `load_model` uses for a whole model. The model is loaded if this is undecided."""
     config = load_model_config(checkpoint_dir)
     if not _is_undecided(config, options):
         return config.compute_dtype(options.dtype)
@@ -132,7 +136,7 @@ def decided_dtype(checkpoint_dir: Path, options: ComputeOptions) -> str:
 
 
 def _is_undecided(config: DecoderShape, options: ComputeOptions) -> bool:
-    """Whether a quantised model is computed in float16 on a CPU, should its activations fit."""
+    """Return whether a quantised model is computed in float16 on a CPU if its activations fit."""
     return (
         options.dtype == "auto"
         and options.device.type == "cpu"
@@ -160,16 +164,17 @@ def _load_in_fitting_dtype(checkpoint_dir: Path, options: ComputeOptions) -> Loa
 
 
 def give_back_freed_memory() -> None:
-    """Return to the system what was freed, of which glibc's malloc would keep up to a third of a model's size.
+    """Return freed memory to the system.
 
-    Reading weights takes and frees as much as they are large. Other libraries have no such call.
+    Reading weights allocates and frees as much as their size. glibc's malloc would keep up to a third of a model's
+    size. Other C libraries have no such call.
     """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _check_served(model: UndescribedModel, options: ComputeOptions) -> None:
-    """Raise ConfigError for an option that is not there for a model that transformers' own modules compute."""
+    """Raise ConfigError for an option that is not served for models computed by transformers' own modules."""
     refused = {
         "worker.deterministic": options.deterministic,
         "worker.lora": options.lora is not None,

@@ -1,4 +1,4 @@
-"""Attention, and what lies between a layer's matrix products, by compiled kernels."""
+"""Attention, and the operations between a layer's matrix products, by compiled kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdmesh.model import KvLayout, num_blocks_for
 
 
 def suits(level: CpuLevel, config: ModelConfig, layout: KvLayout) -> bool:
-    """Whether a level's kernels can compute on this model and cache."""
+    """Return whether a level's kernels can compute this model and cache."""
     if layout.dtype not in level.suffixes or layout.head_dim > 1024:
         return False
     if level.is_ordered:
@@ -34,12 +34,15 @@ def suits(level: CpuLevel, config: ModelConfig, layout: KvLayout) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NativeAttention:
-    """Results depend on a token's own context alone: not on the batch, nor on chunk boundaries."""
+    """An `AttentionBackend` by compiled kernels. Results depend on a token's own context alone, not on batch or chunks.
+
+    Only ordered libraries support a window or a score cap.
+    """
 
     library: KernelLibrary
     layout: KvLayout
     scale: float
-    score_cap: float | None = None  # ordered libraries alone have caps and windows
+    score_cap: float | None = None
 
     def plan(self, spans: Sequence[QuerySpan]) -> PartialPlan:
         used = [num_blocks_for(span.end, self.layout.block_size) for span in spans]
@@ -61,7 +64,7 @@ class _NativePlan:
     def attend(
         self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False, wide: bool = False
     ) -> AttentionOutput:
-        """Attend. Heads of ``query`` lie side by side, perhaps in a wider row. Only ordered libraries can be wide."""
+        """Attend. Heads of ``query`` are adjacent, perhaps in a wider row. ``wide`` requires an ordered library."""
         output = query.new_empty(query.shape, dtype=torch.float32 if wide else query.dtype)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
         num_heads, head_dim = query.shape[1:]
@@ -90,18 +93,18 @@ class _NativePlan:
 
 @dataclass(frozen=True, slots=True)
 class NativeKernels:
-    """Implements `pdmesh.engine.kernels.Kernels` in place, for contiguous rows of the library's dtype.
+    """`pdmesh.engine.kernels.Kernels` in place, for contiguous rows of the library's dtype.
 
-    Hidden states and the weights of norms are in fp32.
+    Hidden states and the weights of norms are in fp32. ``deterministic`` is as in `TorchKernels`.
     """
 
     library: KernelLibrary
     kinds: Elementwise
-    deterministic: bool = False  # as in `TorchKernels`
+    deterministic: bool = False
 
     @property
     def are_complete(self) -> bool:
-        """Whether compiled kernels do all of it; torch's do what they cannot."""
+        """Whether compiled kernels compute all operations. torch computes the others."""
         return self._norms and self._activates
 
     @property

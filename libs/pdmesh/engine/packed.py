@@ -1,6 +1,6 @@
-"""Linear layers by compiled kernels whose weights stay packed in memory: codes of 4 to 8 bits, and what scales them.
+"""Linear layers by compiled kernels, with weights that stay packed in memory: codes of 4 to 8 bits and their scales.
 
-Where codes are integers, sums of products are scaled; others give the bits of plain weights (`CodeKind.is_rounded`).
+If codes are integers, sums of products are scaled. Other codes give the bits of plain weights (`CodeKind.is_rounded`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.linear import TILE_SIZE, Linear, WeightMemory, check_token_ids, padded_to
 
-#: Name of the arithmetic in an arithmetic class: sums of products with codes are scaled, not weights rounded. One more
-#: whenever a change of the kernels changes a bit of any result.
+#: Name of this arithmetic in an arithmetic class: sums of products with codes are scaled, and weights are not rounded.
+#: Increase the number when a change of the kernels changes a bit of any result.
 PACKED_KIND = "packed-1"
 
 _BASE_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.uint8: 3}
 
 
 class _Factors(ctypes.Structure):
-    """As ``csrc/packed.h`` has it."""
+    """The struct of the same name in ``csrc/packed.h``."""
 
     _fields_ = (
         ("bases", ctypes.c_void_p),
@@ -39,7 +39,7 @@ class _Factors(ctypes.Structure):
 
 
 class _PackedWeight(ctypes.Structure):
-    """As ``csrc/packed.h`` has it."""
+    """The struct of the same name in ``csrc/packed.h``."""
 
     _fields_ = (
         ("codes", ctypes.c_void_p),
@@ -54,14 +54,18 @@ class _PackedWeight(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A linear layer, and perhaps a vocabulary; `packed_linear` makes it. Its dtype is the library's."""
+    """A linear layer, or a vocabulary, with packed weights in the library's dtype; made by `packed_linear`.
+
+    ``is_rounded``: weights are rounded to the library's dtype, as plain ones are. ``memory`` has the tensors that
+    ``weight`` points to. ``order`` permutes inputs.
+    """
 
     library: KernelLibrary
-    is_rounded: bool  # weights are rounded to the library's dtype, as plain ones are
+    is_rounded: bool
     weight: _PackedWeight
-    memory: tuple[Tensor, ...]  # what the weight points to
+    memory: tuple[Tensor, ...]
     bias: Tensor | None
-    order: Tensor | None  # of inputs
+    order: Tensor | None
     num_outputs: int
     num_inputs: int
     row_by_row = True
@@ -99,7 +103,7 @@ class PackedLinear:
 
 @dataclass(frozen=True, slots=True)
 class JoinedLinear:
-    """Layers of one input, whose outputs lie one after the other."""
+    """Layers of the same input, with concatenated outputs."""
 
     parts: tuple[Linear, ...]
 
@@ -114,7 +118,7 @@ class JoinedLinear:
 def packed_linear(
     weight: GroupedWeight, bias: Tensor | None, memory: WeightMemory, library: KernelLibrary
 ) -> PackedLinear:
-    """Packs a weight of any shape, padded with zeros: these change no sum."""
+    """Return a layer with the packed weight. Zeros pad any shape, and change no sum."""
     num_outputs, num_inputs = weight.codes.shape
     outputs, inputs = _rounded_up(num_outputs), _rounded_up(num_inputs)
     codes = padded_to(weight.codes, outputs, inputs).contiguous()
@@ -150,12 +154,12 @@ def packed_linear(
 
 
 def joined_linear(parts: Sequence[Linear]) -> Linear:
-    """One layer of several; itself if it is one."""
+    """Return the layers as one."""
     return parts[0] if len(parts) == 1 else JoinedLinear(tuple(parts))
 
 
 def _by_panel(values: Tensor) -> Tensor:
-    """(outputs, columns) as the kernels read it: for each panel and column, its outputs side by side."""
+    """Return (outputs, columns) in the kernels' order: for each panel and column, the panel's outputs side by side."""
     return values.view(-1, TILE_SIZE, values.shape[1]).transpose(1, 2)
 
 

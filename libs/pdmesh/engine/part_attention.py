@@ -1,4 +1,4 @@
-"""What an instance makes of a range of another one's context: over all heads, whatever ranks and stages it has."""
+"""Attention of an instance to a range of another instance's context, over all heads, whatever its ranks and stages."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from pdmesh.model import KvLayout
 
 @dataclass(frozen=True, slots=True)
 class PartAttention:
-    """Attends on any thread to what lies in the instance's cache, of which ``caches`` are the layers."""
+    """Attention on any thread over the instance's cache. ``caches`` and ``windows`` are the layers'."""
 
     attention: RangedAttention
     num_heads: int
-    windows: Sequence[int | None]  # of the layers
+    windows: Sequence[int | None]
     layout: KvLayout
     caches: Sequence[Tensor]
 
     def attend(self, number: int, block_ids: Sequence[int], question: PartQuestion) -> bytes:
-        """See `pdmesh.engine.base.Engine.attend_part`."""
+        """Attend as `pdmesh.engine.base.Engine.attend_part` describes."""
         dtype, head_dim = TORCH_DTYPES[self.layout.dtype], self.layout.head_dim
         layer, start, query, _ = question
         if not query or len(query) % (self.num_heads * head_dim * dtype.itemsize):
@@ -42,7 +42,7 @@ class PartAttention:
 def part_attention(
     config: ModelConfig, layout: KvLayout, options: ComputeOptions, caches: Sequence[Tensor]
 ) -> PartAttention:
-    """Return what attends for others, by the kernels that compute the model."""
+    """Return the attention for other instances' questions, by the kernels that compute the model."""
     kernels = choose_library(config, layout, options.device, cpu_level=options.cpu_level, ordered=options.ordered)
     library = kernels.library if options.native else None
     attention, _ = choose_attention(config, layout, library, deterministic=options.deterministic, in_ranges=True)

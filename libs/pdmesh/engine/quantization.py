@@ -1,4 +1,4 @@
-"""How a checkpoint says that its weights are quantised: ``quantization_config`` of ``config.json``. Torch-free."""
+"""The ``quantization_config`` of a ``config.json``. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SERVED = "compressed-tensors (int8, packed int4 and int8, fp8), fp8, awq, gptq,
 
 
 def quantization_of(fields: Fields) -> Quantization | None:
-    """Read ``quantization_config``. Raises ConfigError for what is not served; None: weights are plain."""
+    """Read ``quantization_config``. None means plain weights. Raise ConfigError for a format that is not served."""
     found = fields.part("quantization_config") or fields.part("compression_config")
     if found is None:
         return None
@@ -29,7 +29,7 @@ def quantization_of(fields: Fields) -> Quantization | None:
             return _bitsandbytes(found)
         case "mxfp4":
             return Quantization(format=QuantizedFormat.MXFP4)
-        case "gguf":  # as `pdmesh.engine.gguf.directory` writes it
+        case "gguf":  # written by `pdmesh.engine.gguf.directory`
             biases = found.raw.get("biases") or []
             if not isinstance(biases, list) or not set(map(str, biases)) <= {"qkv", "output", "mlp"}:
                 raise found.error(f"biases is {biases!r}; it must list projections")
@@ -114,7 +114,7 @@ def _gptq(fields: Fields) -> Quantization:
         bits=bits,
         group_size=_group_size(fields, fields.raw.get("group_size", 128)),
         has_zeros=True,
-        zero_offset=1 if version == "gptq" else 0,  # the first version stored one less than it meant
+        zero_offset=1 if version == "gptq" else 0,  # the first version stored zeros minus one
     )
 
 
@@ -129,7 +129,7 @@ def _bitsandbytes(fields: Fields) -> Quantization:
 
 
 def _group_size(fields: Fields, value: object) -> int | None:
-    """A group's size; -1 is all inputs."""
+    """Return a group's size, or None for -1: all inputs."""
     return None if value == -1 else Fields({"group_size": value}, fields.where).integer("group_size")
 
 

@@ -1,8 +1,8 @@
-"""Weights as quantised checkpoints store them, and what they stand for.
+"""Formats of quantised checkpoints, and their values.
 
-Each format is a `Layout`: which tensors of what shapes a weight is stored in, and how these are read into one form,
-`QuantizedWeight`. Layouts follow the documentation and readers of compressed-tensors, AutoAWQ, GPTQ and DeepSeek's fp8;
-those of bitsandbytes are in `pdmesh.engine.bitsandbytes`.
+Each format is a `Layout`: the tensors and shapes that store a weight, and a function that reads these into a
+`QuantizedWeight`. Layouts follow the documentation and readers of compressed-tensors, AutoAWQ, GPTQ and DeepSeek's fp8.
+The layouts of bitsandbytes are in `pdmesh.engine.bitsandbytes`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Shape = tuple[int, ...]
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _INT32, _INT8, _FLOAT8 = frozenset({"I32"}), frozenset({"I8"}), frozenset({"F8_E4M3"})
 
-#: Values written at once: what they take in fp32 stays small beside the weight.
+#: Number of values that are written at once. Their fp32 copy is small beside the weight.
 _PANEL_VALUES = 1 << 22
-#: Where AWQ keeps a column of each eight.
+#: Place of each of eight neighbouring columns in AWQ's words.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """Implements `Weight`: (values - zeros) * scales."""
+    """A `Weight` of (values - zeros) * scales. ``values`` are integers or E4M3's floats."""
 
-    values: Tensor  # (outputs, inputs): integers, or E4M3's floats
+    values: Tensor  # (outputs, inputs)
     scales: Tensor  # (outputs, groups), fp32
-    zeros: Tensor | None  # like scales
+    zeros: Tensor | None
     group_of: Tensor  # (inputs,)
 
     def grouped(self, bits: int) -> GroupedWeight | None:
@@ -57,28 +57,31 @@ class Weight(Protocol):
     """A matrix (outputs, inputs) as a checkpoint stores it."""
 
     def grouped(self, bits: int) -> GroupedWeight | None:
-        """The weight as codes of ``bits``; None where kernels cannot multiply it so."""
+        """Return the weight as codes of ``bits``, or None if kernels cannot multiply it in this form."""
         ...
 
     def write(self, out: Tensor) -> None:
-        """Put the weight into ``out`` (outputs, inputs), computed in fp32 and rounded once."""
+        """Write the weight to ``out`` (outputs, inputs), computed in fp32 and rounded once."""
         ...
 
 
 class Stored(NamedTuple):
-    """A tensor that belongs to a weight: shapes it may have, and safetensors' names of types."""
+    """A stored tensor of a weight: its possible shapes, and safetensors' names of its possible types.
+
+    If ``most`` is not 0, one dimension of at most this size is allowed, too.
+    """
 
     shapes: tuple[Shape, ...]
     dtypes: frozenset[str]
     is_optional: bool = False
-    most: int = 0  # if not 0, it may have any shape of one dimension up to this
+    most: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a format stores a weight: tensors by their names' ends behind the layer's, and how they are read.
+    """Storage of a weight in a format: its tensors, by the ends of their names after the layer's, and how to read them.
 
-    Where there is none of the tensors ``markers``, a weight is plain.
+    A weight with none of the tensors ``markers`` is plain.
     """
 
     markers: tuple[str, ...]
@@ -87,7 +90,7 @@ class Layout:
 
 
 def layout_of(quantization: Quantization) -> Layout:
-    """The format's layout."""
+    """Return the format's layout."""
     match quantization.format:
         case QuantizedFormat.INT8:
             return _int8(quantization)
@@ -110,11 +113,11 @@ def layout_of(quantization: Quantization) -> Layout:
 
 
 class LayoutError(Exception):
-    """Says what is wrong with a weight's tensors."""
+    """Error in a weight's tensors."""
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Values of ``bits`` in 32, lowest first, along the last dimension; uint8."""
+    """Return values of ``bits`` from words of 32, lowest first, along the last dimension, as uint8."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return ((packed[..., None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
 
@@ -124,7 +127,7 @@ def _num_groups(quantization: Quantization, num_inputs: int) -> int:
 
 
 def _group_of(quantization: Quantization, num_inputs: int, index: Tensor | None = None) -> Tensor:
-    """Each input's group; by ``index``, which a file says."""
+    """Return each input's group, by the file's ``index`` if it has one. Raise LayoutError for a wrong index."""
     if index is None:
         return torch.arange(num_inputs) // (quantization.group_size or num_inputs)
     index = index.long()
@@ -154,13 +157,13 @@ def _int8(quantization: Quantization) -> Layout:
 
 
 def _by_output(scales: Tensor, outputs: int, groups: int) -> Tensor:
-    """Scales of the whole, or of channels or groups, as (outputs, groups)."""
+    """Return scales of the whole weight, of channels or of groups as (outputs, groups)."""
     return scales.float().reshape(-1, groups if scales.numel() > 1 else 1).expand(outputs, groups)
 
 
 def _packed(quantization: Quantization) -> Layout:
     per_word = 32 // quantization.bits
-    offset = 1 << (quantization.bits - 1)  # values are signed, and stored without a sign
+    offset = 1 << (quantization.bits - 1)  # values are signed, and stored with this offset
 
     def tensors(outputs: int, inputs: int) -> Mapping[str, Stored]:
         groups = _num_groups(quantization, inputs)
@@ -199,7 +202,7 @@ def _float8() -> Layout:
 
 
 def _float8_blocks(block_outputs: int, block_inputs: int) -> Layout:
-    names = ("weight_scale_inv", "weight_scale")  # DeepSeek's, compressed-tensors'
+    names = ("weight_scale_inv", "weight_scale")  # the names by DeepSeek and by compressed-tensors
 
     def tensors(outputs: int, inputs: int) -> Mapping[str, Stored]:
         scales = Stored(((-(-outputs // block_outputs), -(-inputs // block_inputs)),), FLOATS, is_optional=True)
@@ -256,7 +259,7 @@ def _gptq(quantization: Quantization) -> Layout:
 
     def weight(found: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
         zeros = unpack(found["qzeros"], bits)[:, :outputs].float() + quantization.zero_offset
-        zeros = zeros.remainder(1 << bits)  # one less than zero was stored as the highest value
+        zeros = zeros.remainder(1 << bits)  # a zero of 0 was stored as the highest value
         return QuantizedWeight(
             unpack(found["qweight"].t().contiguous(), bits)[:, :inputs],
             found["scales"].float().t(),

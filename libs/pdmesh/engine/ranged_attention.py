@@ -1,9 +1,9 @@
-"""Attention over a context in ranges of a fixed number of tokens, whoever holds them.
+"""Attention over a context in ranges of a fixed number of tokens, whichever instance has them.
 
-Each range is attended to apart, in fp32, and the results are merged by their log-sum-exp in the order of the context.
-Where ranges end follows from the position alone, so results are the same bits whether one instance holds all ranges or
-others hold some. A context of one range is computed as if there were none. In a layer with a window, a row attends to
-the ranges that it sees any of.
+Each range is attended to separately, in fp32. The results are merged by their log-sum-exps in the order of the context.
+Positions alone determine where ranges end. Results therefore have the same bits whether one instance has all ranges or
+others have some. A context of one range is computed without merging. In a layer with a window, a row attends to the
+ranges that overlap its window.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ from pdmesh.kv.elsewhere import KvElsewhere, KvElsewhereLost, PartQuestion
 
 
 class _Part(NamedTuple):
-    """What some rows of a step made of one range."""
+    """Attention of some rows of a step over one range.
+
+    ``output`` is (rows, heads, head_dim), and ``lse`` (rows, heads), both fp32. A ``lse`` of -inf means that the row
+    sees nothing of the range.
+    """
 
     rows: Tensor | slice
-    output: Tensor  # (rows, heads, head_dim), fp32
-    lse: Tensor  # (rows, heads), fp32; -inf: the row sees nothing of the range
+    output: Tensor
+    lse: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class RangedAttention:
-    """An `AttentionBackend` over another one. ``range_tokens`` is a multiple of ``block_size``."""
+    """An `AttentionBackend` on top of another one. ``range_tokens`` is a multiple of ``block_size``."""
 
     whole: PartialBackend
     range_tokens: int
@@ -45,10 +49,10 @@ class RangedAttention:
     def attend_part(
         self, query: Tensor, start: int, cache: Tensor, block_ids: Sequence[int], window: int | None
     ) -> bytes:
-        """Return what rows (num_rows, num_heads, head_dim) behind a range make of it: outputs, then log-sum-exps.
+        """Return the attention of rows (num_rows, num_heads, head_dim) after a range to this range.
 
-        The first row is ``start`` tokens behind where the range begins. Rows that see nothing of it have zeros, and a
-        log-sum-exp of -inf.
+        The result has outputs, then log-sum-exps, as bytes. The first row is ``start`` tokens after the range's begin.
+        Rows that see nothing of the range have zeros, and a log-sum-exp of -inf.
         """
         num_seeing = self._end_of_sight(window, start + len(query)) - start
         if num_seeing == len(query):
@@ -62,18 +66,18 @@ class RangedAttention:
         return _as_bytes(output, lse)
 
     def by_range(self, spans: Sequence[QuerySpan], window: int | None) -> list[tuple[Tensor, PartialPlan]]:
-        """Return a plan for each range of which some is here, in their order, and the rows that see any of it."""
+        """Return a plan for each range with blocks here, in order, and the rows that see any of the range."""
         by_range: dict[int, list[QuerySpan]] = {}
         for span in spans:
             self._divide(span, window, by_range)
         return [(_rows(by_range[number]), self.whole.plan(by_range[number])) for number in sorted(by_range)]
 
     def first_range(self, start: int, window: int | None) -> int:
-        """Return the first range of which a token sees any."""
+        """Return the first range that a token sees, in whole or in part."""
         return 0 if window is None else max(0, start + 1 - window) // self.range_tokens
 
     def _divide(self, span: QuerySpan, window: int | None, by_range: dict[int, list[QuerySpan]]) -> None:
-        """Add what a span attends to here, by range: rows inside of it, and those behind it that see it."""
+        """Add the parts of a span that attend to ranges here: rows inside a range, and later rows that see it."""
         size, elsewhere = self.range_tokens, 0 if span.elsewhere is None else span.elsewhere.num_tokens
         seen = self.first_range(span.start, window) * size
         for begin in range(max(elsewhere, seen), span.end, size):
@@ -87,11 +91,11 @@ class RangedAttention:
                 spans.append(self._behind(span.row + behind - span.start, end - behind, behind - begin, blocks))
 
     def _end_of_sight(self, window: int | None, end: int) -> int:
-        """Return behind which token, of those before ``end``, no more see a range. Tokens count from its begin."""
+        """Return the first token that sees nothing of a range, at most ``end``. Tokens count from its begin."""
         return end if window is None else min(end, self.range_tokens + window - 1)
 
     def _behind(self, row: int, num_rows: int, start: int, blocks: Sequence[int]) -> QuerySpan:
-        """Rows behind a range, in which the first is as far from its begin as ``start`` says."""
+        """Return rows after a range. The first row is ``start`` tokens after the range's begin."""
         return QuerySpan(row, num_rows, start, blocks, num_keys=self.range_tokens)
 
 
@@ -99,20 +103,20 @@ class _RangedPlan:
     def __init__(self, ranged: RangedAttention, spans: Sequence[QuerySpan]) -> None:
         self._ranged = ranged
         self._spans = spans
-        self._here: dict[int | None, list[tuple[Tensor, PartialPlan]]] = {}  # by window
+        self._here: dict[int | None, list[tuple[Tensor, PartialPlan]]] = {}
         self._asking = [(span, span.elsewhere) for span in spans if span.elsewhere is not None]
-        self._layer = 0  # of the next call
+        self._layer = 0
 
     def attend(
         self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
     ) -> AttentionOutput:
-        """Called once for each layer, in their order. The instances elsewhere attend meanwhile."""
+        """Attend to the next layer: call once for each, in order. Other instances attend to their ranges meanwhile."""
         asked: list[tuple[slice, KvElsewhere]] = []
         questions: list[PartQuestion] = []
         for span, elsewhere in self._asking:
             first = self._ranged.first_range(span.start, window)
             if first * self._ranged.range_tokens >= elsewhere.num_tokens:
-                continue  # all of it is behind the window
+                continue  # all of it is outside the window
             rows = slice(span.row, span.row + span.num_tokens)
             values = query[rows].contiguous().view(torch.uint8).numpy().tobytes()
             questions.append(PartQuestion(self._layer, span.start, values, first))
@@ -126,7 +130,7 @@ class _RangedPlan:
         for own, plan in self._here[window]:
             output, lse = _attended(plan, query, cache, window)
             here.append(_Part(own, output[own], lse[own]))
-        # Ranges elsewhere are the first ones of their rows.
+        # Other instances have the first ranges of a context.
         there = [_part(rows, answer, query, each) for rows, each in asked for answer in each.answers()]
         return _merged([*there, *here], query, with_lse=with_lse)
 
@@ -147,7 +151,7 @@ def _rows(spans: Iterable[QuerySpan]) -> Tensor:
 
 
 def _part(rows: slice, answer: bytes, query: Tensor, elsewhere: KvElsewhere) -> _Part:
-    """Return what `RangedAttention.attend_part` gave. Raises KvElsewhereLost if that is not of these rows."""
+    """Return the parsed result of `RangedAttention.attend_part`. Raise KvElsewhereLost if its size is wrong."""
     num_heads, head_dim = query.shape[1:]
     num_rows = rows.stop - rows.start
     size = num_rows * num_heads * head_dim

@@ -1,14 +1,16 @@
-"""Rotary position embedding with the scalings of transformers, computed with its own formulas.
+"""Rotary position embedding with the scalings of transformers, computed by the same formulas.
 
 *dynamic* and *longrope* scaling depend on the sequence's length. Transformers rotates a token with the frequencies of
-the length at the time it is first computed: the whole prompt's for prompt tokens, its own position's for generated
-ones. Both follow from a position and the prompt's length alone, so chunking, transfers and restarts do not change them.
+the length at which it is first computed. This is the prompt's length for prompt tokens, and the token's own position
+for generated ones. Both follow from a position and the prompt's length alone, so chunking, transfers and restarts do
+not change them.
 
-The engine rotates the halves of whole heads. What a model rotates otherwise (neighbours, a part of each head, nothing
-in some layers) becomes that: weights are loaded in `rotation_order`, and what is not rotated, is by an angle of zero.
+The engine rotates the halves of whole heads. Other rotations (of neighbours, of a part of each head, in some layers
+only) are mapped to this one. Weights are loaded in `rotation_order`, and dims without rotation rotate by an angle of
+zero.
 
-In fp32 everything is computed as transformers does. For half precision it is computed in fp64: torch's fp32 powers and
-cosines differ in the last bit from processor to processor, which shows in some bf16 value; errors of fp64 do not.
+With fp32, everything is computed as in transformers. For half precision, fp64 is used: the last bits of torch's fp32
+powers and cosines depend on the processor, which changes some bf16 values. Errors of fp64 do not.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class RotaryEmbedding:
         self._config = config or RopeConfig()
         self._dtype = dtype
         self._exact = torch.float32 if dtype == torch.float32 else torch.float64
-        #: Of a head, what is rotated; without a configuration, nothing.
+        #: Number of rotated dims of a head, 0 without a configuration.
         self._dim = (rotary_dim or head_dim) if config is not None else 0
         self._num_still = (head_dim - self._dim) // 2
         #: Exponents of the base, (rotary_dim / 2,).
@@ -49,13 +51,13 @@ class RotaryEmbedding:
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def tabulate(self, num_positions: int) -> None:
-        """Keep what `cos_sin` gives for positions before ``num_positions``, unless it depends on lengths, too."""
+        """Store the results of `cos_sin` for positions before ``num_positions``, unless they depend on lengths, too."""
         if not self._config.depends_on_length:
             positions = torch.arange(num_positions, device=self._inverse_frequencies.device)
             self._tables = self.cos_sin(positions, positions)
 
     def cos_sin(self, positions: Tensor, num_prompt_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Tables for tokens at ``positions`` of sequences with ``num_prompt_tokens``: two of (n, head_dim / 2)."""
+        """Return cosines and sines (n, head_dim / 2) for tokens at ``positions``, by their prompts' lengths."""
         if self._tables is not None:
             cos, sin = self._tables
             return cos[positions], sin[positions]
@@ -84,7 +86,7 @@ class RotaryEmbedding:
                 return self._longrope(config.short_factors)
 
     def _inverse_frequencies_for(self, lengths: Tensor) -> Tensor:
-        """Frequencies of sequences of ``lengths``; (n, rotary_dim / 2)."""
+        """Return the inverse frequencies for sequences of ``lengths``, (n, rotary_dim / 2)."""
         factor, trained = self._config.factor, self._config.original_max_position_embeddings
         if self._long_inverse_frequencies is not None:
             return torch.where(lengths[:, None] > trained, self._long_inverse_frequencies, self._inverse_frequencies)
@@ -127,9 +129,10 @@ def _llama3(config: RopeConfig, inverse: Tensor) -> Tensor:
 
 
 def rotation_order(head_dim: int, rotary_dim: int, *, interleaves: bool) -> list[int] | None:
-    """The order of a head's dims in which the pairs that are rotated are those of its halves; None if it is so.
+    """Return the order of a head's dims that puts the two dims of each rotated pair in the head's two halves.
 
-    ``interleaves``: neighbours are pairs; else the halves of the first ``rotary_dim`` dims are.
+    None means that they already are. With ``interleaves``, pairs are neighbours, otherwise the halves of the first
+    ``rotary_dim`` dims.
     """
     if rotary_dim == head_dim and not interleaves:
         return None
@@ -159,7 +162,7 @@ def _attention_factor(config: RopeConfig) -> float:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads ``x`` (n, heads, head_dim) by tables (n, head_dim / 2); the halves of a head form the pairs."""
+    """Rotate heads ``x`` (n, heads, head_dim) by tables (n, head_dim / 2). The halves of a head form the pairs."""
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
     cos, sin = cos[:, None, :], sin[:, None, :]

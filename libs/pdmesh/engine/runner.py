@@ -1,4 +1,4 @@
-"""The engine in torch: executes steps over a paged KV cache."""
+"""The engine in torch: it executes steps over a paged KV cache."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from pdmesh.model import ComputePath, FinishReason, KvLayout
 
 log = structlog.get_logger()
 
-#: Logits of one tile while computing prompt log-probabilities: 4K rows of a large vocabulary would take gigabytes.
+#: Number of logits that are computed at once for prompt log-probabilities. All rows of a chunk would take gigabytes.
 _TILE_LOGITS = 1 << 22
 
 
@@ -57,24 +57,28 @@ LoadModel = Callable[[Path, ComputeOptions, RankShare, RankGroup | None], Loaded
 
 
 class TorchEngine:
-    """Implements `pdmesh.engine.base.Engine` for a Hugging Face checkpoint.
+    """`pdmesh.engine.base.Engine` for a Hugging Face checkpoint.
 
-    ``max_num_seqs`` is how many decodes of one step a device gets ready for; more are computed more slowly.
-    ``prefill_attention`` names FlashInfer's backend for chunks; "auto" chooses by their length.
-    ``num_blocks`` of the KV cache may follow from its layout, and the bytes that a device has free after the weights
-    (None: the host).
-    ``num_threads`` sets torch's threads for the whole process; 0 leaves them as they are. ``native`` allows what is
-    faster than plain torch: compiled kernels, reordered weights, on CUDA FlashInfer and graphs; without it, this is the
-    reference. ``has_random_weights`` draws them on the device: of the checkpoint, only ``config.json`` is read.
-    ``deterministic`` makes results bit-identical whatever the batch and chunk boundaries; refused on a device.
-    ``cpu_level`` is the highest level of compiled kernels to use, "auto" the processor's best; ``ordered`` allows only
-    those that give the same bits on every processor. Raises ConfigError for a level that the processor lacks.
-    ``lora`` is the directory of an adapter, which is merged into the weights. ``range_tokens``: attention is merged of
-    ranges of so many tokens (`pdmesh.engine.ranged_attention`); 0: of none. Layers with a window hold no more blocks
-    than ``max_frames`` at once (`pdmesh.kv.frames`); None: they hold all, as on a device, with other ranks and with
-    ranges.
-    ``followers`` are the other ranks, which compute with this one; ``stages`` those that compute in place of it.
-    ``load`` reads the weights.
+    ``num_blocks`` of the KV cache may be a function of its layout and of the device's free bytes after the weights
+    (None on the host). ``max_num_seqs`` is the number of decodes per step that a device prepares for; more are computed
+    more slowly. ``prefill_attention`` names FlashInfer's backend for chunks; "auto" chooses by their length.
+
+    ``num_threads`` sets torch's threads for the whole process; 0 leaves them unchanged. ``native`` allows faster ways
+    than plain torch: compiled kernels, reordered weights, and on CUDA FlashInfer and graphs. Without it, the engine is
+    the reference. ``cpu_level`` is the highest level of compiled kernels to use, "auto" the processor's best.
+    ``ordered`` allows only levels with the same bits on every processor. Raise ConfigError for a level that the
+    processor lacks.
+
+    ``has_random_weights`` draws weights on the device; only the checkpoint's ``config.json`` is read. ``deterministic``
+    makes results bit-identical whatever the batch and chunk boundaries, and is refused on a device. ``lora`` is the
+    directory of an adapter to merge. ``load`` reads the weights.
+
+    ``range_tokens`` divides contexts into ranges, whose attention is merged (`pdmesh.engine.ranged_attention`); 0 means
+    no division. ``max_frames`` limits the blocks in memory of layers with a window (`pdmesh.kv.frames`). None means no
+    limit, as on a device, with other ranks and with ranges.
+
+    ``followers`` are the other ranks, which compute together with this one. ``stages`` are ranks that compute instead
+    of this one.
     """
 
     def __init__(
@@ -143,7 +147,7 @@ class TorchEngine:
         self._vocab_size = planned.config.vocab_size
         self._eos_token_ids = load_model_info(checkpoint_dir).eos_token_ids
         self._grammars = Grammars(checkpoint_dir, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids)
-        self._json_bounds: JsonBounds | None = None  # made with the first grammar of JSON
+        self._json_bounds: JsonBounds | None = None  # created with the first JSON grammar
         if not isinstance(num_blocks, int):
             num_blocks = num_blocks(layout, _free_bytes(self._device))
         cache_bytes = num_blocks * layout.num_layers * layout.block_bytes
@@ -215,11 +219,11 @@ class TorchEngine:
 
     @property
     def any_num_threads(self) -> bool:
-        """Whether the bits of its results are the same with any number of threads."""
+        """Whether the bits of results are the same with any number of threads."""
         return isinstance(self._forward, DirectForward) and self._forward.any_num_threads
 
     def use(self, cores: Cores) -> None:
-        """Compute layers with ``cores`` from now on. Only if `any_num_threads`."""
+        """Compute layers with ``cores`` from now on. Allowed only if `any_num_threads`."""
         assert isinstance(self._forward, DirectForward)
         self._forward.decoder = LentDecoder(self._forward.decoder, cores)
 
@@ -275,7 +279,7 @@ class TorchEngine:
         return self._json_bounds
 
     def _prompt_logprobs(self, part: SequenceSlice, row: int, output: StepOutput) -> tuple[Logprobs, ...]:
-        """Log-probabilities of the prompt tokens that follow those of the slice, which begins at ``row``."""
+        """Return log-probabilities of the prompt tokens that follow the slice's tokens. The slice begins at ``row``."""
         sequence = part.sequence
         targets = sequence.token_ids[part.start + 1 : min(part.start + part.num_tokens + 1, sequence.num_prompt_tokens)]
         num_top = sequence.params.prompt_logprobs or 0
@@ -289,7 +293,7 @@ class TorchEngine:
 
 
 def _embeddings(batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], output: StepOutput) -> dict[int, bytes]:
-    """Return the embeddings that are wanted, by their slices' places in the batch."""
+    """Return the requested embeddings by their slices' places in the batch."""
     wanted = [index for index, part in enumerate(batch) if part.sample and part.sequence.params.embeds]
     if not wanted:
         return {}
@@ -299,7 +303,10 @@ def _embeddings(batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], outp
 
 
 def torch_device(name: str) -> torch.device:
-    """The device called ``name``; "auto" is cuda, else cpu. A CUDA device has a number: 0 unless named."""
+    """Return the device called ``name``, with a number if it is CUDA. "auto" means CUDA if available, else the CPU.
+
+    Raise ConfigError for another name, or without such a device.
+    """
     check_device_name(name)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -310,10 +317,10 @@ def torch_device(name: str) -> torch.device:
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Return the device's free memory in bytes; None for the host."""
+    """Return the device's free memory in bytes, or None for the host."""
     if device.type == "cpu":
         return None
-    torch.cuda.empty_cache()  # what loading needed for a moment
+    torch.cuda.empty_cache()  # free temporary memory of loading
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return free_bytes
 
@@ -321,14 +328,17 @@ def _free_bytes(device: torch.device) -> int | None:
 def _logprobs_of(
     logits: Tensor, token_ids: Sequence[int], num_top: Mapping[int, int], listed: Mapping[int, Sequence[int]]
 ) -> dict[int, Logprobs]:
-    """Return log-probabilities by row, for the rows that want ``num_top`` of them, or those of ids that are listed."""
+    """Return log-probabilities by row, for the rows in ``num_top``.
+
+    The ``top`` are the most likely tokens, or the ids in ``listed`` and the drawn token if a row lists any.
+    """
     rows = list(num_top)
     wanted_logits = logits if len(rows) == len(logits) else logits[rows]
     found = token_logprobs(wanted_logits, [token_ids[row] for row in rows], list(num_top.values()))
     by_row = dict(zip(rows, found, strict=True))
     for row, ids in listed.items():
         if ids:
-            wanted = [*dict.fromkeys((*ids, token_ids[row]))]  # the drawn token's, too
+            wanted = [*dict.fromkeys((*ids, token_ids[row]))]
             values = (logits[row, wanted] - torch.logsumexp(logits[row], dim=-1)).tolist()
             by_row[row] = replace(by_row[row], top=tuple(zip(wanted, values, strict=True)))
     return by_row
@@ -342,8 +352,11 @@ def _drawn(sequence: EngineSequence, token_id: int, logprobs: Logprobs | None) -
 
 
 def _end_by_grammar(guide: Guide, token_id: int, reason: FinishReason | None) -> FinishReason | None:
-    """Return how a sequence ends with a token: for ``reason``, or as its grammar lets nothing follow; None: not yet."""
-    if reason is not FinishReason.STOP:  # else the token stands for the end, and is none of the grammar's
+    """Return how a sequence ends with a token: for ``reason``, or because of its grammar. None: it continues.
+
+    The token is passed to the guide, unless it stands for the end. An output that violates the grammar is logged.
+    """
+    if reason is not FinishReason.STOP:  # an end token is not part of the grammar
         guide.take([token_id])
     if guide.error:
         log.warning("an answer cannot be held to its grammar any more", error=guide.error)

@@ -1,16 +1,18 @@
-"""Drawing tokens from logits, so that noise in logits changes few draws.
+"""Drawing of tokens from logits, so that noise in logits changes few draws.
 
 The order is vLLM's: logit bias, grammar and forbidden ends, penalties, temperature, min_p, top_k, top_p. Then each
-token's score gets Gumbel noise that depends on (seed, output index, token id) alone, and the highest is drawn
-(Gumbel-max). So a token that rounding moved into or out of the filters changes the draw only if it is itself the drawn
-one, and noise of ε in the scores gives another token with a probability of about ε, whatever the vocabulary. A walk
-along the cumulative distribution has neither: one token more or less shifts all that follow it.
+token's score gets Gumbel noise that depends only on (seed, output index, token id). The token with the highest score is
+drawn (Gumbel-max).
 
-The filters cut on scores in steps of `_STEP`, far coarser than the noise of any dtype's sums, ties by id: which tokens
-they leave depends on how many lie in each step, not on the order of nearly equal ones, and needs no sort.
+A token that rounding moves into or out of the filters therefore changes the draw only if it is itself drawn. Noise of ε
+in the scores changes the draw with a probability of about ε, whatever the vocabulary. A walk along the cumulative
+distribution has neither property: one token more or less shifts all later ones.
 
-On a CPU, compiled kernels draw (`pdmesh.engine.drawing`). The torch functions here are their reference, and draw on
-devices and where no kernels were compiled.
+The filters cut scores in steps of `_STEP`, far coarser than the noise of any dtype's sums, with ties by id. Which
+tokens remain depends on the number of tokens in each step, not on the order of nearly equal ones, and needs no sort.
+
+On a CPU, compiled kernels draw (`pdmesh.engine.drawing`). The torch functions here are their reference. They draw on
+devices, and where no kernels were compiled.
 """
 
 from __future__ import annotations
@@ -30,18 +32,18 @@ from pdmesh.engine.base import EngineSequence, Logprobs
 from pdmesh.engine.drawing import draw_kernels
 
 #: Number of logits that torch draws from at once: 64 rows of a vocabulary of 128K. Filters take some 20 bytes for each.
-#: On a CPU they stay in the cache.
+#: On a CPU, the smaller number stays in the cache.
 _TILE_ELEMENTS, _CPU_TILE_ELEMENTS = 1 << 23, 1 << 18
 
-#: The grid of the filters, in nats; and the steps told apart: what is less likely than the best token by a factor of
-#: e^-32 counts as equally unlikely.
+#: Steps of the filters, in nats, and their number. Tokens less likely than the best by a factor of e^-32 count as
+#: equally unlikely.
 _STEP = 1 / 256
 _NUM_STEPS = 32 * 256
 
-#: Tokens whose scores fp32 might not tell apart, at most: torch draws the best of these in fp64.
+#: Largest number of tokens whose scores fp32 might not distinguish. torch draws the best of these in fp64.
 _NUM_CANDIDATES = 8
 
-#: Most likely tokens that compiled kernels find; more are found by sorting.
+#: Largest number of most likely tokens that compiled kernels find. More are found by sorting.
 _MOST_INSERTED = 64
 
 _MASK_64 = (1 << 64) - 1
@@ -49,7 +51,7 @@ _MASK_31 = (1 << 31) - 1
 
 
 def sample(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
-    """The next token of each sequence; ``logits`` (rows, vocab_size) in fp32 are left as they are."""
+    """Return the next token of each sequence. ``logits`` (rows, vocab_size) in fp32 are not changed."""
     if logits.device.type == "cpu" and (kernels := draw_kernels()) is not None:
         rows = logits.contiguous().numpy()
         addresses = rows.ctypes.data + rows.strides[0] * np.arange(len(rows))
@@ -72,11 +74,11 @@ def sample(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
 
 
 def draw(logits: Tensor, sequences: Sequence[EngineSequence]) -> Tensor:
-    """Draw in torch: (rows,), int64, on the device of ``logits`` (rows, vocab_size, fp32), which are left as they are.
+    """Draw in torch: (rows,), int64, on the device of ``logits`` (rows, vocab_size, fp32), which are not changed.
 
-    Everything that rows are drawn by goes to a device in one copy, and what grammars let follow is worked out on the
-    host while the device computes. Only rows whose logits are changed otherwise (penalties, biases, forbidden ends)
-    leave the device and come back, which waits for it.
+    All settings of the rows go to a device in one copy. The host computes the tokens that grammars allow while the
+    device works. Only rows whose logits are changed otherwise (penalties, biases, forbidden ends) are copied to the
+    host and back, which waits for the device.
     """
     logits = _processed(_masked(logits, sequences), sequences)
     tile_elements = _CPU_TILE_ELEMENTS if logits.device.type == "cpu" else _TILE_ELEMENTS
@@ -86,19 +88,23 @@ def draw(logits: Tensor, sequences: Sequence[EngineSequence]) -> Tensor:
 
 
 class DrawSettings(NamedTuple):
-    """What rows are drawn by, where their logits are; each (rows, 1), but for the keys."""
+    """Settings of rows on the device of their logits. Each is (rows, 1) but the keys.
 
-    temperature: Tensor  # fp64; 1 if it does not count
-    num_steps: Tensor  # int64, that min_p leaves
-    top_k: Tensor  # int64
-    top_p: Tensor  # fp64
-    noise_keys: Tensor  # (rows, 2), int32
+    ``temperature`` and ``top_p`` are fp64; a temperature of 1 stands for greedy rows. ``num_steps`` (int64) is the
+    number of steps that min_p keeps. ``noise_keys`` are (rows, 2), int32.
+    """
+
+    temperature: Tensor
+    num_steps: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    noise_keys: Tensor
 
 
 def row_settings(sequences: Sequence[EngineSequence], vocab_size: int) -> npt.NDArray[np.float64]:
-    """Return the fields of `DrawSettings`, a column each and two for the keys; temperatures as they are."""
+    """Return the fields of `DrawSettings`, a column each and two for the keys, with unchanged temperatures."""
     params = [sequence.params for sequence in sequences]
-    values = np.empty((len(params), 6), dtype=np.float64)  # which holds integers of 32 bits as they are
+    values = np.empty((len(params), 6), dtype=np.float64)  # fp64 holds 32-bit integers exactly
     values[:, 0] = [p.temperature for p in params]
     steps = [1 + round(-math.log(p.min_p) / _STEP) if p.min_p > 0.0 else _NUM_STEPS for p in params]
     values[:, 1] = np.minimum(steps, _NUM_STEPS)
@@ -125,14 +131,14 @@ def noise_keys(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.i
 
 
 def noise_bits(keys: Tensor, vocab_size: int) -> Tensor:
-    """31 random bits for each row of ``keys`` and token id (columns), int32.
+    """Return 31 random bits for each row of ``keys`` and token id (columns), int32.
 
-    A key chooses among 2^63 affine maps of ids to 32 bits, whose result is mixed once more ("lowbias32" of Wellons'
+    A key chooses one of 2^63 affine maps from ids to 32 bits. The result is mixed once more ("lowbias32" of Wellons'
     hash-prospector).
     """
     bits = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * (keys[:, :1] | 1)
     bits += keys[:, 1:]
-    # shifts keep the sign, so that what comes in from the left is masked
+    # Right shifts copy the sign, so the bits shifted in are masked.
     bits ^= (bits >> 16) & 0xFFFF
     bits *= 0x21F0AAAD
     bits ^= (bits >> 15) & 0x1FFFF
@@ -142,7 +148,7 @@ def noise_bits(keys: Tensor, vocab_size: int) -> Tensor:
 
 
 def _mix(x: int) -> int:
-    """SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
+    """Return the result of SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
     x &= _MASK_64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK_64
@@ -150,17 +156,17 @@ def _mix(x: int) -> int:
 
 
 def takes_best(sequence: EngineSequence) -> bool:
-    """Whether its next token is the most likely one of the logits as they are."""
+    """Return whether the sequence's next token is the most likely one of the unchanged logits."""
     return sequence.params.temperature <= 0 and not changes_logits(sequence)
 
 
 def changes_logits(sequence: EngineSequence) -> bool:
-    """Whether `process` does anything."""
+    """Return whether `process` changes the sequence's logits."""
     return sequence.guide is not None or changes_beside_grammar(sequence)
 
 
 def changes_beside_grammar(sequence: EngineSequence) -> bool:
-    """Whether `process` does more than hold a sequence to its grammar."""
+    """Return whether `process` does more than apply the sequence's grammar."""
     params = sequence.params
     return (
         params.repetition_penalty != 1.0
@@ -200,7 +206,7 @@ def process(logits: npt.NDArray[np.float32], sequence: EngineSequence) -> None:
 
 
 def _keep_allowed(logits: npt.NDArray[np.float32], allowed: npt.NDArray[np.uint8]) -> None:
-    """Set the logits of tokens without a bit in ``allowed``, lowest first, to -inf."""
+    """Set the logits of tokens without a bit in ``allowed`` to -inf, in place. The lowest bit is token 0."""
     if (kernels := draw_kernels()) is not None:
         kernels.keep_allowed(logits, allowed)
         return
@@ -229,7 +235,7 @@ def _penalize_counts(
 
 
 def _forbid(logits: npt.NDArray[np.float32], token_ids: list[int]) -> None:
-    """Let none of ``token_ids`` be drawn, unless nothing else can be."""
+    """Forbid ``token_ids``, unless no other token could be drawn."""
     before = logits[token_ids]
     logits[token_ids] = -np.inf
     if not np.isfinite(logits).any():
@@ -242,7 +248,7 @@ def _completing(sequences: Sequence[Sequence[int]], output: array.array[int]) ->
 
 
 def _masked(logits: Tensor, sequences: Sequence[EngineSequence]) -> Tensor:
-    """Forbid what cannot follow in rows that are changed by a grammar alone."""
+    """Forbid the tokens that a grammar does not allow, in rows that are changed only by a grammar."""
     vocab_size, device = logits.shape[-1], logits.device
     masks = {
         row: mask
@@ -292,22 +298,23 @@ def _draw_tile(logits: Tensor, sequences: Sequence[EngineSequence]) -> Tensor:
 
 
 def gumbel(bits: Tensor) -> Tensor:
-    """Gumbel noise from 31 bits in floats, in place: -log(-log(1 - v)), most exact where it is large (v near 0).
+    """Convert 31 random bits in floats to Gumbel noise, in place: -log(-log(1 - v)).
 
-    A ``v`` that fp32 rounds to 1 becomes the float below, so that no noise is infinite.
+    The noise is most exact where it is large (v near 0). A ``v`` that fp32 rounds to 1 becomes the float below, so that
+    no noise is infinite.
     """
     least = torch.finfo(bits.dtype).eps / 2 - 1
     return bits.add_(0.5).mul_(-(2.0**-31)).clamp_(min=least).log1p_().neg_().log_().neg_()
 
 
 def is_filtered(sequence: EngineSequence) -> bool:
-    """Whether `kept_tokens` leaves out any."""
+    """Return whether `kept_tokens` may exclude any token."""
     params = sequence.params
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
 def step_weights(device: torch.device) -> Tensor:
-    """Weights of the filters' steps relative to the most likely token, which has step 0 to itself; fp64."""
+    """Return the steps' weights relative to the most likely token, which is alone in step 0, in fp64."""
     return (torch.arange(_NUM_STEPS + 1, dtype=torch.float64, device=device) - 1).clamp_(min=0).mul_(-_STEP).exp_()
 
 
@@ -317,22 +324,22 @@ def _step_weights() -> npt.NDArray[np.float64]:
 
 
 def kept_tokens(scores: Tensor, settings: DrawSettings) -> Tensor:
-    """Mark the tokens that min_p, top_k and top_p leave, (rows, vocab_size); the most likely one always stays.
+    """Mark the tokens that min_p, top_k and top_p keep, (rows, vocab_size). The most likely one is always kept.
 
-    Tokens are ordered by step, then by id, the most likely one before all. Each filter leaves so many first ones.
+    Tokens are ordered by step, then by id, the most likely one first. Each filter keeps a number of first tokens.
     """
     (rows, vocab_size), device = scores.shape, scores.device
     steps = (scores * (-1 / _STEP)).round_().clamp_(max=_NUM_STEPS - 1).long().clamp_(min=0) + 1
     steps.scatter_(1, scores.argmax(dim=-1, keepdim=True), 0)
     counts = torch.zeros(rows, _NUM_STEPS + 1, dtype=torch.int64, device=device)
     counts.scatter_add_(1, steps, torch.ones((1, 1), dtype=torch.int64, device=device).expand(rows, vocab_size))
-    up_to = counts.cumsum(dim=-1)  # tokens up to the end of each step
+    up_to = counts.cumsum(dim=-1)
     each = step_weights(device)
     weight_up_to = (counts * each).cumsum(dim=-1)
 
     num_kept = torch.minimum(up_to.gather(1, settings.num_steps), settings.top_k)
 
-    # the weight of the first num_kept, and then how many of them reach top_p of it
+    # The weight of the first num_kept tokens, and then the number of them that reaches top_p of it.
     step = torch.searchsorted(up_to, num_kept)
     kept_weight = weight_up_to.gather(1, step) - (up_to.gather(1, step) - num_kept) * each[step]
     target = settings.top_p * kept_weight
@@ -348,7 +355,7 @@ def kept_tokens(scores: Tensor, settings: DrawSettings) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[Logprobs]:
-    """Log-softmax of the raw logits at each row's token, and at its ``num_top`` most likely ones (ties by id)."""
+    """Return log-probabilities of each row's token and of its ``num_top`` most likely ones (ties by id)."""
     totals = torch.logsumexp(logits, dim=-1)
     chosen = logits.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0] - totals
     all_top, all_totals = _most_likely(logits, num_top), totals.tolist()
@@ -359,7 +366,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[i
 
 
 def _most_likely(logits: Tensor, num_top: Sequence[int]) -> list[list[tuple[int, float]]]:
-    """Return each row's ``num_top`` most likely tokens and their logits, of equal ones the lowest ids first."""
+    """Return each row's ``num_top`` most likely tokens with their logits. Of equal ones, lower ids come first."""
     most = max(num_top)
     if not most:
         return [[] for _ in num_top]
@@ -367,7 +374,7 @@ def _most_likely(logits: Tensor, num_top: Sequence[int]) -> list[list[tuple[int,
     if kernels is not None and most <= _MOST_INSERTED:
         found = kernels.top(logits.contiguous().numpy(), most, num_threads=torch.get_num_threads())
         return [top[:count] for top, count in zip(found, num_top, strict=True)]
-    # one more than asked for shows whether the last place is tied
+    # One more than requested shows whether the last place is tied.
     values, candidates = logits.topk(min(most + 1, logits.shape[-1]), dim=-1)
     top_values, top_ids = values.tolist(), candidates.tolist()
     result: list[list[tuple[int, float]]] = []

@@ -1,4 +1,4 @@
-"""Tensors as they lie in the safetensors files of a checkpoint."""
+"""Tensors as stored in the safetensors files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pdmesh.engine.unused import check_unused
 from pdmesh.errors import ConfigError
 from pdmesh.model import IndexRange
 
-#: By a tensor's name, the open file that holds it, and its name there.
+#: The open file with a tensor, and the tensor's name in it, by the tensor's name here.
 StoredFiles = dict[str, tuple[Any, str]]
 
 
 class FileTensors:
-    """Implements `pdmesh.engine.tensors.Tensors` for tensors that are read as they lie."""
+    """`pdmesh.engine.tensors.Tensors` of tensors that are stored plainly."""
 
     def __init__(self, directory: Path, files: StoredFiles) -> None:
         self._directory = directory
@@ -37,7 +37,7 @@ class FileTensors:
         check_unused(self._files.keys() - used, str(self._directory), self.read_stored)
 
     def check_stored(self, name: str, stored: Stored) -> None:
-        """Raise ConfigError unless a tensor is of one of the shapes and types."""
+        """Raise ConfigError unless a tensor is stored in one of the shapes and types."""
         if name not in self._files:
             raise ConfigError(f"{self._directory}: the weights hold no tensor {name!r}")
         file, own_name = self._files[name]
@@ -62,7 +62,7 @@ class FileTensors:
         return None
 
     def read_stored(self, name: str, rows: IndexRange | None = None) -> Tensor:
-        """A tensor that was checked, or some of its rows."""
+        """Return a checked tensor, or some of its rows. Raise ConfigError if it cannot be read."""
         file, own_name = self._files[name]
         try:
             tensor: Tensor = file.get_tensor(own_name) if rows is None else file.get_slice(own_name)[slice(*rows)]

@@ -1,4 +1,4 @@
-"""Where weights come from: the safetensors files of a checkpoint, plain or quantised, or chance."""
+"""Sources of weights: the safetensors files of a checkpoint, plain or quantised, or a random generator."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Tensors(Protocol):
     def check(self, name: str, shape: Shape) -> Sequence[str]:
         """Return the names of the stored tensors that make up a weight.
 
-        Raise ConfigError unless they are there: before memory is taken for what config.json claims.
+        Raise ConfigError unless they are stored in this shape. Call before memory is allocated for the sizes in
+        config.json.
         """
         ...
 
@@ -45,18 +46,18 @@ class Tensors(Protocol):
         ...
 
     def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
-        """A tensor of this shape, or some of its rows, which lasts until the files are closed."""
+        """Return a tensor of this shape, or some of its rows. It is valid until the files are closed."""
         ...
 
     def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:
-        """A matrix as it is quantised; None where it is not, or in a way that kernels do not multiply."""
+        """Return a matrix in its quantised form, or None if it is plain, or kernels cannot multiply this form."""
         ...
 
 
 class RandomTensors:
-    """Matrices of deviation 1 / sqrt(inputs), so that activations neither vanish nor grow; vectors of ones.
+    """Random matrices and vectors of ones. Matrices are quantised if ``quantization`` is by codes.
 
-    Where ``quantization`` is by codes, so are the matrices.
+    The deviation is 1 / sqrt(inputs), so that activations neither vanish nor grow.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class RandomTensors:
         if len(shape) == 1:
             return some(torch.ones(shape, dtype=self._dtype, device=device), rows)
         tensor = torch.empty(shape, dtype=self._dtype, device=device)
-        return some(tensor.normal_(0, shape[1] ** -0.5, generator=self._generator), rows)  # on every rank the same
+        return some(tensor.normal_(0, shape[1] ** -0.5, generator=self._generator), rows)  # the same on every rank
 
     def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:
         if self._quantization is None or self._quantization.bits not in CODE_BITS:
@@ -98,7 +99,7 @@ class RandomTensors:
         bits, (outputs, inputs) = quantization.bits, shape
         codes = torch.randint(0, 1 << bits, (outputs, inputs), generator=self._generator, dtype=torch.uint8)
         size = quantization.group_size or inputs
-        deviation = (1 << bits) / 12**0.5  # of codes
+        deviation = (1 << bits) / 12**0.5
         scales = torch.full((outputs, -(-inputs // size)), inputs**-0.5 / deviation).bfloat16().float()
         return grouped(codes, scales, None, torch.arange(inputs) // size, bits=bits)
 
@@ -118,10 +119,10 @@ class RandomTensors:
 
 @dataclass(frozen=True, slots=True)
 class UnreadTensors:
-    """Stands for tensors that are compared only: none is read."""
+    """Stand-in for tensors in a check of names and shapes. It records the names in ``used``, and reads nothing."""
 
     tensors: Tensors
-    used: set[str] = field(default_factory=set[str])  # names of stored tensors that were asked for
+    used: set[str] = field(default_factory=set[str])
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -143,7 +144,7 @@ class UnreadTensors:
 
 
 class QuantizedTensors(FileTensors):
-    """`Tensors` of a quantised checkpoint, in ``dtype``: what a weight stands for, rounded once."""
+    """`Tensors` of a quantised checkpoint. Values are computed, and rounded once to ``dtype``."""
 
     def __init__(self, directory: Path, files: StoredFiles, layout: Layout, bits: int, dtype: torch.dtype) -> None:
         super().__init__(directory, files)
@@ -185,7 +186,7 @@ class QuantizedTensors(FileTensors):
             raise ConfigError(f"{name}: the quantised weight {error}; download the checkpoint again") from error
 
     def _stored(self, name: str, shape: Shape) -> dict[str, Stored]:
-        """A weight's tensors by their whole names."""
+        """Return a weight's stored tensors by their whole names."""
         prefix = name.removesuffix(_WEIGHT)
         return {f"{prefix}.{end}": stored for end, stored in self._layout.tensors(*shape).items()}
 
@@ -195,13 +196,13 @@ class QuantizedTensors(FileTensors):
 
 
 def some(tensor: Tensor, rows: IndexRange | None) -> Tensor:
-    """Rows of a tensor; None: all."""
+    """Return rows of a tensor, all if ``rows`` is None."""
     return tensor if rows is None else tensor[slice(*rows)]
 
 
 @contextmanager
 def open_tensors(directory: Path, config: ModelConfig, dtype: torch.dtype) -> Iterator[Tensors]:
-    """The weights of a checkpoint."""
+    """Yield the weights of a checkpoint."""
     quantization = config.quantization
     if quantization is not None and quantization.format is QuantizedFormat.GGUF:
         yield GgufTensors(weight_files(directory), dtype)
@@ -226,11 +227,11 @@ def _layout_of(quantization: Quantization) -> Layout:
 
 
 def _name_of(name: str, names: TensorNames) -> str:
-    """What a tensor of a file is called here."""
+    """Return the name here of a file's tensor."""
     for before, after in names.renames:
         if name.startswith(before):
             name = after + name.removeprefix(before)
             break
-    # Checkpoints for embeddings are of the bare model, whose names have no prefix.
+    # Embedding checkpoints contain the bare model, whose names have no prefix.
     is_bare = names.embedding.startswith("model.") and not name.startswith(("model.", "lm_head."))
     return f"model.{name}" if is_bare else name

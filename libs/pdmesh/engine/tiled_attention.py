@@ -1,9 +1,9 @@
 """Attention in plain torch whose results depend on a token's own context alone, to the last bit.
 
-Libraries choose how to sum by the shapes they are given, and so does torch's vectorized arithmetic. Here every
-operation has one shape, (64 query rows) x (256 keys) of one key-value head: rows are padded, keys are masked, and tiles
-of keys begin at multiples of 256 and are summed in order. Masked keys add exact zeros. It is what deterministic mode
-uses on CPU where no compiled kernel does.
+Libraries choose the order of sums by the given shapes, and so does torch's vectorized arithmetic. Here every operation
+has one shape, (64 query rows) x (256 keys) of one key-value head. Rows are padded, and keys are masked. Tiles of keys
+begin at multiples of 256 and are summed in order. Masked keys add exact zeros. Deterministic mode uses this on CPUs if
+no compiled kernel suits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _TiledPlan:
     ) -> AttentionOutput:
         output = query.new_empty(query.shape, dtype=torch.float32 if wide else query.dtype)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        query = query.float() if wide else multiplicable(query)  # the dtype to multiply in
+        query = query.float() if wide else multiplicable(query)  # the dtype of products
         num_heads, head_dim = query.shape[1:]
         group = num_heads // self.num_kv_heads
         for span, table in self.spans:
@@ -78,7 +78,7 @@ def _seen_keys(span: QuerySpan, window: int | None) -> Tensor:
 def _attend_rows(
     rows: Tensor, seen: Tensor, keys: Tensor, values: Tensor, score_cap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Results and log-sum-exp of up to 64 scaled query rows, which see these keys, the first and the last ones."""
+    """Return results and log-sum-exps of up to 64 scaled query rows, which see the keys given by ``seen``."""
     num_rows = len(rows)
     begin, visible = int(seen[0, 0]) // _TILE_KEYS * _TILE_KEYS, int(seen[-1, 1]) + 1
     rows = functional.pad(rows, (0, 0, 0, _TILE_ROWS - num_rows))

@@ -1,7 +1,7 @@
 """The transformer that a `ModelConfig` describes, over flat tokens and a paged KV cache.
 
-All tokens of a step, whatever sequences they belong to, go through the linear layers together. Nothing here is kept
-between calls, so that a layer hook may run another step before it returns.
+All tokens of a step, whatever their sequences, go through the linear layers together. No state is kept between calls,
+so a layer hook may run another step before it returns.
 """
 
 from __future__ import annotations
@@ -24,58 +24,63 @@ from pdmesh.engine.model_config import ModelConfig, QkNorm
 from pdmesh.engine.rope import RotaryEmbedding
 from pdmesh.model import IndexRange
 
-#: Rows of one product in deterministic mode. Libraries choose how to sum by the number of rows; among equally many
-#: rows a row's result depends on itself alone (measured: oneDNN bf16 with AMX and without, MKL fp32). Fewer would slow
-#: prefill, more would slow decode.
+#: Number of rows per product in deterministic mode. Libraries choose the order of sums by the number of rows. With a
+#: fixed number, a row's result depends on itself alone (measured: oneDNN bf16 with AMX and without, MKL fp32). Fewer
+#: rows would slow prefill, more would slow decode.
 _DETERMINISTIC_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step's tokens, flattened, and where their keys and values go."""
+    """A step's tokens, flattened, and the places of their keys and values.
 
-    token_ids: Tensor  # (num_tokens,)
-    positions: Tensor  # (num_tokens,)
-    num_prompt_tokens: Tensor  # (num_tokens,), of each token's sequence
-    slots: Tensor  # (num_tokens,): block * block_size + offset
-    rests: Tensor | None  # rows of head_dim in blocks begun and not filled: to be wiped, unless they have been
-    windowed: Places | None = None  # in layers with a window, where their KV lies in frames
+    All but ``rests`` are (num_tokens,). ``num_prompt_tokens`` are of each token's sequence. ``slots`` are block *
+    block_size + offset. ``rests`` are the unfilled rows, of head_dim, in blocks that a slice begins; None if they are
+    wiped already. ``windowed`` has the places in layers with a window, if these use frames.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    num_prompt_tokens: Tensor
+    slots: Tensor
+    rests: Tensor | None
+    windowed: Places | None = None
 
 
 class Places(NamedTuple):
-    """What of `StepInputs` says where keys and values go."""
+    """Places of a step's keys and values, as in `StepInputs`."""
 
     slots: Tensor
     rests: Tensor | None
 
 
 def wipe_rests(cache: Tensor, places: StepInputs | Places) -> None:
-    """Wipe what another sequence left behind this one's end when it begins a block: a NaN would pass the mask.
+    """Zero the unfilled rows of blocks that a slice begins. A NaN of another sequence would pass the mask (0 x NaN).
 
-    (0 x NaN.) No more than that: a step that is computed again changes nothing that others may read.
+    No other rows are changed: a step that is computed again changes nothing that others may read.
     """
     if places.rests is not None and len(places.rests):
         cache.view(-1, cache.shape[-1]).index_fill_(0, places.rests, 0)
 
 
 class Carried(NamedTuple):
-    """What a layer leaves for the next: their sum is the hidden states, of which the next norm takes care."""
+    """State between two layers. The hidden states are the sum, which the next norm computes."""
 
     hidden: Tensor
     delta: Tensor | None
 
 
 def hidden_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of hidden states between layers where products multiply ``dtype``.
+    """Return the dtype of hidden states between layers, for products in ``dtype``.
 
-    CPUs keep fp32, and so do the products that are added to them: sums of all layers are rounded once, where a product
-    multiplies them. Trained models have single hidden states of 20,000 and more, which float16 could hardly hold.
+    On CPUs, hidden states and the products added to them stay in fp32. Sums over all layers are rounded once, before
+    the next product. Trained models have single hidden states of 20,000 and more, which float16 could hardly hold.
     """
     return torch.float32 if device.type == "cpu" else dtype
 
 
 class Transformer:
-    """Weights and the forward pass, of a model or of some of its layers."""
+    """The weights and forward pass of a model, or of some of its layers."""
 
     def __init__(
         self,
@@ -87,9 +92,9 @@ class Transformer:
         cache_heads: IndexRange | None = None,
         first_layer: int = 0,
     ) -> None:
-        """``cache_heads`` are those of the cache that ``config`` has, where others compute the rest.
+        """``config`` and ``weights`` have only the layers computed here, from ``first_layer`` on.
 
-        ``config`` and ``weights`` have the layers from ``first_layer`` on that are computed here.
+        ``cache_heads`` are the cache's heads that ``config`` has, if other ranks compute the rest.
         """
         self._config = config
         self._first_layer = first_layer
@@ -103,7 +108,7 @@ class Transformer:
         self._rotation_of = [config.ropes.index(layer.rope) for layer in config.layers]
         self._dtype = dtype
         self.hidden_dtype = hidden_dtype(dtype, device)
-        # as transformers rounds it
+        # Rounded as in transformers.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.hidden_dtype))
         self._deterministic = deterministic
 
@@ -113,7 +118,7 @@ class Transformer:
 
     @property
     def first_layer(self) -> int:
-        """The number of the first layer here."""
+        """Number of the first layer here."""
         return self._first_layer
 
     @property
@@ -127,7 +132,7 @@ class Transformer:
     def forward(
         self, inputs: StepInputs, caches: Sequence[Tensor], attention: AttentionPlan, on_layer: LayerHook | None
     ) -> Tensor:
-        """Hidden states (num_tokens, hidden_size) before the last norm; writes the tokens' keys and values."""
+        """Compute hidden states (num_tokens, hidden_size) before the last norm, and store keys and values."""
         hidden, delta = self.through(Carried(self.embed_tokens(inputs), None), inputs, caches, attention, on_layer)
         return hidden if delta is None else hidden + delta
 
@@ -139,7 +144,7 @@ class Transformer:
         attention: AttentionPlan,
         on_layer: LayerHook | None,
     ) -> Carried:
-        """What the last of the layers here leaves, given what the layer before the first left."""
+        """Compute the layers here on the state ``before`` of the layers before. Return the state after the last."""
         (hidden, delta), rotations = before, self.rotations(inputs)
         windowed = inputs.windowed or inputs
         rotations_of_windowed = [replace(rotation, slots=windowed.slots) for rotation in rotations]
@@ -161,18 +166,17 @@ class Transformer:
         output, lse = attention.attend(query, cache, window=window, with_lse=sinks is not None)
         if sinks is None or lse is None:
             return output
-        # What a softmax with one more score leaves for the others.
+        # The share of a softmax that one more score leaves for the others.
         return (output * by_value(torch.sigmoid, lse - sinks)[..., None]).to(output.dtype)
 
-    # A layer, in the two parts that lie before and after its attention. ``hidden`` and ``delta`` are what was carried
-    # from the layer before.
+    # The parts of a layer before and after its attention. ``hidden`` and ``delta`` are the state of the layer before.
 
     def embed(self, inputs: StepInputs) -> tuple[Tensor, Sequence[Rotation]]:
-        """Hidden states (num_tokens, hidden_size) before the first layer, and the different rotations of layers."""
+        """Return hidden states (num_tokens, hidden_size) before the first layer, and the layers' distinct rotations."""
         return self.embed_tokens(inputs), self.rotations(inputs)
 
     def embed_tokens(self, inputs: StepInputs) -> Tensor:
-        """Hidden states (num_tokens, hidden_size) before the model's first layer."""
+        """Return hidden states (num_tokens, hidden_size) before the model's first layer."""
         assert self._weights.embedding is not None, "tokens enter in the first stage"
         hidden = self._weights.embedding.embed(inputs.token_ids).to(self.hidden_dtype)
         if self._embedding_scale != 1:
@@ -182,21 +186,21 @@ class Transformer:
         return hidden
 
     def rotations(self, inputs: StepInputs) -> Sequence[Rotation]:
-        """The different rotations of the layers."""
+        """Return the layers' distinct rotations."""
         tables = [rotary.cos_sin(inputs.positions, inputs.num_prompt_tokens) for rotary in self._rotaries]
         return [Rotation(cos=cos, sin=sin, slots=inputs.slots) for cos, sin in tables]
 
     def before_attention(
         self, number: int, hidden: Tensor, delta: Tensor | None, rotations: Sequence[Rotation], cache: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states, and queries (num_tokens, heads, head_dim); keys and values are in the cache then."""
+        """Return hidden states and queries (num_tokens, heads, head_dim), and write keys and values to the cache."""
         layer, rotation = self._weights.layers[number], rotations[self._rotation_of[number]]
         hidden, normed = self._add_norm(hidden, delta, layer.input_norm)
         qkv = self._project(layer, normed)
         return hidden, self.kernels.rotate_and_store(qkv, self._config.num_heads, rotation, cache)
 
     def after_attention(self, number: int, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states and delta, from what attention gave for the queries."""
+        """Return hidden states and delta after the MLP, from the attention's results for the queries."""
         layer = self._weights.layers[number]
         delta = self._added(self._delta(attended.flatten(1), layer.output), layer.attention_output_norm)
         hidden, normed = self._add_norm(hidden, delta, layer.mlp_norm)
@@ -208,7 +212,7 @@ class Transformer:
         return hidden, self._added(given, layer.mlp_output_norm)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Scores of the next token in fp32, (rows, vocab_size), for chosen rows of `forward`; into ``out`` if given."""
+        """Return scores of the next token in fp32, (rows, vocab_size), for rows of `forward`; in ``out`` if given."""
         assert self._weights.lm_head is not None, "scores come out of the last stage"
         _, normed = self.kernels.add_norm(hidden, None, *self._weights.norm)
         scores = self._linear(normed, self._weights.lm_head, wide=True)
@@ -221,29 +225,29 @@ class Transformer:
         return scores
 
     def last_norm(self, hidden: Tensor) -> Tensor:
-        """Chosen rows of `forward`, normed, in their dtype: what embeddings are made of."""
+        """Return chosen rows of `forward` after the last norm, in their dtype, for embeddings."""
         return self.kernels.norm(hidden, *self._weights.norm)
 
     def tabulate_rotation(self, num_positions: int) -> None:
-        """Look rotations up from now on, for tokens before ``num_positions``: on a device, fewer kernels a step."""
+        """Use tables of rotations from now on, for positions before ``num_positions``: fewer kernels on a device."""
         for rotary in self._rotaries:
             rotary.tabulate(num_positions)
 
     def _add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """``hidden + delta``, and its norm; itself where there is none."""
+        """Return ``hidden + delta`` and its norm, or without a norm the sum in the dtype of products."""
         if norm is not None:
             return self.kernels.add_norm(hidden, delta, *norm)
         hidden = hidden if delta is None else hidden + delta
         return hidden, hidden.to(self._dtype)
 
     def _added(self, delta: Tensor, norm: Norm | None) -> Tensor:
-        """What attention or an MLP adds to the residual stream."""
+        """Return the term that attention or an MLP adds to the residual stream."""
         if norm is not None:
             delta = self.kernels.norm(delta, *norm)
         return delta if self._config.residual_scale == 1 else delta * self._config.residual_scale
 
     def _project(self, layer: LayerWeights, normed: Tensor) -> Tensor:
-        """Queries, keys and values: (num_tokens, heads, head_dim)."""
+        """Return queries, keys and values: (num_tokens, heads, head_dim)."""
         config = self._config
         qkv = self._linear(normed, layer.qkv).view(normed.shape[0], -1, config.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -264,11 +268,11 @@ class Transformer:
         return self._delta(self.kernels.activate(self._linear(rows, mlp.gate_up)), mlp.down)
 
     def _delta(self, rows: Tensor, linear: Linear) -> Tensor:
-        """Return what a product adds to hidden states, in their dtype."""
+        """Return the term that a product adds to hidden states, in their dtype."""
         return self._linear(rows, linear, wide=self.hidden_dtype == torch.float32)
 
     def _linear(self, rows: Tensor, linear: Linear, *, wide: bool = False) -> Tensor:
-        """Multiply; in deterministic mode, so that a row's result depends on that row alone."""
+        """Multiply. In deterministic mode, a row's result depends on that row alone."""
         if not self._deterministic or linear.row_by_row:
             return linear(rows, wide=wide)
         padded = functional.pad(rows, (0, 0, 0, -len(rows) % _DETERMINISTIC_ROWS))

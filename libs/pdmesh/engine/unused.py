@@ -1,4 +1,4 @@
-"""Tensors that a checkpoint holds and no layer asks for: harmless ones are known, all others are refused by name."""
+"""Stored tensors that no layer reads: harmless ones are known by name, and all others are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pdmesh.errors import ConfigError
 
-#: Names of tensors that change nothing that is computed here.
+#: Names of tensors that change no result here.
 _HARMLESS = re.compile(
     "|".join(
         (
@@ -29,9 +29,9 @@ _HARMLESS = re.compile(
 
 
 def check_unused(names: Iterable[str], where: str, read: Callable[[str], Tensor]) -> None:
-    """Raise ConfigError if one of these tensors, which no layer asks for, may change what the model computes.
+    """Raise ConfigError if one of these tensors, which no layer reads, may change what the model computes.
 
-    ``read`` reads one of them: a bias of zeros changes nothing, and some formats store one for every layer.
+    ``read`` reads one of them. A bias of zeros changes nothing, and some formats store one for every layer.
     """
     for name in sorted(names):
         if _HARMLESS.fullmatch(name) or (name.endswith(".bias") and not bool(read(name).any())):

@@ -147,10 +147,7 @@ def text_fields(raw: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _plain_rope(rope: object) -> object:
-    """Return RoPE parameters with ``mrope`` replaced by ``default``.
-
-    For text, the three positions (time, height, width) are equal.
-    """
+    """Return RoPE parameters with ``default`` for ``mrope``: a text token's three positions are equal."""
     if not isinstance(rope, Mapping):
         return rope
     return {

@@ -24,7 +24,7 @@ from pdmesh.engine.sampler import draw
 from pdmesh.engine.transformer_model import StepInputs, Transformer
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 
-#: Number of tokens from which a layer takes the device many times longer than its launches take the host.
+#: Least number of tokens for which a layer takes the device many times longer than its launches take the host.
 _LARGE_STEP = 2048
 
 

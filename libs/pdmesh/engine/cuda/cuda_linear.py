@@ -52,10 +52,7 @@ def _row_kernel(
 
 @dataclass(frozen=True, slots=True)
 class RowLinear:
-    """`pdmesh.engine.linear.Vocabulary` in bf16 on a device.
-
-    The kernel above multiplies a single row, and torch several.
-    """
+    """`pdmesh.engine.linear.Vocabulary` in bf16 on a device. The kernel above multiplies one row, and torch several."""
 
     weight: Tensor  # (outputs, inputs), contiguous
     bias: Tensor | None

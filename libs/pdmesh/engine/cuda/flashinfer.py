@@ -106,10 +106,7 @@ class FlashInfer:
         )
 
     def graph_decode(self, indptr: Tensor, pages: Tensor, last_page_len: Tensor) -> GraphDecode:
-        """Return attention for a graph.
-
-        Its batch size is the length of ``last_page_len``, and the graph reads these tensors.
-        """
+        """Return attention for a graph of the batch size of ``last_page_len``. The graph reads these tensors."""
         wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "HND",

@@ -219,10 +219,7 @@ class DecodeGraphs:
         return found
 
     def _send(self, graph: _Graph, decode: GraphDecode, batch: _Batch, token_ids: list[int] | None) -> None:
-        """Send a step's integers and plan, behind the device's earlier work.
-
-        If ``token_ids`` is None, they are copied later.
-        """
+        """Send a step's integers and plan, behind the device's earlier work. None: the token ids are copied later."""
         turn = self._turns.next()
         size, used = self._block_size, len(batch.starts)
         starts = np.zeros(graph.size, dtype=np.int32)

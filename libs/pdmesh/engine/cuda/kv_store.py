@@ -73,7 +73,7 @@ class DeviceKvStore:
 
     @property
     def frames(self) -> None:
-        """None: a device frees no blocks outside windows."""
+        """Always None: a device frees no blocks outside windows."""
 
     @property
     def shared(self) -> CudaSharedCache | None:

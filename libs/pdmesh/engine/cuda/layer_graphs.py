@@ -64,10 +64,7 @@ class LayerGraphs:
 
     @contextlib.contextmanager
     def lent(self, num_tokens: int) -> Iterator[LayerGraphs | None]:
-        """Yield these graphs for a step of ``num_tokens``.
-
-        Yield None if the step is too long, or another step uses the graphs.
-        """
+        """Yield these graphs for a step of ``num_tokens``, or None if it is too long or the graphs are in use."""
         if self._in_use or num_tokens > SIZES[-1]:
             yield None
             return

@@ -40,7 +40,7 @@ _LAYER = struct.Struct(f"<{HANDLE_BYTES}sQQ")
 
 
 class DeviceAllocation(NamedTuple):
-    """One allocation of the driver."""
+    """An allocation of the driver: its address and size."""
 
     address: int
     num_bytes: int
@@ -80,10 +80,7 @@ class DeviceMemory(Protocol):
         theirs: Sequence[int],
         ours: Sequence[int],
     ) -> None:
-        """Copy blocks by their numbers, from the given layer addresses on. All must be near.
-
-        Two kernels per layer are used.
-        """
+        """Copy blocks by their numbers, from the given layer addresses on, all near, with two kernels per layer."""
         ...
 
 
@@ -139,10 +136,7 @@ class CudaSharedCache:
 
 
 class CudaPeerCache:
-    """`pdmesh.kv.sharing.PeerCache` of a device's cache.
-
-    ``_mapped`` has addresses by handle, because layers may share an allocation.
-    """
+    """`pdmesh.kv.sharing.PeerCache` of a device's cache. Layers may share an allocation, which is mapped once."""
 
     def __init__(
         self,
@@ -286,10 +280,7 @@ class CudaDriver:
             raise KvTransferError(f"the device has no room to copy through: {error}") from error
 
     def _blocks(self, address: int, block_bytes: int, block_ids: Sequence[int]) -> Tensor:
-        """Return a view of memory, which may be another process's, with a row for each block.
-
-        The last row is the highest of ``block_ids``.
-        """
+        """Return a view of memory, perhaps another process's, with a row per block up to the highest given."""
         return torch.as_tensor(_Words(address, max(block_ids) + 1, block_bytes // _WORD_BYTES), device=self._device)
 
     def _index(self, block_ids: Sequence[int]) -> Tensor:

@@ -27,8 +27,8 @@ from pdmesh.model import KvLayout, RequestId, SamplingParams, num_blocks_for
 
 log = structlog.get_logger()
 
-#: Chunks in which a model is tried at start, and the largest accepted difference of the scores to those of one chunk,
-#: relative to their spread. A wrong mask, position or scale would make the scores entirely different.
+#: Chunks in which a model is tried at start, and the largest accepted difference between their scores and the whole
+#: prompt's, relative to the spread of scores. A wrong mask, position or scale would make the scores entirely different.
 _TRIED_CHUNKS = (1, 40, 55)
 _TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 

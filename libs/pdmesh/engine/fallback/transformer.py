@@ -87,7 +87,7 @@ class _Scores(nn.Module):
 
 
 class _Step:
-    """One step's pass through the layers. ``_number`` is the next layer's number."""
+    """A step's pass through the layers. ``_number`` is the next layer's number."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Models in one GGUF file: read, made into a directory that looks like a checkpoint, and dequantised when loaded."""
+"""Models in one or several GGUF files: reading, conversion into a checkpoint's directory, and dequantisation."""

@@ -1,7 +1,7 @@
-"""A GGUF model as a directory that looks like a checkpoint: ``config.json``, tokenizer, template, and its files.
+"""A GGUF model as a checkpoint's directory: ``config.json``, tokenizer, template, and links to its files.
 
-Every service that is given the model makes the directory, or finds it made: it lies under the user's cache, by the
-files' paths, sizes and times. Torch-free.
+Every service that gets the model finds or makes the directory in the user's cache. Paths, sizes and times of the files
+identify it. Torch-free.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from pdmesh.engine.gguf.gguf_tokenizer import end_tokens, write_tokenizer
 from pdmesh.engine.json_files import read_json_object
 from pdmesh.errors import ConfigError
 
-#: Name of a directory's weights, and of its first part where the model is split.
+#: Name of a directory's weights, or of the first part if the model is split.
 WEIGHTS = "model.gguf"
 
-#: Letters of a file's name in its directory's, whose own may be as long.
+#: Length of a file name's beginning in the directory's name.
 _MAX_STEM = 48
 
-#: Of what a directory has in it: another number makes it anew.
+#: Version of the directories' content. Another number makes every directory anew.
 _VERSION = 5
 
-#: First letters of files that are not a model, but what turns images into a model's embeddings.
+#: Prefix of files that contain an image encoder instead of a model.
 _OF_IMAGES = "mmproj"
 
-#: Names of sentence-transformers for the numbers of ``pooling_type``; 0: there are no embeddings.
+#: Names in sentence-transformers of the numbers of ``pooling_type``. 0 means no embeddings.
 _POOLINGS = {1: "mean_tokens", 2: "cls_token", 3: "lasttoken", 4: "rank"}
 
-#: llama.cpp's sampling settings where neither a request nor a file says any.
+#: llama.cpp's sampling settings, used if neither the request nor the file has any.
 _SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 _SAMPLING_KEYS = {
     "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat",
@@ -48,7 +48,10 @@ _MAX_SHOWN = 12
 
 
 def gguf_directory(file: Path) -> Path:
-    """Return the directory of a model, by its file or a part of it. Raises ConfigError for what cannot be served."""
+    """Return the directory of a model, given its file or one part.
+
+    The directory is made unless it exists. Raise ConfigError for a model that cannot be served.
+    """
     paths = [path.resolve() for path in part_paths(file.absolute())]
     beside = file.absolute().with_name(_GENERATION)
     identity = " ".join([str(_VERSION), *map(_identity_of, [*paths, beside])])
@@ -73,7 +76,7 @@ def gguf_directory(file: Path) -> Path:
             link.symlink_to(path)
         made.rename(directory)
     except OSError as error:
-        if not (directory / "config.json").exists():  # else another service was first
+        if not (directory / "config.json").exists():  # otherwise another service was first
             raise ConfigError(f"{directory} cannot be written: {error.strerror}; set XDG_CACHE_HOME") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -81,9 +84,9 @@ def gguf_directory(file: Path) -> Path:
 
 
 def find_model(folder: Path) -> Path | None:
-    """Return the GGUF model of a folder, by a file of it; None for a folder with another checkpoint, or none.
+    """Return a file of the only GGUF model in a folder, or None if the folder has another checkpoint or none.
 
-    Raises ConfigError for several models.
+    Raise ConfigError for several models.
     """
     if any(folder.glob("*.safetensors")) or _is_made(folder):
         return None
@@ -96,7 +99,10 @@ def find_model(folder: Path) -> Path | None:
 
 
 def _sampling(metadata: Mapping[str, Any], beside: Path) -> dict[str, Any]:
-    """Return sampling settings: a file's beside the model; else the model's own, completed by llama.cpp's."""
+    """Return the sampling settings of a ``generation_config.json`` beside the file.
+
+    Without one, return the model's own settings, completed by llama.cpp's.
+    """
     if beside.is_file():
         given = read_json_object(beside)
         return {name: given[name] for name in (*_SAMPLING, "repetition_penalty") if name in given}
@@ -106,7 +112,7 @@ def _sampling(metadata: Mapping[str, Any], beside: Path) -> dict[str, Any]:
 
 
 def _write_pooling(folder: Path, metadata: Mapping[str, Any]) -> None:
-    """Say as sentence-transformers does how embeddings are made, if the file says so: llama.cpp normalises them all."""
+    """Write sentence-transformers' files if the file names a pooling. As in llama.cpp, embeddings are normalised."""
     kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
     if not isinstance(kind, int) or kind not in _POOLINGS:
         return
@@ -121,12 +127,12 @@ def _write_pooling(folder: Path, metadata: Mapping[str, Any]) -> None:
 
 
 def _links(folder: Path, count: int) -> list[Path]:
-    """Return where a folder's weights are linked, as `pdmesh.engine.files.weight_files` finds them."""
+    """Return the paths of a folder's links to weights, in the names that `pdmesh.engine.files.weight_files` finds."""
     return [folder / WEIGHTS, *(folder / f"model-{number:05d}.gguf" for number in range(2, count + 1))]
 
 
 def _is_made(folder: Path) -> bool:
-    """Return whether `gguf_directory` wrote ``config.json``; some are published beside a file."""
+    """Return whether `gguf_directory` wrote ``config.json``. Some models are published with one beside the file."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         return bool(config["quantization_config"]["quant_method"] == "gguf")
@@ -143,7 +149,7 @@ def _identity_of(path: Path) -> str:
 
 
 def config_of(header: GgufHeader, where: str) -> dict[str, Any]:
-    """The ``config.json`` that transformers would have for it."""
+    """Return the ``config.json`` that transformers would have. Raise ConfigError for models that are not served."""
     fields = header.metadata
     name = fields.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -188,7 +194,7 @@ def config_of(header: GgufHeader, where: str) -> dict[str, Any]:
 
 
 def _experts(model: GgufModel, experts: ExpertFields | None) -> dict[str, Any]:
-    """What is said of experts."""
+    """Return the fields of ``config.json`` about experts, empty if there are none."""
     number = model.of("expert_count")
     if not number and (experts is None or ARCHITECTURES[model.name].class_name):
         return {}

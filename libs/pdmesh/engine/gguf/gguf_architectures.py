@@ -1,4 +1,4 @@
-"""GGUF's architectures: what transformers calls each, and what its ``config.json`` would say. Torch-free."""
+"""GGUF's architectures: transformers' class of each, and the fields of its ``config.json``. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 from pdmesh.engine.gguf.gguf_reader import F32, GgufHeader
 from pdmesh.errors import ConfigError
 
-_MAX_VECTOR = 1 << 16  # values of what is listed: more than half of any head
-_MAX_LISTED_LAYERS = 1024  # nothing is listed for more layers than any model has
-#: Biases of a layer, by the projections of `pdmesh.engine.model_config.Quantization.biases`.
+#: Largest vector that is read: more than half of any head.
+_MAX_VECTOR = 1 << 16
+#: Most layers for which windows are listed: more than any model has.
+_MAX_LISTED_LAYERS = 1024
+#: Tensors with a layer's biases, by the projections of `pdmesh.engine.model_config.Quantization.biases`.
 _BIASES = {
     "qkv": ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_qkv.bias"),
     "output": ("attn_output.bias",),
@@ -21,14 +23,14 @@ _BIASES = {
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """What a file says of its model."""
+    """A model's metadata and tensors in a GGUF file. ``name`` is the architecture's."""
 
-    name: str  # of its architecture
+    name: str
     header: GgufHeader
     where: str
 
     def of(self, key: str) -> Any:
-        """A field of the architecture; None where there is none."""
+        """Return a field of the architecture, or None if it is absent."""
         return self.header.metadata.get(f"{self.name}.{key}")
 
     @property
@@ -40,7 +42,7 @@ class GgufModel:
 
     @property
     def num_draft_layers(self) -> int:
-        """Return how many of the last layers guess further tokens: they are not computed."""
+        """Number of last layers that draft further tokens and are not computed."""
         number = self.of("nextn_predict_layers")
         return number if _are_positive(number, self.of("block_count")) and number < self.of("block_count") else 0
 
@@ -50,14 +52,14 @@ class GgufModel:
         return number - self.num_draft_layers if _are_positive(number) else number
 
     def biases(self) -> list[str]:
-        """Return which projections of layers have biases: architectures that never had any are published with some."""
+        """Return the projections with biases. Some published models have more than their architecture."""
         names = {
             name.split(".", 2)[2] for name in self.header.tensors if name.startswith("blk.") and name.count(".") > 2
         }
         return [place for place, tensors in _BIASES.items() if not names.isdisjoint(tensors)]
 
     def vector(self, name: str) -> list[float] | None:
-        """Values of a tensor; None where there is none."""
+        """Return the values of a vector in fp32, or None if there is no such tensor."""
         stored = self.header.tensors.get(name)
         if stored is None:
             return None
@@ -71,7 +73,7 @@ class GgufModel:
         return values
 
     def rope(self) -> dict[str, Any]:
-        """How heads are rotated. Llama 3.1's scaling lies in a tensor of divisors of frequencies, Phi's in two."""
+        """Return the RoPE parameters. Llama 3.1's scaling is a tensor of frequency divisors, Phi's is two."""
         kind, context = self.of("rope.scaling.type") or "none", self.of("context_length")
         original = self.of("rope.scaling.original_context_length") or context
         base = {"rope_theta": self.of("rope.freq_base") or 10_000.0}
@@ -112,7 +114,7 @@ class GgufModel:
             return {**base, "rope_type": "default"}
         return {
             **base,
-            "rope_type": "longrope",  # of which this is a case: the same divisors for every length
+            "rope_type": "longrope",  # a special case of longrope: the same divisors for every length
             "short_factor": divisors,
             "long_factor": divisors,
             "attention_factor": 1.0,
@@ -120,7 +122,7 @@ class GgufModel:
         }
 
     def windows(self, *, period: int, default: int | None = None) -> dict[str, Any]:
-        """Which layers have a window: listed in the file, or all but every last one of ``period``."""
+        """Return which layers have a window: as listed in the file, or all but the last of every ``period`` layers."""
         window = self.of("attention.sliding_window") or default
         pattern, num_layers = self.of("attention.sliding_window_pattern"), self.num_layers
         if not window or not _are_positive(num_layers) or num_layers > _MAX_LISTED_LAYERS:
@@ -132,7 +134,7 @@ class GgufModel:
         return {"sliding_window": window, "layer_types": kinds}
 
     def partial_rotation(self) -> dict[str, Any]:
-        """The part of a head that is rotated."""
+        """Return the rotated part of a head as ``partial_rotary_factor``, or nothing if the file does not state it."""
         rotated = self.of("rope.dimension_count")
         return {"partial_rotary_factor": rotated / self.head_dim} if _are_positive(rotated, self.head_dim) else {}
 
@@ -143,23 +145,30 @@ def _are_positive(*values: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFields:
-    """How a model with experts is told of in ``config.json``."""
+    """Fields of a model with experts in ``config.json``. ``number`` is the field of the number of experts."""
 
     class_name: str
-    number: str = "num_experts"  # its name there
+    number: str = "num_experts"
     normalizes: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufArchitecture:
-    """One of GGUF's architectures; names are of tensors in a layer, without their end."""
+    """A GGUF architecture and its counterpart in transformers.
 
-    class_name: str = ""  # transformers'; none where it always has experts
-    interleaves_rotation: bool = False  # rows were put in an order in which neighbours are rotated
+    ``class_name`` is transformers' name, empty if the architecture always has experts. ``interleaves_rotation``: the
+    file's rows are ordered so that neighbours rotate together. ``more`` returns fields beyond a Llama's.
+
+    ``names`` maps names of tensors in a layer, without their ending, to the file's names where these differ from a
+    Llama's.
+    """
+
+    class_name: str = ""
+    interleaves_rotation: bool = False
     rotates_partly: bool = False
-    more: Callable[[GgufModel], dict[str, Any]] = lambda _: {}  # what is said beyond a Llama's fields
+    more: Callable[[GgufModel], dict[str, Any]] = lambda _: {}
     experts: ExpertFields | None = None
-    names: Mapping[str, str] = field(default_factory=dict[str, str])  # the file's, where they are not a Llama's
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 _NORMS_AROUND = {
@@ -189,7 +198,7 @@ def _gemma3(model: GgufModel) -> dict[str, Any]:
 
 
 def _query_scalar(model: GgufModel, *, num_layers_27b: int) -> Any:
-    """What scores are divided by the root of, which no file says: of the 27B it is another one."""
+    """Return the number whose root divides attention scores. No file states it, and the 27B model has another one."""
     hidden_size, num_heads = model.of("embedding_length"), model.of("attention.head_count")
     if model.of("block_count") == num_layers_27b and _are_positive(hidden_size, num_heads):
         return hidden_size // num_heads
@@ -197,7 +206,7 @@ def _query_scalar(model: GgufModel, *, num_layers_27b: int) -> Any:
 
 
 def _ropes(model: GgufModel, *, of_windows: float) -> dict[str, Any]:
-    """Layers with a window rotate by a base of their own, without scaling."""
+    """Return the RoPE parameters of both kinds of layers. Layers with a window have their own base, without scaling."""
     local = {"rope_type": "default", "rope_theta": of_windows}
     return {"rope_parameters": {"full_attention": model.rope(), "sliding_attention": local}}
 
@@ -231,11 +240,11 @@ def _starcoder2(model: GgufModel) -> dict[str, Any]:
 def _gpt_oss(model: GgufModel) -> dict[str, Any]:
     rope = model.rope()
     if rope["rope_type"] == "yarn":
-        rope["truncate"] = False  # as transformers has it; no field says so
+        rope["truncate"] = False  # no field says so; transformers does not truncate
     return {**model.windows(period=2), "rope_parameters": rope}
 
 
-#: By GGUF's name.
+#: Architectures by GGUF's name.
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "llama": GgufArchitecture(
         class_name="LlamaForCausalLM",
@@ -245,7 +254,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "qwen2": GgufArchitecture(class_name="Qwen2ForCausalLM"),
     "qwen3": GgufArchitecture(class_name="Qwen3ForCausalLM"),
     "qwen3moe": GgufArchitecture(experts=ExpertFields(class_name="Qwen3MoeForCausalLM")),
-    # Text models of vision models: a token of text has one position.
+    # Text models of vision models: a text token has one position.
     "qwen2vl": GgufArchitecture(class_name="Qwen2ForCausalLM"),
     "qwen3vl": GgufArchitecture(class_name="Qwen3ForCausalLM"),
     "qwen3vlmoe": GgufArchitecture(experts=ExpertFields(class_name="Qwen3MoeForCausalLM")),

@@ -1,6 +1,6 @@
-"""What blocks of quantised values stand for, by GGML's definition of each type.
+"""Decoding of blocks of quantised values, by GGML's definition of each type.
 
-Each is brought into a `GroupedWeight`: codes times a scale, which gives GGML's values bit by bit.
+Each becomes a `GroupedWeight` of codes times a scale, with the same bits as GGML's values.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from torch import Tensor
 from pdmesh.engine.gguf.grids import IQ1_S, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS, Grid
 from pdmesh.engine.grouped import CodeKind, Factors, GroupedWeight, of_mxfp4
 
-_PART = 32  # values of most types' groups
-_NO_SCALE = 0x7F  # NVFP4's byte for a scale of zero
+_PART = 32
+#: NVFP4's byte for a scale of zero.
+_NO_SCALE = 0x7F
 #: Values of IQ4's codes.
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-#: Levels of an IQ1 value are eighths: the grid's level, and one eighth more or less.
+#: Number of codes per level of IQ1. A value is a level of the grid plus or minus one eighth.
 _IQ1_LEVELS = 8
 
 
@@ -34,20 +35,20 @@ def _words(data: Tensor, num_bytes: int) -> Tensor:
 
 
 def _fields(data: Tensor, bits: int, count: int) -> Tensor:
-    """Split each integer of the last dimension into ``count`` numbers of ``bits``, lowest first: one dimension more."""
+    """Split each integer into ``count`` numbers of ``bits`` along a new last dimension, lowest bits first."""
     shifts = torch.arange(0, bits * count, bits, dtype=data.dtype)
     return (data[..., None] >> shifts) & ((1 << bits) - 1)
 
 
 def _planes(data: Tensor, bits: int, width: int) -> Tensor:
-    """Return numbers of ``bits`` (n, values): of each ``width`` bytes, the lowest bits of all, then the next ones."""
+    """Return numbers of ``bits`` (n, values). A chunk of ``width`` bytes has all lowest numbers, then the next."""
     chunks = data.reshape(len(data), -1, 1, width)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     return ((chunks >> shifts) & ((1 << bits) - 1)).flatten(1)
 
 
 def _signed(codes: Tensor, bits: int, group_size: int, scales: Factors) -> GroupedWeight:
-    """Return a weight of integers (n, values) that fit ``bits``."""
+    """Return a weight of signed integers (n, values) that fit ``bits``."""
     return GroupedWeight(
         codes=codes.to(torch.uint8) & ((1 << bits) - 1),
         bits=bits,
@@ -58,7 +59,7 @@ def _signed(codes: Tensor, bits: int, group_size: int, scales: Factors) -> Group
 
 
 def _unsigned(codes: Tensor, bits: int, group_size: int, scales: Factors, minima: Factors) -> GroupedWeight:
-    """Return a weight of codes (n, values), each times a scale, less a minimum."""
+    """Return a weight of codes (n, values). Each value is a code times a scale, minus a minimum."""
     return GroupedWeight(
         codes=codes, bits=bits, kind=CodeKind.UNSIGNED, group_size=group_size, scales=scales, minima=minima
     )
@@ -93,7 +94,7 @@ def _q8_0(data: Tensor) -> GroupedWeight:
 
 
 def _with_parts(data: Tensor, codes: Tensor, bits: int) -> GroupedWeight:
-    """Return a weight of blocks of eight parts, whose scales and minima have 6 bits each, in 12 bytes."""
+    """Return a weight of blocks of eight parts. Their scales and minima have 6 bits each, packed in 12 bytes."""
     low, middle, high = data[:, 4:8], data[:, 8:12], data[:, 12:16]
     scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=1).view(torch.int8)
     minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 6) << 4)), dim=1).view(torch.int8)
@@ -146,7 +147,7 @@ def _q3_k(data: Tensor) -> GroupedWeight:
 
 
 def _tq1_0(data: Tensor) -> GroupedWeight:
-    """Read five values of three levels from a byte, and four from each of the last four bytes."""
+    """Return a weight of three levels. Bytes have five values each, and the last four bytes have four."""
     powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)[:, None]
     parts = [
         (data[:, first:last].reshape(len(data), 1, -1) * powers[:count]).flatten(1)
@@ -180,12 +181,12 @@ def _nvfp4(data: Tensor) -> GroupedWeight:
 
 @cache
 def _nvfp4_scales() -> Tensor:
-    """Return half of what each byte is as an E4M3 without a sign; codes are twice their values."""
+    """Return the scale of each byte: half of its E4M3 value without a sign, because codes are twice their values."""
     bytes_ = torch.arange(256, dtype=torch.uint8)
     exponents, mantissas = ((bytes_ >> 3) & 15).float(), (bytes_ & 7).float()
     normal = (1 + mantissas / 8) * 2.0 ** (exponents - 7)
     values = torch.where(exponents == 0, mantissas * 2.0**-9, normal) / 2
-    return torch.where(bytes_ == _NO_SCALE, 0.0, values).bfloat16()  # exact
+    return torch.where(bytes_ == _NO_SCALE, 0.0, values).bfloat16()
 
 
 @cache
@@ -195,27 +196,27 @@ def _points(grid: Grid) -> Tensor:
 
 @cache
 def _signs() -> Tensor:
-    """Return what values are multiplied by, (256, 8), for each byte: -1 where a bit is 1, lowest first."""
+    """Return the signs (256, 8) for each byte: -1 where a bit is 1, lowest bit first."""
     return 1 - 2 * _fields(torch.arange(256), 1, 8).to(torch.int8)
 
 
 def _lattice(
     grid: Grid, numbers: Tensor, signs: Tensor, scales: Factors, *, bits: int, group_size: int
 ) -> GroupedWeight:
-    """Return points of a grid by ``numbers`` (n, points), with signs by bytes (n, values / 8)."""
+    """Return points of a grid by ``numbers`` (n, points). ``signs`` has a bit per value, as bytes (n, values / 8)."""
     values = _points(grid)[numbers.int()].flatten(1) * _signs()[signs.int()].flatten(1)
     return _signed(values, bits, group_size, scales)
 
 
 def _with_parity(numbers: Tensor) -> Tensor:
-    """Return bytes for numbers of seven bits: the highest bit makes the number of ones even."""
+    """Return numbers of seven bits as bytes whose highest bit makes the number of ones even."""
     folded = numbers ^ (numbers >> 4)
     folded = folded ^ (folded >> 2)
     return numbers | (((folded ^ (folded >> 1)) & 1) << 7)
 
 
 def _odd_multipliers(halves: Tensor) -> Tensor:
-    """Return 2 x + 1: scales are x + 1/2."""
+    """Return 2 x + 1. The file's scales are x + 1/2."""
     return (2 * halves + 1).to(torch.int8)
 
 
@@ -254,7 +255,7 @@ def _iq3_s(data: Tensor) -> GroupedWeight:
 
 
 def _iq1(numbers: Tensor, shifts_down: Tensor, scales: Factors, group_size: int) -> GroupedWeight:
-    """Return points by ``numbers`` (n, points), an eighth below where ``shifts_down`` (n, points) is 1, else above."""
+    """Return points by ``numbers`` (n, points), an eighth lower if ``shifts_down`` (n, points), else higher."""
     values = _IQ1_LEVELS * _points(IQ1_S)[numbers.int()] + (1 - 2 * shifts_down.to(torch.int8))[..., None]
     return _signed(values.flatten(1), 5, group_size, scales)
 
@@ -275,7 +276,7 @@ def _iq1_m(data: Tensor) -> GroupedWeight:
     return _iq1(data[:, :32].int() | ((high & 7) << 8), high >> 3, scales, 16)
 
 
-#: Blocks (n, bytes) of bytes as a weight of n outputs, by the numbers of `pdmesh.engine.gguf.gguf_reader.TYPES`.
+#: Functions from blocks (n, bytes) to a weight of n outputs, by the numbers in `pdmesh.engine.gguf.gguf_reader.TYPES`.
 GROUPED: Mapping[int, Callable[[Tensor], GroupedWeight]] = {
     2: _q4_0,
     3: _q4_1,
@@ -307,7 +308,7 @@ _PLAIN: Mapping[int, torch.dtype] = {0: torch.float32, 1: torch.float16, 30: tor
 
 
 def values_of(type_number: int, data: Tensor) -> Tensor:
-    """Blocks (n, bytes) of bytes as values (n, values) in fp32."""
+    """Return the values (n, values) of blocks (n, bytes), in fp32."""
     if type_number in _PLAIN:
         return data.contiguous().view(_PLAIN[type_number]).float()
     return GROUPED[type_number](data).values()

@@ -1,7 +1,7 @@
-"""The header of a GGUF file (versions 2 and 3, little-endian): metadata, and where tensors lie.
+"""The header of a GGUF file (versions 2 and 3, little-endian): metadata, and the places of tensors.
 
-A model may be split into several files. Nothing is allocated from a length in a file: a string or list is read as far
-as the file goes, at most.
+A model may be split into several files. Nothing is allocated from a length in a file: strings and lists are read only
+as far as the file extends.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _MAX_NAME = 64
 _MAX_STRINGS = 1 << 24
 _MAX_PARTS = 1000
 _LENGTH = struct.Struct("<Q")
-#: Name of one part of a split model: its number, from 1 on, and the number of parts.
+#: Name of one part of a split model, with its number (from 1 on) and the number of parts.
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _DEFAULT_ALIGNMENT = 32
 
 
 class StoredType(NamedTuple):
-    """How values lie in a file: so many to a block of so many bytes."""
+    """Storage of a type of values: blocks of ``num_values`` values in ``num_bytes`` bytes."""
 
     name: str
     num_values: int
     num_bytes: int
 
 
-#: The number of what vectors are stored as.
+#: Type number of vectors.
 F32 = 0
-#: Served types, by the file's number.
+#: Served types, by type number.
 TYPES: Mapping[int, StoredType] = {
     F32: StoredType("F32", 1, 4),
     1: StoredType("F16", 1, 2),
@@ -74,7 +74,7 @@ TYPES: Mapping[int, StoredType] = {
     41: StoredType("Q1_0", 128, 18),
     42: StoredType("Q2_0", 64, 18),
 }
-#: Names of types that GGML has, or had, and no weights are served of.
+#: Names of GGML's other current and former types, which are not served for weights.
 _OTHER_TYPES: Mapping[int, str] = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
@@ -83,27 +83,27 @@ _OTHER_TYPES: Mapping[int, str] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that lies within its file."""
+    """Shape, type and place of a tensor in a file. ``shape`` begins with the outermost dimension."""
 
-    shape: tuple[int, ...]  # outermost first
+    shape: tuple[int, ...]
     type_number: int
     file: Path
-    offset: int  # of the file
+    offset: int
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says of itself. Long lists are of plain values."""
+    """Metadata and tensors of a file. Long lists in the metadata hold plain values."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
 
 
 def read_header(path: Path, *, strings: bool = True) -> GgufHeader:
-    """Read the header of one file; without ``strings``, lists of them are empty.
+    """Read the header of one file. Without ``strings``, lists of strings are empty.
 
-    Raises ConfigError for another kind of file, or a damaged one.
+    Raise ConfigError for another kind of file, or a damaged one.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -115,7 +115,7 @@ def read_header(path: Path, *, strings: bool = True) -> GgufHeader:
 
 
 def part_paths(path: Path) -> list[Path]:
-    """Return all files of the model that ``path`` is a part of, going by its name; ``path`` alone if it is whole."""
+    """Return all files of the model that ``path`` is a part of by its name, or ``path`` alone if it is no part."""
     found = _PART.fullmatch(path.name)
     if found is None or not 1 < int(found[3]) <= _MAX_PARTS:
         return [path]
@@ -123,7 +123,7 @@ def part_paths(path: Path) -> list[Path]:
 
 
 def read_parts(paths: Sequence[Path], *, strings: bool = True) -> GgufHeader:
-    """Read the headers of a model's files as one, with the metadata of the first. Raises ConfigError."""
+    """Read the headers of a model's files as one, with the first file's metadata. Raise ConfigError."""
     if missing := [path for path in paths if not path.is_file()]:
         names = ", ".join(path.name for path in missing[:3]) + (", …" if len(missing) > 3 else "")
         raise ConfigError(
@@ -212,7 +212,7 @@ class _Parser:
         return self._number(self._format(kind))
 
     def _strings(self, count: int) -> list[str]:
-        """Read a list of strings, which may be as long as a vocabulary: each begins behind the one before."""
+        """Read a list of ``count`` strings, which may be as long as a vocabulary."""
         if count > _MAX_STRINGS:
             raise self._damaged(f"a list has {count} strings")
         data, place, end, length_at = self._data, self._place, len(self._data), _LENGTH.unpack_from
@@ -248,7 +248,7 @@ class _Parser:
         return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
     def _bounded(self, number: int, *, least_bytes: int) -> int:
-        """``number`` of things that take so many bytes each, if the file has room for them."""
+        """Return ``number`` if the file has room for as many items of ``least_bytes``, else raise ConfigError."""
         if number * least_bytes > len(self._data) - self._place:
             raise self._damaged("it says of more than it holds")
         return number

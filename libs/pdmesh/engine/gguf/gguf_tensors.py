@@ -1,4 +1,4 @@
-"""Weights of a GGUF file, dequantised as they are read."""
+"""Weights of a GGUF file, dequantised when they are read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LAYER_NAMES: Mapping[str, str] = {
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
 }
-#: An expert's matrices are parts of one tensor of all experts: (experts, outputs, inputs); so are its biases.
+#: An expert's matrices are parts of one tensor of all experts: (experts, outputs, inputs). Biases are stored likewise.
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.(weight|bias)")
 _EXPERT_NAMES: Mapping[str, str] = {
     "gate_proj": "ffn_gate_exps",
@@ -46,14 +46,14 @@ _EXPERT_NAMES: Mapping[str, str] = {
     "w3": "ffn_up_exps",
     "w2": "ffn_down_exps",
 }
-#: Biases that not every layer has to have: llama.cpp adds them where they are.
+#: Biases that a layer may lack. llama.cpp adds each one that exists.
 _BIAS = re.compile(r"blk\.\d+\.(attn_(q|k|v|qkv|output)|ffn_(gate|up|down))\.bias")
-#: Values dequantised at once: what they take in fp32 stays small beside the weight.
+#: Number of values that are dequantised at once. Their fp32 copy is small beside the weight.
 _PANEL_VALUES = 1 << 22
 
 
 class GgufTensors:
-    """Implements `pdmesh.engine.tensors.Tensors`, in ``dtype`` where values are not in fp32."""
+    """`pdmesh.engine.tensors.Tensors` of a GGUF file. Values are in ``dtype`` unless stored in fp32."""
 
     def __init__(self, files: Sequence[Path], dtype: torch.dtype) -> None:
         self._file = files[0]
@@ -119,7 +119,7 @@ class GgufTensors:
         return out.view(-1, *stored.shape[1:])
 
     def _scale(self, own_name: str | None) -> float | None:
-        """Return the factor of a whole weight, which NVFP4 has; None where there is none."""
+        """Return the factor of a whole weight, which NVFP4 has, or None."""
         stored = None if own_name is None else self._tensors.get(_scale_of(own_name))
         if stored is None:
             return None
@@ -128,11 +128,11 @@ class GgufTensors:
         return float(self._values(stored))
 
     def _is_absent_bias(self, own_name: str) -> bool:
-        """Return whether a layer lacks a bias that others have, or projections beside."""
+        """Return whether a tensor is a bias that this layer lacks, and other layers or projections may have."""
         return own_name not in self._tensors and _BIAS.fullmatch(own_name) is not None
 
     def _is_of_draft_layer(self, own_name: str) -> bool:
-        """Return whether a tensor is of the last layers, which guess further tokens and are not computed."""
+        """Return whether a tensor is of the last layers, which draft further tokens and are not computed."""
         found, num_drafts = re.match(r"blk\.(\d+)\.", own_name), self._model.num_draft_layers
         return bool(num_drafts) and found is not None and int(found[1]) >= self._model.num_layers
 
@@ -157,7 +157,7 @@ class GgufTensors:
         )
 
     def _own_name(self, name: str) -> str | None:
-        """What the file calls a tensor; of an expert, the tensor of all of them."""
+        """Return the file's name of a tensor. An expert's tensor is a part of one of all experts."""
         if (expert := _EXPERT.fullmatch(name)) is not None and expert[3] in _EXPERT_NAMES:
             return f"blk.{expert[1]}.{_EXPERT_NAMES[expert[3]]}.{expert[4]}"
         whole, _, end = name.rpartition(".")

@@ -13,13 +13,13 @@ from tokenizers.models import BPE
 from pdmesh.engine.gguf.splits import SPLITS, Split
 from pdmesh.errors import ConfigError
 
-#: Texts of tokens that end an answer, whatever a file says of their type, as in llama.cpp.
+#: Texts of tokens that end an answer, whatever their type in the file, as in llama.cpp.
 _ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
     "<end_of_turn>", "<turn|>", "<|tool_response>", "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "</s>",
     "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
 )  # fmt: skip
-#: Texts of tokens that mark parts of code to be filled in, by the field that may name them.
+#: Texts of tokens for filling in code, by the field that may name the token.
 _FILLING = {
     "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<\uff5cfim\u2581begin\uff5c>", "<PRE>",
                 "\u2581<PRE>", "<|code_prefix|>", "<|prefix|>"),
@@ -31,18 +31,21 @@ _FILLING = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }  # fmt: skip
-#: Marks at which an answer would go on with another file.
+#: Fields of filling tokens that end an answer: another file would follow.
 _FILLING_ENDS = ("fim_pad", "fim_rep", "fim_sep")
-#: Tokens of Phi-3 that keep the spaces behind them; others with a purpose do not.
+#: Tokens of Phi-3 that keep the spaces after them. Its other special tokens remove them.
 _KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
-_UNMERGED = (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE)  # what text is not merged into
-_MAX_TOKEN = 1024  # characters: each place where a token may be cut is tried
-_SPACE = "\u2581"  # how SentencePiece spells a space
+#: Types of tokens that merging never makes.
+_UNMERGED = (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE)
+#: Longest token in characters: every place is tried to cut a token in two.
+_MAX_TOKEN = 1024
+#: SentencePiece's spelling of a space.
+_SPACE = "\u2581"
 
 
 class _Fields:
-    """What a file says of its tokenizer; types of tokens are put right where their text says another."""
+    """A file's tokenizer fields. Types of end and filling tokens are corrected by their texts."""
 
     def __init__(self, metadata: Mapping[str, Any], where: str) -> None:
         self._metadata = metadata
@@ -73,11 +76,11 @@ class _Fields:
         return value if isinstance(value, bool) else default
 
     def of_type(self, token_type: int) -> list[str]:
-        """The tokens of a type."""
+        """Return the tokens of a type."""
         return [token for token, each in zip(self.tokens, self.types, strict=True) if each == token_type]
 
     def token(self, name: str) -> str | None:
-        """The token of a purpose."""
+        """Return the token of a purpose, such as ``bos_token``, or None."""
         number = self._number(f"{name}_id")
         return None if number is None else self.tokens[number]
 
@@ -89,12 +92,12 @@ class _Fields:
         return [self.numbers[text] for text in texts if text in self.numbers]
 
     def _filling_token(self, field: str) -> int | None:
-        """Return the token of a mark: named by the file, or the first with one of the mark's usual texts."""
+        """Return the token of a filling mark: the file's choice, or else the first with a usual text."""
         named = self._number(f"{field}_token_id")
         return named if named is not None else min(self._by_text(_FILLING[field]), default=None)
 
     def _find_ends(self) -> list[int]:
-        """Return the tokens that end an answer; tokens that the file names come first."""
+        """Return the tokens that end an answer. Tokens that the file names come first."""
         ends = [self._number(f"{name}_token_id") for name in ("eos", "eot", "eom")]
         ends += sorted(self._by_text(_ENDS))
         ends += [self._filling[field] for field in _FILLING_ENDS]
@@ -102,11 +105,11 @@ class _Fields:
         if self._ends_messages_apart():
             self._no_ends.update(self._by_text(["<|end|>"]))
         if not {"<|tool_response>", "<|plamo:eos|>"}.isdisjoint(self.numbers):
-            self._no_ends.update(self._by_text(["</s>"]))  # an ordinary word there
+            self._no_ends.update(self._by_text(["</s>"]))  # an ordinary word in these vocabularies
         return list(dict.fromkeys(number for number in ends if number is not None and number not in self._no_ends))
 
     def _ends_messages_apart(self) -> bool:
-        """Return whether an answer is of several messages, whose end has a token of its own, as of gpt-oss."""
+        """Return whether an answer has several messages that end with another token than the answer, as in gpt-oss."""
         has_call = "<|call|>" in self.numbers or "<|calls|>" in self.numbers
         return has_call and not {"<|return|>", "<|flush|>"}.isdisjoint(self.numbers)
 
@@ -115,7 +118,7 @@ class _Fields:
 
 
 def write_tokenizer(directory: Path, metadata: Mapping[str, Any], where: str) -> None:
-    """Write both files. Raises ConfigError for a kind that is not served, or a damaged one."""
+    """Write both files. Raise ConfigError for a kind of tokenizer that is not served, or a damaged one."""
     kind = metadata.get("tokenizer.ggml.model")
     split = metadata.get("tokenizer.ggml.pre") or "default"
     if kind not in ("gpt2", "llama") or (kind == "gpt2" and (not isinstance(split, str) or split not in SPLITS)):
@@ -134,11 +137,11 @@ def write_tokenizer(directory: Path, metadata: Mapping[str, Any], where: str) ->
         tokenizer = _sentence_piece(fields) if kind == "llama" else _byte_level(fields, SPLITS[split])
     except ConfigError:
         raise
-    except Exception as error:  # tokenizers has no class of its own for it
+    except Exception as error:  # tokenizers has no error class of its own
         reason = " ".join(str(error).split())
         raise ConfigError(f"{where}: its tokenizer is damaged: {reason}; download it again") from error
     drops_spaces = metadata.get("general.architecture") == "phi3" and kind == "llama"
-    tokenizer.add_special_tokens(  # all at once: each call goes through those that are there
+    tokenizer.add_special_tokens(  # a single call, because each call scans all added tokens
         [
             AddedToken(token, special=True, normalized=False, rstrip=drops_spaces and token not in _KEEPS_SPACES)
             for token in (*fields.of_type(_UNKNOWN), *fields.of_type(_CONTROL))
@@ -156,7 +159,7 @@ def write_tokenizer(directory: Path, metadata: Mapping[str, Any], where: str) ->
 
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat template as ``tokenizer_config.json`` has it: a list, where there are several by name."""
+    """Return the chat template as in ``tokenizer_config.json``: a list if there are several named ones."""
     field = "tokenizer.chat_template"
     named = {"default": metadata.get(field)} | {
         name.removeprefix(f"{field}."): template for name, template in metadata.items() if name.startswith(f"{field}.")
@@ -168,19 +171,19 @@ def _templates(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def end_tokens(metadata: Mapping[str, Any], where: str) -> list[int]:
-    """Return the tokens that end an answer. Raises ConfigError for a damaged tokenizer."""
+    """Return the tokens that end an answer. Raise ConfigError for a damaged tokenizer."""
     return _Fields(metadata, where).ends
 
 
 def _byte_level(fields: _Fields, split: Split) -> Tokenizer:
-    """BPE of bytes, as GPT-2 had it."""
+    """Return a BPE tokenizer of bytes, as GPT-2's."""
     merges = fields.of("merges")
     if not _are_strings(merges):
         raise fields.damaged("the merges")
     known = fields.numbers.keys()
     pairs = [(pair[0], pair[1]) for merge in merges if len(pair := merge.split(" ", 1)) == 2]
     if not all(known >= {first, second, first + second} for first, second in pairs):
-        raise fields.damaged("the merges")  # else `tokenizers` panics
+        raise fields.damaged("the merges")  # `tokenizers` would panic
     model = BPE(
         vocab=fields.numbers,
         merges=pairs,
@@ -200,9 +203,10 @@ def _byte_level(fields: _Fields, split: Split) -> Tokenizer:
 
 
 def _sentence_piece(fields: _Fields) -> Tokenizer:
-    """SentencePiece's BPE, of Llama 2 and Mistral: a pair is merged by the score of what it makes, highest first.
+    """Return SentencePiece's BPE tokenizer, as of Llama 2 and Mistral.
 
-    What no token spells is bytes. Text begins with a space, also behind a token with a purpose of its own.
+    The pair whose result has the highest score is merged first. Text that no token spells becomes bytes. A space is put
+    before the text, and after special tokens.
     """
     tokens, scores = fields.tokens, fields.of("scores") or [0.0] * len(fields.tokens)
     if (
@@ -235,9 +239,9 @@ def _sentence_piece(fields: _Fields) -> Tokenizer:
 
 
 def _merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tuple[str, str]]:
-    """Every way in which a token is made of two others: highest score first, then the longest beginning.
+    """Return every division of a token into two others: the highest score first, then the longest first part.
 
-    SentencePiece goes from left to right where scores are equal; the longest beginning comes closest to that.
+    SentencePiece merges from left to right where scores are equal. The longest first part is the closest equivalent.
     """
     known = set(tokens)
     by_score = sorted(
@@ -252,7 +256,7 @@ def _merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tu
 
 
 def _frame(fields: _Fields, *, begins: bool) -> processors.TemplateProcessing | None:
-    """Return what puts a token before a text, or behind one, if the file wants any."""
+    """Return the processor that adds the tokens before and after a text, or None if the file asks for none."""
     first = fields.token("bos_token") if fields.flag("add_bos_token", default=begins) else None
     last = fields.token("eos_token") if fields.flag("add_eos_token", default=False) else None
     if first is None and last is None:

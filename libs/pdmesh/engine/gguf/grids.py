@@ -1,6 +1,6 @@
-"""Grids of GGML's IQ types: points are tuples of levels, and codes number them in ascending order. Torch-free.
+"""Grids of GGML's IQ types. Points are tuples of levels, and codes number them in ascending order. Torch-free.
 
-A grid is stored as a bitmap over all tuples of its levels; the first level counts least.
+A grid is stored as a bitmap over all tuples of its levels. The first level is the least significant digit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Grid:
-    """Some of all tuples of ``size`` levels; ``marks`` is the bitmap, compressed, as text."""
+    """A subset of all tuples of ``size`` levels. ``marks`` is the bitmap, compressed and in base 85."""
 
     levels: tuple[int, ...]
     size: int
@@ -24,7 +24,7 @@ class Grid:
 
     @cached_property
     def points(self) -> npt.NDArray[np.int8]:
-        """Return the points (points, size)."""
+        """Points of the grid (points, size)."""
         marks = np.unpackbits(np.frombuffer(zlib.decompress(base64.b85decode(self.marks)), dtype=np.uint8))
         numbers = np.flatnonzero(marks)
         base = len(self.levels)

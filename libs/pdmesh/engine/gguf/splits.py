@@ -1,4 +1,4 @@
-"""How byte-level tokenizers split a text before they merge bytes, by GGUF's names. Torch-free."""
+"""Patterns by which byte-level tokenizers split a text before they merge bytes, by GGUF's names. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace("{1,3}", "")
-#: Combining marks belong to words.
+#: Words may contain combining marks.
 _QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+")
-#: Words in which capitals come first.
+#: Letters of words that begin with capitals.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
@@ -26,7 +26,8 @@ _GPT4O = (
     .replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 )
 _DIGIT, _DIGITS = r"\p{N}", r"\p{N}{1,3}"
-#: Characters of DeepSeek's first models: Latin, Greek, Cyrillic and other letters; symbols, also wide ones; CJK.
+#: Character classes of DeepSeek's first models: letters (Latin, Greek, Cyrillic and others), symbols with their wide
+#: forms, and CJK.
 _LETTERS = (
     r"\s?[A-Za-z\x{b5}\x{c0}-\x{d6}\x{d8}-\x{f6}\x{f8}-\x{1ba}\x{1bc}-\x{1bf}\x{1c4}-\x{293}\x{295}-\x{2af}"
     r"\x{370}-\x{373}\x{376}\x{377}\x{37b}-\x{37d}\x{37f}\x{386}\x{388}-\x{38a}\x{38c}\x{38e}-\x{3a1}\x{3a3}-"
@@ -54,12 +55,17 @@ _PUNCTUATED = r" ?[^(\s|.,!?\x{2026}\x{3002}\x{ff0c}\x{3001}\x{964}\x{6d4}\x{60c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How a text becomes words."""
+    """Division of a text into words.
 
-    patterns: tuple[str, ...]  # each splits what the one before left whole
-    begins: bool = False  # texts begin with a token, unless the file says otherwise
-    keeps_words: bool = False  # a word that is a token is not made by merging
-    composes: bool = False  # accents and letters become one character (NFC) first
+    Each of ``patterns`` splits the parts that the one before left whole. ``begins``: a text begins with a special
+    token, unless the file says otherwise. ``keeps_words``: a word that is a token is taken whole, without merging.
+    ``composes``: letters and accents are composed first (NFC).
+    """
+
+    patterns: tuple[str, ...]
+    begins: bool = False
+    keeps_words: bool = False
+    composes: bool = False
 
 
 def _alike(names: str, *patterns: str, begins: bool = False, keeps_words: bool = False) -> dict[str, Split]:
@@ -67,7 +73,7 @@ def _alike(names: str, *patterns: str, begins: bool = False, keeps_words: bool =
     return dict.fromkeys(names.split(), split)
 
 
-#: By the value of ``tokenizer.ggml.pre``; patterns are llama.cpp's.
+#: Splits by the value of ``tokenizer.ggml.pre``. The patterns are llama.cpp's.
 SPLITS: Mapping[str, Split] = {
     **_alike(
         "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2", _LLAMA3, begins=True, keeps_words=True

@@ -1,7 +1,8 @@
-"""A way from one process of an instance to another: matrices, one after the other, through shared memory.
+"""A one-way channel between two processes of an instance: matrices, one after the other, through shared memory.
 
-As among ranks (`pdmesh.engine.ranks.group`) the values lie in the memory, in tiles of rows, and a byte on a socket says
-that a tile is there. Another byte, the other way, says that it was read. A writer is some tiles ahead at most.
+As among ranks (`pdmesh.engine.ranks.group`), the memory has the values, in tiles of rows. A byte on a socket reports
+that a tile is written. A byte in the other direction reports that it was read. A writer is at most `_NUM_TILES` tiles
+ahead.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ _TILE, _READ, _NOTHING = b"t", b"r", b"n"
 
 
 class StageChannel:
-    """One end. Every call raises InstanceUnavailable if the other is gone."""
+    """An end of a channel. Every call raises InstanceUnavailable if the other end is gone."""
 
     def __init__(self, connection: socket.socket, memory: Tensor) -> None:
-        """``memory`` has `CHANNEL_BYTES`, of which the system gives those that are written."""
+        """``memory`` has `CHANNEL_BYTES`. The system allocates only the pages that are written."""
         self._connection = connection
         self._memory = memory
-        self._number = 0  # of tiles
+        self._number = 0
         self._num_unread = 0
 
     def send(self, matrix: Tensor) -> None:
-        """Pass a matrix on: at once, while the other end has room for it."""
+        """Send a matrix. Wait only if the other end has not yet read earlier tiles."""
         rows, columns = matrix.shape
         for first, end in _tiles(rows, columns * matrix.itemsize):
             if self._num_unread == _NUM_TILES:
@@ -44,11 +45,11 @@ class StageChannel:
             self._say(_TILE)
 
     def send_nothing(self) -> None:
-        """Tell the other end that what it waits for does not come."""
+        """Report to the other end that the awaited matrix will not be sent."""
         self._say(_NOTHING)
 
     def receive(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor | None:
-        """Wait for the next matrix, of this size; None if it does not come."""
+        """Wait for the next matrix, of this size. Return None if the other end reports that there is none."""
         matrix = torch.empty(rows, columns, dtype=dtype)
         for first, end in _tiles(rows, columns * matrix.itemsize):
             if self._read(_TILE, _NOTHING) == _NOTHING:
@@ -76,6 +77,6 @@ class StageChannel:
 
 
 def _tiles(rows: int, row_bytes: int) -> list[tuple[int, int]]:
-    """Return the first row of each tile, and the one behind its last."""
+    """Return the first row of each tile, and the row after its last."""
     tile_rows = max(1, _TILE_BYTES // row_bytes)
     return [(first, min(rows, first + tile_rows)) for first in range(0, rows, tile_rows)]

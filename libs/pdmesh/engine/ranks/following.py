@@ -1,4 +1,4 @@
-"""What every rank but the leader does: it computes its part of the steps that the leader tells it of."""
+"""The ranks other than the leader: each computes its part of the steps that the leader sends."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ log = structlog.get_logger()
 
 
 class Abandoned(Exception):
-    """The leader computes no more of the step."""
+    """The leader has abandoned the step."""
 
 
 class RankFollower(ABC):
-    """A rank that obeys the leader. ``receive`` waits for the leader's next command; None: the leader is gone."""
+    """A rank that executes commands. ``receive`` waits for the leader's next one, None if the leader is gone."""
 
     def __init__(self, group: RankGroup, receive: Callable[[], Command | None], asked: AskedRows) -> None:
         self._group = group
@@ -34,7 +34,7 @@ class RankFollower(ABC):
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Follow until the leader, or another rank, is gone."""
+        """Execute commands until the leader or another rank is gone. Log the reason."""
         try:
             while True:
                 self._follow()
@@ -53,7 +53,7 @@ class RankFollower(ABC):
 
 
 class Follower(RankFollower):
-    """Computes the rank's part of the steps that the leader computes, too, with the rank's own forward."""
+    """A rank that computes its part of the leader's steps with its own forward."""
 
     def __init__(
         self, forward: Forward, group: RankGroup, receive: Callable[[], Command | None], asked: AskedRows

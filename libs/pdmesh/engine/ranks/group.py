@@ -1,9 +1,8 @@
-"""Exchange among the ranks of one instance: each gives its columns of a matrix, and gets the whole.
+"""Exchange among the ranks of an instance: each gives its columns of a matrix, and receives the whole.
 
-What is exchanged lies in shared memory. That it is there is said by a byte on a socket between each two ranks, which a
-rank waits for without using the processor; a peer that ends closes its sockets, so nobody waits for it. Against gloo
-over loopback (two ranks, fp32, a busy 2-core VM, 2026-11-24): 55 µs for 1 x 512 values, 426 there; 165 and 1,785 for
-64 x 2,048.
+The values are in shared memory. Between each two ranks, a byte on a socket reports that they are written; waiting for
+the byte uses no processor. A rank that ends closes its sockets, so no rank waits for it. Against gloo over loopback
+(two ranks, fp32, a busy 2-core VM, 2026-11-24): 55 µs for 1 x 512 values, 426 there; 165 and 1,785 for 64 x 2,048.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from pdmesh.engine.ranks.rank_commands import read_exactly
 from pdmesh.engine.ranks.share import RankShare
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 
-#: Of shared memory before the slots: a heartbeat for each rank.
+#: Size of the shared memory before the slots. It has a heartbeat for each rank.
 _BEATS_BYTES = 4096
-#: Of one matrix that is exchanged at once; larger ones go in tiles of rows.
+#: Size of a matrix that is exchanged at once. Larger ones are exchanged in tiles of rows.
 _SLOT_BYTES = 16 << 20
-#: A rank that writes a slot again has heard that all others read what lay there two exchanges ago.
+#: Number of slots. Before a rank overwrites a slot, it has heard that all others read the exchange before the last.
 _NUM_SLOTS = 2
 
 EXCHANGE_BYTES = _BEATS_BYTES + _NUM_SLOTS * _SLOT_BYTES
@@ -41,21 +40,22 @@ class RankGroup(Protocol):
     def share(self) -> RankShare: ...
 
     def gather(self, columns: Tensor, widths: Sequence[int], *, to_all: bool = True) -> Tensor:
-        """Return (rows, all columns) from the (rows, own columns) of each rank, which are ``widths`` in order.
+        """Return (rows, all columns) from each rank's (rows, own columns).
 
-        Without ``to_all`` only the leader does; to the others it returns their own.
+        ``widths`` are the numbers of own columns by rank. Without ``to_all`` only the leader gets the whole; other
+        ranks get their own columns back.
         """
         ...
 
     def meet(self) -> None:
-        """Return once all ranks have called this: what they wrote before, others see."""
+        """Wait until all ranks have called this. Earlier writes of each rank are then visible to the others."""
         ...
 
 
 class SharedMemoryGroup:
-    """Implements `RankGroup` for processes of one host, or for threads of one process in tests.
+    """`RankGroup` for processes of one host, or for threads of one process in tests.
 
-    ``peers`` are sockets to the other ranks, by rank; None at one's own.
+    ``peers`` are sockets to the other ranks, by rank, with None for the own rank.
     """
 
     def __init__(self, share: RankShare, peers: Sequence[socket.socket | None], memory: Tensor) -> None:
@@ -64,7 +64,7 @@ class SharedMemoryGroup:
         self._beats = memory[: 8 * share.num_ranks].view(torch.int64)
         slots = memory[_BEATS_BYTES:EXCHANGE_BYTES]
         self._slots = [slots[number * _SLOT_BYTES :][:_SLOT_BYTES] for number in range(_NUM_SLOTS)]
-        self._number = 0  # of exchanges
+        self._number = 0
 
     def gather(self, columns: Tensor, widths: Sequence[int], *, to_all: bool = True) -> Tensor:
         num_rows, num_columns = columns.shape[0], sum(widths)
@@ -86,16 +86,16 @@ class SharedMemoryGroup:
                 raise ProtocolError("the ranks of the instance do not compute the same")
 
     def beat(self) -> None:
-        """Say that this rank's process runs."""
+        """Report that this rank's process runs."""
         self._beats[self.share.rank] += 1
 
     def beats(self) -> list[int]:
-        """Return how often each rank has said so."""
+        """Return the number of each rank's reports."""
         beats: list[int] = self._beats.tolist()
         return beats
 
     def close(self) -> None:
-        """Close the sockets, which ends what others wait for, and what another thread of this rank does."""
+        """Close the sockets. Waits of other ranks, and of other threads of this rank, then fail."""
         for peer in self.peers:
             with suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)

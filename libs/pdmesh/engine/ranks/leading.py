@@ -1,4 +1,4 @@
-"""How the leader computes a step together with the other ranks: it tells them, and then does its own part."""
+"""The leader's forward pass: it sends each step to the other ranks, and then computes its own part."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ class Followers(Protocol):
 
     @property
     def group(self) -> RankGroup:
-        """The exchange with them."""
+        """Exchange with the other ranks."""
         ...
 
     def tell(self, command: Command) -> None:
-        """Send a command to each of them."""
+        """Send a command to each of the other ranks."""
         ...
 
     def open_cache(self, num_bytes: int, num_blocks: int) -> Tensor:
-        """Return the bytes of the KV cache, zeros that all ranks share, once each of them has mapped it."""
+        """Return the bytes of the KV cache, zeros that all ranks share, after each rank has mapped it."""
         ...
 
     def check_ready(self, leader: Ready) -> None:
-        """Wait until all can compute.
+        """Wait until all ranks can compute.
 
-        Raises ConfigError if one cannot, computes in another arithmetic class than the leader, or loaded other weights.
+        Raise ConfigError if one cannot, has another arithmetic class than the leader, or loaded other weights.
         """
         ...
 
 
 class LeadingForward:
-    """Implements `Forward` over the leader's own.
+    """`Forward` of all ranks, on top of the leader's own.
 
-    In a step with a hook, the ranks meet in each layer when all have written its KV: only then may it be sent, and only
-    the leader knows what comes next, another step inside this one, or this one's end.
+    In a step with a hook, the ranks meet in each layer after all have written its KV. Only then may the KV be sent.
+    Only the leader knows whether another step inside this one, or the end of this one, is next.
     """
 
     def __init__(self, own: Forward, followers: Followers, asked: AskedRows, *, block_size: int) -> None:
@@ -91,13 +91,13 @@ class _LeadingOutput:
         return self._own.logits(self._asked(rows))
 
     def embeddings(self, rows: Rows) -> Tensor:
-        return self._own.embeddings(rows)  # each rank has all of them
+        return self._own.embeddings(rows)
 
     def draw(self, rows: Rows, sequences: Sequence[EngineSequence]) -> list[int]:
         return self._own.draw(self._asked(rows), sequences)
 
     def _asked(self, rows: Rows) -> Rows:
-        """Return the rows that all ranks are asked for, in one type: all find alike that they have computed them."""
+        """Request the rows from all ranks. Return them as a tuple, so that all recognise a repeated request."""
         asked = tuple(rows)
         self._followers.tell(Score(asked))
         return asked

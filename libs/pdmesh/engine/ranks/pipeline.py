@@ -1,7 +1,8 @@
-"""How the leader of an instance of several stages has steps computed: one enters as another leaves the first stage.
+"""The leader of an instance of several stages. A step enters as soon as the one before leaves the first stage.
 
-The leader computes no layer. It tells stages of steps, hears of each layer whose KV is written, and draws tokens from
-what the last stage gives. Several threads may have a step under way each; one more hears what stages say.
+The leader computes no layer. It sends steps to the stages, receives their reports of layers whose KV is written, and
+draws tokens from the last stage's scores. Each of several threads may have a step in the stages; another thread
+receives the reports.
 """
 
 from __future__ import annotations
@@ -56,23 +57,26 @@ class Stages(Protocol):
 
     @property
     def matrices(self) -> StageChannel:
-        """The end of the last stage's channel."""
+        """The leader's end of the last stage's channel."""
         ...
 
     def tell(self, command: Command, stage: int | None = None) -> None:
-        """Send a command to each rank of a stage, or of all. Any thread."""
+        """Send a command to each rank of a stage, or of all stages. Safe on any thread."""
         ...
 
     def reports(self) -> Iterator[tuple[int, Report]]:
-        """Yield what stages say, with their number, as it comes."""
+        """Yield the stages' reports with the stage's number, as they arrive."""
         ...
 
     def open_cache(self, num_bytes: int, num_blocks: int) -> Tensor:
-        """Return the bytes of the KV cache, zeros that all ranks share, once each of them has mapped it."""
+        """Return the bytes of the KV cache, zeros that all ranks share, after each rank has mapped it."""
         ...
 
     def ready(self) -> Ready:
-        """Wait until all can compute, and return how. Raises ConfigError if one cannot, or computes otherwise."""
+        """Wait until all ranks can compute, and return their common properties.
+
+        Raise ConfigError if one cannot, or ranks differ in their arithmetic or weights.
+        """
         ...
 
 
@@ -83,30 +87,30 @@ class _News(NamedTuple):
 
 
 class _Asked:
-    """What stages ask about the KV of one sequence that is elsewhere."""
+    """Questions of the stages about one sequence's KV on other instances."""
 
     def __init__(self, elsewhere: KvElsewhere, asked: AskedRows) -> None:
         self._elsewhere = elsewhere
         self._asked = asked
-        self._num_rows = 0  # of the last question
+        self._num_rows = 0
 
     def ask(self, question: PartQuestion) -> None:
         self._num_rows = len(self._asked.query_rows(question.query))
         self._elsewhere.ask(question)
 
     def answers(self) -> Answers:
-        """Wait for what each rank is to be told. Raises KvElsewhereLost."""
+        """Return the answers for the stage's ranks. Raise KvElsewhereLost if other instances do not answer."""
         rows = self._asked.answer_rows(self._elsewhere.answers(), self._num_rows, self._elsewhere)
         return Answers(rows.numpy().tobytes())
 
 
 class _UnderWay:
-    """A step that has been sent to the stages, as the thread sees it that waits for it."""
+    """A step in the stages, as the thread that waits for it sees it."""
 
     def __init__(
         self, stages: Stages, number: int, scored: tuple[int, ...], asked: Mapping[int, _Asked], *, stays: bool
     ) -> None:
-        """``asked`` are by the sequences' places in the step."""
+        """``asked`` is by the sequences' places in the step. ``stays``: the last stage keeps the step."""
         self.number = number
         self._asked = asked
         self.scored = scored
@@ -116,9 +120,10 @@ class _UnderWay:
         self._stages = stages
 
     def follow(self, on_layer: LayerHook | None, flight: StepFlight) -> None:
-        """Return when all stages have computed it.
+        """Wait until all stages have computed the step. Call the layer hook, and answer the stages' questions.
 
-        Raises, after that, what the layer hook raises, and KvElsewhereLost if other instances gave no answer.
+        Afterwards, raise the layer hook's exception if there was one, or KvElsewhereLost if other instances did not
+        answer.
         """
         began_s = time.perf_counter()
         busy_s = held_s = 0.0
@@ -142,7 +147,7 @@ class _UnderWay:
                     try:
                         if on_layer is not None and failure is None:
                             on_layer(layer)
-                    except BaseException as error:  # raised when the stages have done with the step
+                    except BaseException as error:  # raised when the stages have left the step
                         failure = error
                     if flight.waits:
                         awaits_scores = awaits_scores and failure is None
@@ -160,27 +165,27 @@ class _UnderWay:
             raise failure
 
     def ask(self, command: Score | Embed) -> Tensor:
-        """Return what the last stage computes of a step that stays there."""
+        """Return the rows that the last stage computes of a step that stays there."""
         self._stages.tell(command, self._stages.num_stages - 1)
         _, _, matrix = self._next()
         assert matrix is not None
         return matrix
 
     def end(self) -> None:
-        """Let the last stage go on, if it stays with the step."""
+        """Release the last stage if the step stays there."""
         if self.stays:
             self._stages.tell(EndStep(), self._stages.num_stages - 1)
 
     def _next(self) -> _News:
         news = self.news.get()
         if isinstance(news, InstanceUnavailable):
-            self.news.put(news)  # whoever asks next is told, too
+            self.news.put(news)  # the next call must fail, too
             raise InstanceUnavailable(str(news))
         return news
 
 
 class Pipeline:
-    """Has steps computed by stages. Calls from several threads enter in the order in which they are made."""
+    """Forward passes by stages. Steps of several threads enter in the order of the calls."""
 
     def __init__(self, stages: Stages, asked: AskedRows, *, block_size: int) -> None:
         self._stages = stages
@@ -218,7 +223,7 @@ class Pipeline:
             del self._under_way[step.number]
 
     def settle(self) -> None:
-        """Return at once: what a layer hook is called for has been computed."""
+        """Return at once: layers are computed before their hooks are called."""
 
     def _enter(
         self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], flight: StepFlight, *, hooked: bool
@@ -243,7 +248,7 @@ class Pipeline:
         return step
 
     def _hear(self) -> None:
-        """Hand what stages say to whoever waits for it, until one of them is gone."""
+        """Pass the stages' reports to the threads that wait for them, until a stage is gone."""
         try:
             for stage, report in self._stages.reports():
                 matrix = None

@@ -1,7 +1,7 @@
-"""What the leader of an instance's ranks tells the others, and what they answer, as frames on a socket.
+"""Commands of the leader to the other ranks of an instance, and their replies, as frames on a socket.
 
-A step goes out as a *delta*: sequences live on every rank, so it names what is new of each since the last step that
-computed it, and its size does not depend on how long the contexts are.
+A step is sent as a *delta*. Every rank keeps the sequences, so a step contains only what changed in each since the last
+step with it. Its size does not depend on the lengths of contexts.
 """
 
 from __future__ import annotations
@@ -23,50 +23,59 @@ from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 
 _LENGTH = struct.Struct("<I")
 
-#: Of a slice: key of the sequence, first position, tokens of the prompt, first tokens whose KV is elsewhere, first
-#: blocks that were given back since, known blocks that are left. Of fixed widths: msgpack's integers are longer the
-#: larger they are, so a step would grow with the context.
+#: Numbers of a slice: key of the sequence, first position, prompt tokens, first tokens whose KV is elsewhere, first
+#: blocks freed since the last step, known blocks left. The widths are fixed: msgpack's integers grow with their values,
+#: so a step would grow with the context.
 _SLICE_NUMBERS = struct.Struct("<qiiiii")
 
-#: Between processes of one instance; a table of a million blocks is a hundredth of it.
+#: Largest frame between processes of one instance. A table of a million blocks takes a hundredth of it.
 _MAX_FRAME_BYTES = 1 << 30
 
 
 class SliceDelta(msgspec.Struct, frozen=True, array_like=True):
-    """A slice of a step: of which sequence, and what is new of that."""
+    """A slice of a step, with the changes of its sequence since the last step.
 
-    numbers: bytes  # `_SLICE_NUMBERS`
-    token_ids: bytes  # int32, of the slice
-    new_blocks: bytes  # int32, which follow those that are known
+    ``numbers`` are `_SLICE_NUMBERS`. ``token_ids`` (int32) are the slice's. ``new_blocks`` (int32) follow the known
+    ones.
+    """
+
+    numbers: bytes
+    token_ids: bytes
+    new_blocks: bytes
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Compute these slices. With ``hooked``, meet in each layer once its KV is written, and wait for what comes."""
+    """Compute these slices. With ``hooked``, meet in each layer after its KV is written, and wait for the next command.
+
+    ``ended`` are the keys of sequences that later steps will not name.
+    """
 
     slices: tuple[SliceDelta, ...]
-    ended: tuple[int, ...]  # sequences that no step will name again
+    ended: tuple[int, ...]
     hooked: bool
 
 
 class StageStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Compute a stage's layers of a step, once the stage before it has.
+    """Compute a stage's layers of a step, after the stage before has.
 
-    A hooked step tells of each layer whose KV is written; with ``waits`` it goes on as it is told to.
+    In a hooked step, report each layer whose KV is written; with ``waits``, continue only on `Go`. ``number`` is one
+    more than the last step's. The last stage computes the logits of the rows ``scored``. If ``stays``, it then serves
+    further requests until `EndStep`.
     """
 
-    number: int  # one more than the last step's
+    number: int
     step: Step
     waits: bool
-    scored: tuple[int, ...]  # rows that the last stage computes the logits of
-    stays: bool  # the last stage is asked for more of it, until it is told to end it
+    scored: tuple[int, ...]
+    stays: bool
 
 
 class Go(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Go on with the layer's attention."""
+    """Continue with the layer's attention."""
 
 
 class Abandon(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Compute no more of this step."""
+    """Stop computing this step."""
 
 
 class Score(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -76,23 +85,23 @@ class Score(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Answers(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What other instances make of a stage's question: `pdmesh.engine.ranks.rank_elsewhere.AskedRows.answer_rows`."""
+    """Other instances' answers to a stage's question: `pdmesh.engine.ranks.rank_elsewhere.AskedRows.answer_rows`."""
 
     rows: bytes
 
 
 class Embed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Return these rows of the step behind the last norm."""
+    """Send these rows of the step after the last norm."""
 
     rows: tuple[int, ...]
 
 
 class EndStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Forget the step, of which nothing more is needed."""
+    """Release the step; no more requests about it follow."""
 
 
 class OpenCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Map the KV cache, which has so many blocks."""
+    """Map the KV cache of ``num_blocks`` blocks."""
 
     num_blocks: int
 
@@ -101,9 +110,9 @@ Command = Step | StageStep | Go | Abandon | Answers | Score | Embed | EndStep | 
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A rank can compute, with ``kernels`` for a ``reason``.
+    """Report that a rank can compute, with ``kernels`` for a ``reason``.
 
-    ``arithmetic`` is its class, and ``weights`` the identity of the weights that it loaded a part of.
+    ``arithmetic`` is its arithmetic class. ``weights`` is the identity of the checkpoint's weights.
     """
 
     arithmetic: str
@@ -113,7 +122,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A rank could not start."""
+    """Report that a rank could not start."""
 
     reasons: tuple[str, ...]
     is_configuration: bool
@@ -123,20 +132,20 @@ Answer = Ready | Failed
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The first stage begins a step."""
+    """Report that the first stage begins a step."""
 
     number: int
 
 
 class Written(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A layer's KV of a step is in the cache."""
+    """Report that a layer's KV of a step is in the cache."""
 
     number: int
     layer: int
 
 
 class Question(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A stage asks about the KV elsewhere of the sequence that has this place in a step."""
+    """Question of a stage about the KV on other instances of the sequence at ``place`` in a step."""
 
     number: int
     place: int
@@ -144,28 +153,28 @@ class Question(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Awaiting(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A stage waits for what its question about this sequence is answered: `Answers`, or `Abandon`."""
+    """Report that a stage waits for the reply to its question about this sequence: `Answers` or `Abandon`."""
 
     number: int
     place: int
 
 
 class Left(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A step has left a stage, which computed for so long."""
+    """Report that a step has left a stage after ``busy_s`` seconds of computation."""
 
     number: int
     busy_s: float
 
 
 class Matrix(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A matrix of a step comes through the last stage's channel: logits of rows, or embeddings. fp32."""
+    """Report that the last stage's channel has a matrix of a step: logits or embeddings of rows, in fp32."""
 
     number: int
     num_rows: int
     num_columns: int
 
 
-#: What stages tell of the steps that pass them.
+#: Reports of stages about the steps that pass them.
 Report = Begun | Written | Question | Awaiting | Left | Matrix
 
 _reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
@@ -174,13 +183,13 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def frame(message: Command | Answer | Report) -> bytes:
-    """Return a message as it goes over a socket."""
+    """Return a message with its length, as sent over a socket."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 def read_command(connection: socket.socket) -> Command | None:
-    """Wait for the leader's next command; None if the leader is gone."""
+    """Wait for the leader's next command. Return None if the leader is gone."""
     try:
         return _commands.decode(_read(connection))
     except InstanceUnavailable:
@@ -188,12 +197,12 @@ def read_command(connection: socket.socket) -> Command | None:
 
 
 def read_answer(connection: socket.socket) -> Answer:
-    """Wait for what a rank says of its start. Raises InstanceUnavailable if it is gone."""
+    """Wait for a rank's report of its start. Raise InstanceUnavailable if the rank is gone."""
     return _answers.decode(_read(connection))
 
 
 def read_report(connection: socket.socket) -> Report:
-    """Wait for what a stage says next. Raises InstanceUnavailable if it is gone."""
+    """Wait for a stage's next report. Raise InstanceUnavailable if the stage is gone."""
     return _reports.decode(_read(connection))
 
 
@@ -205,7 +214,7 @@ def _read(connection: socket.socket) -> bytes:
 
 
 def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Wait for so many bytes. Raises InstanceUnavailable if the other end is closed."""
+    """Wait for ``num_bytes`` bytes. Raise InstanceUnavailable if the other end is closed."""
     received = b""
     while len(received) < num_bytes:
         try:
@@ -219,7 +228,7 @@ def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 class _Known(NamedTuple):
-    """What the other ranks know of a sequence."""
+    """State of a sequence that the other ranks know."""
 
     key: int
     num_blocks: int
@@ -227,18 +236,18 @@ class _Known(NamedTuple):
 
 
 class Deltas:
-    """The leader's side: remembers what the other ranks know of each sequence. The engine's thread only."""
+    """The leader's record of each sequence's state on the other ranks. Only the engine's thread may use it."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}  # by identity
+        self._known: dict[int, _Known] = {}
         self._ended: list[int] = []
         self._next_key = 0
 
     def step(self, batch: Sequence[SequenceSlice], block_size: int, *, hooked: bool) -> Step:
-        """Return the command for a step that is about to be computed."""
+        """Return the command for a step, and record that the ranks know its changes."""
         slices = tuple(self._slice(part, block_size) for part in batch)
         ended = tuple(self._ended)
-        del self._ended[: len(ended)]  # others may have come meanwhile
+        del self._ended[: len(ended)]  # sequences may have ended meanwhile
         return Step(slices, ended, hooked)
 
     def _slice(self, part: SequenceSlice, block_size: int) -> SliceDelta:
@@ -258,7 +267,7 @@ class Deltas:
         identity, key = id(sequence), self._next_key
         self._next_key += 1
 
-        def ended() -> None:  # on whichever thread lets go of it; both calls are atomic
+        def ended() -> None:  # runs on the thread that drops the last reference; both calls are atomic
             self._ended.append(key)
             self._known.pop(identity, None)
 
@@ -268,7 +277,7 @@ class Deltas:
 
 @dataclass(frozen=True, slots=True)
 class ToldElsewhere:
-    """`KvElsewhere` as a step tells ranks of it: how they ask is in `pdmesh.engine.ranks.rank_elsewhere`."""
+    """`KvElsewhere` without a connection, as steps describe it. `pdmesh.engine.ranks.rank_elsewhere` asks instead."""
 
     num_tokens: int
 
@@ -280,7 +289,7 @@ class ToldElsewhere:
 
 
 class Replicas:
-    """The other ranks' side: the sequences, as far as steps have told of them."""
+    """The other ranks' copies of the sequences, updated by steps."""
 
     def __init__(self) -> None:
         self._sequences: dict[int, EngineSequence] = {}
@@ -289,7 +298,7 @@ class Replicas:
         return len(self._sequences)
 
     def batch(self, step: Step) -> list[SequenceSlice]:
-        """Return the slices of a step, of sequences that are brought up to date. Raises ProtocolError."""
+        """Return a step's slices with updated sequences. Raise ProtocolError if it does not follow the last step."""
         for key in step.ended:
             self._sequences.pop(key, None)
         return [self._slice(delta) for delta in step.slices]
@@ -313,7 +322,7 @@ class Replicas:
         sequence.block_table.extend(_integers(delta.new_blocks))
         token_ids = _integers(delta.token_ids)
         missing = start - len(sequence.token_ids)
-        if missing > 0:  # their KV came otherwise: what they are does not matter any more
+        if missing > 0:  # other ways brought their KV, so their ids are not needed
             sequence.token_ids.frombytes(bytes(missing * sequence.token_ids.itemsize))
         sequence.token_ids[start:] = token_ids
         return SequenceSlice(sequence=sequence, start=start, num_tokens=len(token_ids), sample=False)

@@ -1,7 +1,7 @@
-"""The first part of a sequence's KV, where other instances hold it, as the ranks of an instance ask for it.
+"""Questions of an instance's ranks about the first part of a sequence's KV, which other instances have.
 
-A rank has the query rows of its heads. Rows of all heads come together where they are asked, and each rank takes its
-heads of what is answered.
+A rank has the query rows of its own heads. The rows of all heads are gathered for the question, and each rank takes its
+own heads from the answers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pdmesh.model import KvLayout
 
 
 class AskedRows(NamedTuple):
-    """What query rows and answers have, of all heads of a model; contexts have ranges of ``range_tokens``."""
+    """Shape of query rows and answers for all heads of a model. Ranges of contexts have ``range_tokens``."""
 
     num_heads: int
     head_dim: int
@@ -37,16 +37,16 @@ class AskedRows(NamedTuple):
 
     @property
     def answer_values(self) -> int:
-        """Of a row: outputs and log-sum-exps, in fp32."""
+        """Number of fp32 values per row of an answer: outputs and log-sum-exps."""
         return self.num_heads * (self.head_dim + 1)
 
     def query_rows(self, query: bytes, num_ranks: int = 1) -> Tensor:
-        """Return (num_rows, values) of a query: of all heads, or of one of so many ranks."""
+        """Return a query's rows (num_rows, values), of all heads or of one of ``num_ranks`` ranks."""
         num_values = self.num_heads // num_ranks * self.head_dim
         return torch.frombuffer(bytearray(query), dtype=self.query_dtype).view(-1, num_values)
 
     def answer_rows(self, answers: Sequence[bytes], num_rows: int, elsewhere: KvElsewhere) -> Tensor:
-        """Return (num_rows of each answer, answer_values). Raises KvElsewhereLost for one that is not of these rows."""
+        """Return (answers * num_rows, answer_values). Raise KvElsewhereLost for an answer of another size."""
         num_outputs = num_rows * self.num_heads * self.head_dim
         rows: list[Tensor] = []
         for answer in answers:
@@ -58,7 +58,7 @@ class AskedRows(NamedTuple):
         return torch.cat(rows)
 
     def own_answers(self, rows: Tensor, num_rows: int, share: RankShare) -> list[bytes]:
-        """Return each answer as it would be to a rank's query alone."""
+        """Return the answers with a rank's heads alone."""
         outputs, lse = rows.split((self.num_heads * self.head_dim, self.num_heads), dim=1)  # type: ignore[no-untyped-call]
         own_outputs, own_lse = (values.chunk(share.num_ranks, dim=1)[share.rank] for values in (outputs, lse))
         return [
@@ -68,14 +68,14 @@ class AskedRows(NamedTuple):
 
 
 class _OfRanks(ABC):
-    """`KvElsewhere` on each rank that computes a layer."""
+    """`KvElsewhere` on each rank that computes a layer. It remembers the last question's size and range."""
 
     def __init__(self, elsewhere: KvElsewhere, group: RankGroup, asked: AskedRows) -> None:
         self._elsewhere = elsewhere
         self._group = group
         self._asked = asked
-        self._num_rows = 0  # of the last question
-        self._first_range = 0  # that it asks
+        self._num_rows = 0
+        self._first_range = 0
 
     @property
     def num_tokens(self) -> int:
@@ -95,15 +95,15 @@ class _OfRanks(ABC):
 
     @abstractmethod
     def _ask(self, question: PartQuestion, *, more: bool) -> None:
-        """Ask, on the first rank, with rows of all heads."""
+        """Ask with rows of all heads. Called on the first rank only."""
 
     @abstractmethod
     def _answer_rows(self) -> Tensor:
-        """Return `AskedRows.answer_rows`, on all ranks. Raises KvElsewhereLost on all: they stay in step."""
+        """Return `AskedRows.answer_rows` on all ranks. Raise KvElsewhereLost on all ranks alike."""
 
 
 class ElsewhereOfRanks(_OfRanks):
-    """`KvElsewhere` on each rank of an instance of one stage: the leader asks, and tells the others what it hears."""
+    """`KvElsewhere` on each rank of an instance of one stage. The leader asks, and shares the answers."""
 
     def _ask(self, question: PartQuestion, *, more: bool) -> None:
         self._elsewhere.ask(question, more=more)
@@ -111,7 +111,7 @@ class ElsewhereOfRanks(_OfRanks):
     def _answer_rows(self) -> Tensor:
         share, num_values = self._group.share, self._asked.answer_values
         num_rows = (self.num_tokens // self._asked.range_tokens - self._first_range) * self._num_rows
-        given = torch.zeros(1 + num_rows, num_values if share.rank == 0 else 0)  # the first row: whether all answered
+        given = torch.zeros(1 + num_rows, num_values if share.rank == 0 else 0)  # row 0: whether all answered
         lost = KvElsewhereLost(self._elsewhere, "the leader has no answers")
         if share.rank == 0:
             try:
@@ -126,7 +126,7 @@ class ElsewhereOfRanks(_OfRanks):
 
 
 def asked_by_ranks(spans: Sequence[QuerySpan], group: RankGroup, asked: AskedRows) -> list[QuerySpan]:
-    """Return the spans of a step as each rank of an instance of one stage asks of them."""
+    """Return a step's spans with `KvElsewhere` that the ranks of an instance of one stage can ask together."""
     return [
         span if span.elsewhere is None else replace(span, elsewhere=ElsewhereOfRanks(span.elsewhere, group, asked))
         for span in spans
@@ -134,7 +134,7 @@ def asked_by_ranks(spans: Sequence[QuerySpan], group: RankGroup, asked: AskedRow
 
 
 class ElsewhereOfStage(_OfRanks):
-    """`KvElsewhere` on each rank of a stage: the first one asks the leader, which answers all of them."""
+    """`KvElsewhere` on each rank of a stage. The first rank asks the leader, which answers all ranks."""
 
     def __init__(
         self,
@@ -145,13 +145,13 @@ class ElsewhereOfStage(_OfRanks):
         ask: Callable[[PartQuestion], object],
         answer: Callable[[], bytes | None],
     ) -> None:
-        """``answer`` waits for `AskedRows.answer_rows`, as bytes; None: there are none."""
+        """``answer`` waits for `AskedRows.answer_rows` as bytes, or None if there are none."""
         super().__init__(elsewhere, group, asked)
         self._ask_leader = ask
         self._answer = answer
 
     def _ask(self, question: PartQuestion, *, more: bool) -> None:
-        del more  # the leader asks about one after the other
+        del more  # the leader sends each question alone
         self._ask_leader(question)
 
     def _answer_rows(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Linear layers of which each rank has some outputs, and heads of which each has some."""
+"""Linear layers and heads that are divided among ranks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from pdmesh.model import IndexRange
 
 @dataclass(frozen=True, slots=True)
 class GatheredLinear:
-    """A layer that is given a rank's columns, and whose whole result every rank gets: two exchanges.
+    """A layer that takes a rank's columns, and returns the whole result on every rank. Each call is two exchanges.
 
-    All inputs are gathered first, so that each output is summed as on one rank. Sums of parts, which one exchange would
-    add up, have other last bits, and other ones for each number of ranks.
+    All inputs are gathered first, so that each output is summed as on one rank. Adding partial sums instead, with one
+    exchange, would change the last bits, and differently for each number of ranks. ``inputs`` and ``outputs`` are by
+    rank.
     """
 
     own: Linear
     group: RankGroup
-    inputs: Sequence[int]  # of each rank
+    inputs: Sequence[int]
     outputs: Sequence[int]
 
     @property
@@ -36,11 +37,11 @@ class GatheredLinear:
 
 @dataclass(frozen=True, slots=True)
 class GatheredVocabulary:
-    """A vocabulary of which each rank has some tokens. Only the leader gets all outputs."""
+    """A vocabulary whose tokens are divided among ranks, ``num_tokens`` on each. Only the leader gets all outputs."""
 
     own: Vocabulary
     group: RankGroup
-    num_tokens: Sequence[int]  # of each rank
+    num_tokens: Sequence[int]
 
     @property
     def row_by_row(self) -> bool:
@@ -65,13 +66,16 @@ class GatheredVocabulary:
 
 @dataclass(frozen=True, slots=True)
 class GatheredHeads:
-    """Queries, or keys, of tokens, of which each rank has some heads: for what needs all of a token's. One exchange."""
+    """Exchange of queries or keys whose heads are divided among ranks, for norms over all heads of a token.
+
+    ``heads`` are by rank; several ranks may have the same one.
+    """
 
     group: RankGroup
-    heads: Sequence[IndexRange]  # of each rank; several may have the same one
+    heads: Sequence[IndexRange]
 
     def all_of(self, own: Tensor) -> Tensor:
-        """Return (num_tokens, all heads, head_dim) from each rank's (num_tokens, own heads, head_dim)."""
+        """Return (num_tokens, all heads, head_dim) from the own heads of all ranks, with one exchange."""
         head_dim = own.shape[-1]
         widths = [heads.size * head_dim for heads in self.heads]
         gathered = self.group.gather(own.flatten(1), widths).view(len(own), -1, head_dim)
@@ -81,5 +85,5 @@ class GatheredHeads:
         return gathered[:, [number_of.index(head) for head in range(number_of[-1] + 1)]]
 
     def own_of(self, heads: Tensor) -> Tensor:
-        """Return (num_tokens, own heads, head_dim) of all of them."""
+        """Return this rank's heads (num_tokens, own heads, head_dim) of all heads."""
         return heads[:, slice(*self.heads[self.group.share.rank])]

@@ -1,4 +1,4 @@
-"""Memory that the ranks of an instance share: anonymous, inherited by descriptor, gone with the last of them."""
+"""Memory that the ranks of an instance share: anonymous, inherited by descriptor, freed with the last rank."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pdmesh.errors import ConfigError
 
 
 def create_memory(name: str, num_bytes: int = 0) -> int:
-    """Return the descriptor of new shared memory, of zeros; the system gives its pages when they are first written.
+    """Return the descriptor of new shared memory, zeroed. The system allocates its pages at the first write.
 
-    Raises ConfigError where the system has no such memory.
+    Raise ConfigError if the system has no such memory.
     """
     try:
         fd = os.memfd_create(name)
@@ -29,6 +29,6 @@ def create_memory(name: str, num_bytes: int = 0) -> int:
 
 
 def map_memory(fd: int, num_bytes: int) -> Tensor:
-    """Return the first bytes of shared memory as a tensor of bytes, aligned to pages."""
+    """Return the first ``num_bytes`` of shared memory as a tensor of bytes, aligned to pages."""
     mapped = mmap.mmap(fd, num_bytes)
     return torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))

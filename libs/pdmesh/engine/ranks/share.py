@@ -1,8 +1,8 @@
-"""What one rank of an instance computes: the layers of its stage, its heads, and its part of each layer's outputs.
+"""The share of one rank in an instance: the layers of its stage, its heads, and its part of each layer's outputs.
 
-Every linear layer is divided by outputs, never by inputs: a rank sums over all inputs, in the order in which one rank
-alone would, and what ranks give each other are finished values. So results do not depend on how many ranks there are.
-A stage passes on what its last layer leaves for the next one, as it is.
+Linear layers are divided by outputs, never by inputs. A rank sums over all inputs in the same order as a single rank,
+and ranks exchange finished values. Results therefore do not depend on the number of ranks. A stage passes on the last
+layer's state unchanged.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pdmesh.engine.model_config import DecoderShape, ExpertsConfig, ModelConfig,
 from pdmesh.errors import ConfigError
 from pdmesh.model import IndexRange
 
-#: Outputs of a layer are divided at multiples of this, the width of the compiled kernels' panels, unless there are too
-#: few of them.
+#: Layers' outputs are divided at multiples of this number, the width of the compiled kernels' panels. Layers with too
+#: few outputs use a smaller one.
 _PANEL_OUTPUTS = 32
 
 
 def check_divisible(model: DecoderShape, num_ranks: int) -> None:
-    """Raise ConfigError unless so many ranks can share the model."""
+    """Raise ConfigError unless ``num_ranks`` ranks can share the model."""
 
     def fits(number: int) -> bool:
         heads, kv_heads = model.num_heads, model.num_kv_heads
@@ -39,7 +39,7 @@ def check_divisible(model: DecoderShape, num_ranks: int) -> None:
 
 
 def check_stages(model: DecoderShape, num_stages: int) -> None:
-    """Raise ConfigError unless each of so many stages can have a layer of the model."""
+    """Raise ConfigError unless each of ``num_stages`` stages can have a layer of the model."""
     if num_stages > 1 and isinstance(model, UndescribedModel):
         raise ConfigError(
             f"pipeline_parallel_size is {num_stages}, but transformers' own modules compute a {model.architecture}, "
@@ -54,7 +54,7 @@ def check_stages(model: DecoderShape, num_stages: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """The part of rank ``rank`` of the ``num_ranks`` that compute the layers of stage ``stage`` of ``num_stages``."""
+    """Share of rank ``rank`` of the ``num_ranks`` that compute the layers of stage ``stage`` of ``num_stages``."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -63,31 +63,31 @@ class RankShare:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it computes each of its layers alone."""
+        """Whether the rank computes each of its layers alone."""
         return self.num_ranks == 1
 
     @property
     def of_all_ranks(self) -> list[RankShare]:
-        """The parts of all ranks of its stage, by rank."""
+        """Shares of all ranks of the stage, by rank."""
         return [replace(self, rank=rank) for rank in range(self.num_ranks)]
 
     @property
     def is_first(self) -> bool:
-        """Whether tokens enter here."""
+        """Whether tokens enter in this stage."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether scores of tokens come out here."""
+        """Whether this stage computes the scores of tokens."""
         return self.stage == self.num_stages - 1
 
     def layers(self, num_layers: int) -> IndexRange:
-        """Return the layers of its stage, of so many. The last stage, which has the vocabulary too, has no more."""
+        """Return the stage's part of ``num_layers``. The last one, with the vocabulary, has no more than others."""
         first, end = (-(-num_layers * stage // self.num_stages) for stage in (self.stage, self.stage + 1))
         return IndexRange(first, end)
 
     def config_of(self, model: ModelConfig) -> ModelConfig:
-        """Return the configuration of a model as large as this part of ``model``."""
+        """Return the configuration of a model of this share's size."""
         if self.is_whole:
             return model
         return replace(
@@ -99,31 +99,31 @@ class RankShare:
         )
 
     def rounds_as_one(self, model: ModelConfig) -> bool:
-        """Whether torch computes the bits of one rank: its loops treat what is left of 32 values otherwise."""
+        """Return whether torch computes one rank's bits. Its loops treat a rest of fewer than 32 values otherwise."""
         sizes = (model.hidden_size, *model.inner_sizes, model.vocab_size)
         return self.is_whole or min(sizes) >= _PANEL_OUTPUTS * self.num_ranks
 
     def heads(self, model: ModelConfig) -> IndexRange:
-        """Return its attention heads."""
+        """Return the rank's attention heads."""
         return _equal_part(model.num_heads, self.rank, self.num_ranks)
 
     def kv_heads(self, model: ModelConfig) -> IndexRange:
-        """Return its key-value heads: where there are fewer than ranks, several ranks compute the same one."""
+        """Return the rank's key-value heads. If there are fewer than ranks, several ranks compute the same one."""
         if model.num_kv_heads >= self.num_ranks:
             return _equal_part(model.num_kv_heads, self.rank, self.num_ranks)
         head = self.rank * model.num_kv_heads // self.num_ranks
         return IndexRange(head, head + 1)
 
     def outputs(self, num_outputs: int) -> IndexRange:
-        """Return its outputs of a layer that has so many."""
+        """Return the rank's outputs of a layer with ``num_outputs``."""
         return self._outputs_of(self.rank, num_outputs)
 
     def widths(self, num_outputs: int) -> tuple[int, ...]:
-        """Return how many outputs of such a layer each rank has."""
+        """Return each rank's number of outputs of a layer with ``num_outputs``."""
         return tuple(self._outputs_of(rank, num_outputs).size for rank in range(self.num_ranks))
 
     def _experts_of(self, experts: ExpertsConfig | None) -> ExpertsConfig | None:
-        """Return a layer's experts, of each of which every rank has a part."""
+        """Return a layer's experts with this rank's part of each."""
         if experts is None:
             return None
         return replace(experts, intermediate_size=self.outputs(experts.intermediate_size).size)
@@ -137,7 +137,7 @@ class RankShare:
         return IndexRange(first, end)
 
 
-#: All of a model.
+#: Share of an instance with one rank: all of a model.
 WHOLE = RankShare()
 
 

@@ -1,7 +1,7 @@
-"""What a rank of an instance of several stages does: the layers of its stage, of one step after the other.
+"""The ranks of an instance of several stages: each computes the layers of its stage, one step after the other.
 
-A step comes from the leader, and what the layers before left of it from the stage before. While a stage waits for the
-leader's word on a step, the next ones may have been sent: they are kept.
+A step comes from the leader, and the state after earlier layers from the stage before. While a stage waits for the
+leader's command about a step, later steps that arrive are queued.
 """
 
 from __future__ import annotations
@@ -44,10 +44,13 @@ from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
 
 
 class StageFollower(RankFollower):
-    """Computes its part of a stage.
+    """A rank that computes its part of a stage.
 
-    ``inlet`` is where the layers before a stage come from, None for the first; ``outlet`` where its own go: to the next
-    stage, or from the last one's first rank to the leader, None for its others. The first rank of a stage reports.
+    ``inlet`` receives the state of the stage before, and is None in the first stage. ``outlet`` leads to the next
+    stage, or from the last stage's first rank to the leader; the last stage's other ranks have None. The first rank of
+    a stage reports to the leader.
+
+    ``_waited_s`` is the step's time spent waiting for the leader.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class StageFollower(RankFollower):
         self._outlet = outlet
         self._hidden_size = hidden_size
         self._next: deque[StageStep] = deque()
-        self._waited_s = 0.0  # of the step, for the leader
+        self._waited_s = 0.0
 
     def _follow(self) -> None:
         self._compute(self._next.popleft() if self._next else self._next_step())
@@ -84,7 +87,7 @@ class StageFollower(RankFollower):
         return command
 
     def _word(self) -> Command:
-        """Wait for the leader's word on the step that is being computed."""
+        """Wait for the leader's command about the current step. Queue steps that arrive before."""
         while isinstance(command := self._receive(), StageStep):
             self._next.append(command)
         return command
@@ -122,7 +125,7 @@ class StageFollower(RankFollower):
     def _through(
         self, number: int, batch: Sequence[SequenceSlice], before: Carried | None, on_layer: LayerHook | None
     ) -> Carried:
-        """Compute the layers here, given what the layer before them left; None: the step's tokens enter here."""
+        """Compute the layers here from the state of the layers before. None means that the step's tokens enter here."""
         forward, transformer = self._forward, self._transformer
         spans = [self._asked_by_stage(number, place, span) for place, span in enumerate(step_spans(batch))]
         inputs, plan = forward.inputs(batch), forward.attention.plan(spans)
@@ -131,7 +134,7 @@ class StageFollower(RankFollower):
         return transformer.through(before, inputs, forward.caches, plan, on_layer)
 
     def _asked_by_stage(self, number: int, place: int, span: QuerySpan) -> QuerySpan:
-        """Return a span of a step as the leader is asked about what is elsewhere of it."""
+        """Return a span whose KV on other instances is asked through the leader."""
         if span.elsewhere is None:
             return span
 
@@ -190,7 +193,7 @@ class StageFollower(RankFollower):
         return layer_done
 
     def _score(self, command: StageStep, output: StepOutput, busy_s: float) -> None:
-        """Give what is wanted of a step that has passed the model's last layer."""
+        """Compute the requested scores and embeddings of a step after the model's last layer."""
         began_s = time.perf_counter()
         scores = output.logits(command.scored) if command.scored else None
         self._tell(Left(command.number, busy_s + time.perf_counter() - began_s))
