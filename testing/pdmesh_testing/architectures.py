@@ -45,9 +45,10 @@ def assert_equal(results: Sequence[SliceResult], expected: Sequence[GreedyStep])
 
 
 def assert_computes_as_transformers(checkpoint: Path, references: dict[int, list[GreedyStep]], **options: Any) -> None:
-    """For every chunking, in batches of unlike sequences, handed over before the first token, and moved after it.
+    """Assert that engines compute the greedy steps of transformers, given by prompt length in ``references``.
 
-    ``options`` are those of engines.
+    Covers several chunk sizes, batches of unlike sequences, and moves after the first token. ``options`` are options of
+    `TorchEngine`.
     """
     engine, other = (TorchEngine(checkpoint, num_blocks=32, num_threads=1, **options) for _ in range(2))
     for length, expected in references.items():
@@ -68,13 +69,14 @@ def assert_computes_as_transformers(checkpoint: Path, references: dict[int, list
     length = PROMPT_LENGTHS[-1]
     moved = SteppedRequest(new_sequence(prompt_of(length), list(range(8)), PARAMS), NUM_OUTPUT_TOKENS)
     step(engine, [(moved, 40)])
-    step(engine, [(moved, 40)])  # draws the first token
+    step(engine, [(moved, 40)])
     for source, target in ((engine, other), (other, engine)):
         move(moved, source, target)
         for _ in range(4):
             step(target, [(moved, 1)])
     assert_equal(moved.results, references[length][: len(moved.output_ids)])
-    assert len({step.token_id for steps in references.values() for step in steps}) > 4  # it wanders
+    # Output wanders over the vocabulary.
+    assert len({step.token_id for steps in references.values() for step in steps}) > 4
 
 
 def move(request: SteppedRequest, source: TorchEngine, target: TorchEngine) -> None:

@@ -16,7 +16,7 @@ from pdmesh.model import KvLayout, num_blocks_for
 
 
 class PagedCase(NamedTuple):
-    """Rows of some sequences, whose keys and values lie in blocks of any order."""
+    """Query rows of several sequences, with keys and values in blocks of any order."""
 
     layout: KvLayout
     spans: list[QuerySpan]

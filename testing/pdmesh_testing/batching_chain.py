@@ -1,8 +1,8 @@
-"""Exclusive batching of N slots, exactly: the chain that the fluid formulas of `batching_theory` are a limit of.
+"""Exact exclusive batching of N slots: the Markov chain whose limit the fluid formulas of `batching_theory` are.
 
-Every busy slot ends with the same probability p at each step, whatever its age, so the number of busy ones is a Markov
-chain: it begins each decode phase at N and falls by a binomial number a step until k are idle; then all are filled.
-Nothing is approximated, and nothing in a scheduler asks for it: it takes about N² operations.
+Every busy slot ends with the same probability p at each step, whatever its age. So the number of busy slots is a Markov
+chain. It begins each decode phase at N, and falls by a binomial number at each step until k slots are idle; then all
+are filled. Nothing is approximated. Schedulers do not use the chain, since it takes about N² operations.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ def geometric_threshold(costs: StepCosts, mean_output_tokens: float) -> Threshol
 
 
 def exact_throughputs(num_slots: int, costs: StepCosts, lengths: LengthMoments) -> Sequence[float]:
-    """Requests a second under EB(k), for k = 1 to N, where outputs are geometric.
+    """Return the requests per second under EB(k), for k = 1 to N, with geometric output lengths.
 
     A request costs its prompt's tokens and its decodes under any k; a cycle costs one switch and the constants of its
-    steps. So the rate is E[ended] / (switch + step E[steps] + E[ended] work). An output has one token or more in the
-    mean.
+    steps. So the rate is E[ended] / (switch + step E[steps] + E[ended] work). The mean output has at least one token.
     """
     ends = 1 / lengths.mean_output_tokens
     flow = [_binomial(num_busy, 1 - ends) for num_busy in range(num_slots + 1)]
@@ -40,7 +39,7 @@ def exact_throughputs(num_slots: int, costs: StepCosts, lengths: LengthMoments) 
     work_s = costs.prompt_token_s * lengths.mean_prompt_tokens + costs.decode_token_s * lengths.mean_output_tokens
     rates: list[float] = []
     for k in range(1, num_slots + 1):
-        going_on = range(num_slots - k + 1, num_slots + 1)  # with so many busy the phase goes on
+        going_on = range(num_slots - k + 1, num_slots + 1)
         num_steps = math.fsum(visits[num_busy] for num_busy in going_on)
         # Each step ends its busy count times p in the mean, also the last one, which may pass k.
         num_ended = ends * math.fsum(visits[num_busy] * num_busy for num_busy in going_on)
@@ -50,9 +49,10 @@ def exact_throughputs(num_slots: int, costs: StepCosts, lengths: LengthMoments) 
 
 
 def _visits(num_slots: int, flow: Sequence[Sequence[float]]) -> list[float]:
-    """Expected steps of a phase that begin with so many busy, if it went on to the last; by that number."""
+    """Return the expected number of steps that begin with n busy slots, by n, in a phase until all slots are idle."""
     visits = [0.0] * (num_slots + 1)
-    arrivals = [0.0] * (num_slots + 1)  # expected entries from larger numbers
+    #: Expected entries from larger numbers.
+    arrivals = [0.0] * (num_slots + 1)
     arrivals[num_slots] = 1.0
     for num_busy in range(num_slots, 0, -1):
         stays = flow[num_busy][num_busy]

@@ -1,7 +1,6 @@
-"""A real headless Chromium, driven over its debugging protocol: what a page shows, and what it looks like.
+"""A real headless Chromium, driven over its debugging protocol, for the content and the look of pages.
 
-Used by the tests of the gateway's page and by whoever wants a picture of it. The browser is the system's; nothing is
-downloaded.
+Used for tests and screenshots of the gateway's page. The browser is the system's; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -35,15 +34,16 @@ def find_chromium() -> str | None:
 
 
 class Page:
-    """One tab."""
+    """A browser tab."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self._connection = connection
         self._number = 0
-        self.console: list[str] = []  # errors and warnings that the page logged, and exceptions that nobody caught
+        # Errors and warnings that the page logged, and uncaught exceptions.
+        self.console: list[str] = []
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command of the protocol. Raises RuntimeError with the browser's own words if it refuses."""
+        """Send one command of the protocol, and return the result. Raises RuntimeError with the browser's error."""
         self._number += 1
         await self._connection.send(json.dumps({"id": self._number, "method": method, "params": params}))
         with anyio.fail_after(CALL_TIMEOUT_S):
@@ -65,7 +65,7 @@ class Page:
             self.console.append(params["entry"]["text"])
 
     async def open(self, url: str, *, width: int = 1400, height: int = 900, dark: bool = False) -> None:
-        """Load ``url``, which goes on loading what it needs."""
+        """Navigate to ``url`` without waiting until the page is loaded."""
         await self.call("Runtime.enable")
         await self.call("Log.enable")
         await self.call(
@@ -83,7 +83,7 @@ class Page:
         return answer["result"].get("value")
 
     async def until(self, condition: str, *, timeout_s: float = 20.0) -> None:
-        """Wait until an expression is true, looked at whenever the page draws. Raises RuntimeError with what it is."""
+        """Wait until an expression is true, checked at each frame that the page draws. Raises RuntimeError if late."""
         script = f"""new Promise((done) => {{
             const end = performance.now() + {timeout_s * 1000};
             const look = () => {{
@@ -97,19 +97,20 @@ class Page:
             raise RuntimeError(f"still not so after {timeout_s:g} s: {condition}; console: {self.console}")
 
     async def screenshot(self, path: Path) -> None:
-        """A PNG of what is seen."""
+        """Write a PNG of the visible page to ``path``."""
         answer = await self.call("Page.captureScreenshot", format="png")
         await anyio.to_thread.run_sync(path.write_bytes, base64.b64decode(answer["data"]))
 
 
 @asynccontextmanager
 async def open_page(executable: str) -> AsyncIterator[Page]:
-    """A browser with one empty tab; both end with the block."""
+    """Start a browser with one empty tab. The browser ends with the block."""
     with TemporaryDirectory(prefix="pdmesh-browser-", ignore_cleanup_errors=True) as profile:
         command = [
             executable,
             "--headless=new",
-            "--no-sandbox",  # it cannot have one as root, where tests may run
+            # Chromium has no sandbox as root, and tests may run as root.
+            "--no-sandbox",
             "--disable-gpu",
             "--disable-dev-shm-usage",
             "--remote-debugging-port=0",
@@ -128,7 +129,7 @@ async def open_page(executable: str) -> AsyncIterator[Page]:
 
 
 async def _address(browser: anyio.abc.Process) -> str:
-    """What it prints of where it listens."""
+    """Return the address of the debugging protocol, which the browser prints. Raises RuntimeError without one."""
     assert browser.stderr is not None
     text = b""
     async for data in browser.stderr:

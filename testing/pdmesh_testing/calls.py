@@ -1,4 +1,4 @@
-"""Work counted in calls, where seconds would tell of the machine."""
+"""Work counted in calls, because seconds would depend on the machine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from types import FrameType
 
 
 def num_calls(of: Callable[[], object], *, of_c: bool = False) -> int:
-    """Calls of Python functions that ``of`` makes, a generator's next ones included; with ``of_c`` of C's, too.
+    """Return how many calls of Python functions ``of`` makes, with each resumption of a generator.
 
-    The garbage collector stands still meanwhile: the finalizers of what other tests left would be counted.
+    With ``of_c``, calls of C functions count, too. The garbage collector is off meanwhile: finalizers of other tests'
+    objects would be counted.
     """
     events = ("call", "c_call") if of_c else ("call",)
     count = 0

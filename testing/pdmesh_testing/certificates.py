@@ -1,4 +1,4 @@
-"""Certificates that nobody should accept."""
+"""Certificates that every peer should refuse."""
 
 from __future__ import annotations
 

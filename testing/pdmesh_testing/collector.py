@@ -1,4 +1,4 @@
-"""An OTLP collector that keeps what it is sent, for tests of spans."""
+"""An OTLP collector that keeps the received spans, for tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class CollectedSpan:
     name: str
     trace_id: str
     span_id: str
-    parent_id: str  # "" for a root
+    #: Empty for a root span.
+    parent_id: str
     start_ns: int
     end_ns: int
     is_error: bool

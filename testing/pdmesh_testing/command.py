@@ -15,7 +15,7 @@ from pdmesh.cli import main
 
 
 def pdmesh_here(*arguments: str | Path, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run ``pdmesh ARGUMENTS`` and return its exit code and what it wrote; ``environ`` is the whole environment."""
+    """Run ``pdmesh ARGUMENTS`` in this process; return exit code and output. ``environ`` replaces the environment."""
     command = ["pdmesh", *map(str, arguments)]
     output, errors = io.StringIO(), io.StringIO()
     with (

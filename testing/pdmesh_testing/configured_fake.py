@@ -58,9 +58,9 @@ def _weights(model: str | None) -> str:
 
 
 def parse_latency(text: str) -> LinearLatencyModel:
-    """A profile by its name, or terms as ``name=value,name=value``, in seconds; those that are not given are 0.
+    """Return the latency model of a named profile, or of terms ``name=value,name=value`` in seconds.
 
-    Raises ConfigError.
+    Missing terms are 0. Raises ConfigError for an unknown term or value.
     """
     if "=" not in text:
         return load_profile(text).latency

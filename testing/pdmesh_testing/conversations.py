@@ -44,14 +44,18 @@ async def ask(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedTurn:
-    """A turn of 4,100 tokens, of which the first 4,000 were kept by an instance that was busy."""
+    """A turn of 4,100 tokens whose first 4,000 a busy instance, the holder, had cached.
 
-    cold: Choice  # of the same prompt, before anything was kept of it
+    ``cold`` is the answer before anything was cached, ``warm`` the answer afterwards. ``computed_id`` computed the rest
+    of the prompt, and ``fetched_id`` fetched KV. ``detail`` is the record's text on the fetch.
+    """
+
+    cold: Choice
     warm: Choice
     holder_id: str
-    computed_id: str  # the instance that computed the rest
-    fetched_id: str | None  # the instance that fetched
-    detail: str  # of the record: how much was fetched, and from where
+    computed_id: str
+    fetched_id: str | None
+    detail: str
 
 
 async def fetched_turn(mesh: RunningMesh, vocab_size: int, *, num_other_tokens: int) -> FetchedTurn:
@@ -70,7 +74,8 @@ async def _turn_beside_others(
     cold, _ = await ask(mesh, client, second, 16, salt="cold")
     _, record = await ask(mesh, client, first, 1)
     holder_id, busy = _computed_at(record), set[str]()
-    await ask(mesh, client, between, 1)  # instances take turns: the next one goes to the holder
+    # Instances take turns: the next request goes to the holder.
+    await ask(mesh, client, between, 1)
     for number, other in enumerate(others, 1):
         tasks.start_soon(ask, mesh, client, other, 1)
         with anyio.fail_after(BUSY_LIMIT_S):
@@ -104,9 +109,9 @@ def _computed_at(record: RequestRecord) -> str:
 
 
 async def turns_from_the_tier(mesh: RunningMesh, checkpoint: Path, vocab_size: int, num_users: int) -> None:
-    """Let users speak in turn, and then all at once, of whom the cache holds few.
+    """Serve conversations of more users than the cache holds, first one by one and then concurrently.
 
-    AssertionError names answers that differ from those of `transformers`, or says that the tier was of no use.
+    AssertionError if answers differ from transformers', or if too few tokens were loaded from the tier.
     """
     stems = random_prompts([400] * num_users, vocab_size, 3)
     asked = [reference(checkpoint, stem, 40) for stem in stems]

@@ -79,7 +79,7 @@ def a_request(
 
 
 def a_role(instance_id: str, role: Role, operation_id: str = "role") -> OperationRequested:
-    """An operator gives an instance another role, whatever others do, and waits for what it does now."""
+    """Return an operator's request to change an instance's role with ``force``, within 60 s."""
     return OperationRequested(
         operation_id=OperationId(operation_id),
         kind=OperationKind.ROLE,
@@ -154,13 +154,13 @@ def a_view(instance_id: str = "a", role: Role = Role.MIXED, **fields: Any) -> In
 
 
 def named_profile(name: str, **fields: Any) -> InstanceProfile:
-    """An instance whose name begins with its role, or the first letter of that: ``d0``, ``decode-0``."""
+    """Return the profile of an instance whose name begins with the first letter of its role: ``d0``, ``decode-0``."""
     role = next(role for role in Role if role.value[0] == name[0])
     return modelled_profile(name, role, **fields)
 
 
 class FixedGrowth(Growth):
-    """Expects this of everybody, whatever it sees. To be a core's before instances join it."""
+    """Growth with a constant mean. Set it on a core before instances join."""
 
     def __init__(self, mean_tokens: float, *, on_demand: bool = True, risk: float = 0.01) -> None:
         super().__init__(on_demand=on_demand, risk=risk)
@@ -181,7 +181,8 @@ class CoreBench:
         self.core = SchedulerCore(config, make_bundle("fcfs", config.policy), random.Random(0))
         self.now_s = 0.0
         self.commands: list[Command] = []
-        self.transfers: dict[str, TransferId] = {}  # of requests, their latest
+        # Latest transfer of each request.
+        self.transfers: dict[str, TransferId] = {}
         self.feed(GatewayJoined(GATEWAY, ()))
         for profile in profiles:
             self.feed(InstanceJoined(profile, ()))
@@ -205,7 +206,7 @@ class CoreBench:
         return self.feed(RequestArrived(a_request(request_id, prompt, output, epoch=epoch, arrival_s=self.now_s)))
 
     def decoding(self, request_id: str) -> str:
-        """A request arrives, is prefilled on one instance, and decodes on the one that is returned."""
+        """Let a request arrive, be prefilled on one instance, and move to another. Return the decode instance."""
         commands = self.arrive(request_id)
         (place,), (step,) = of(ExpectCopy, commands), of(RunStep, commands)
         self.done(step.instance_id, step.plan)
@@ -228,7 +229,7 @@ class CoreBench:
         return self.feed(RequestFinished(*what, FinishReason.LENGTH, num_output_tokens))
 
     def released(self, instance_id: str, request_id: str, epoch: int = 0) -> list[Command]:
-        """What it has of a request by now."""
+        """Report that an instance released a request, for the transfer of its present allocation."""
         key = RequestId(request_id), Epoch(epoch)
         instance = self.core._mesh.instances.get(InstanceId(instance_id))
         allocation = None if instance is None else instance.allocations.get(key)

@@ -78,7 +78,7 @@ class FakeStreams:
 
 
 class FakeHost:
-    """A host's devices: which processes have allocated what there, and who of them has died."""
+    """Devices of a host: the exported allocations with their processes' drivers, and the drivers of dead processes."""
 
     def __init__(self) -> None:
         self.owners: dict[bytes, FakeDriver] = {}
@@ -88,22 +88,24 @@ class FakeHost:
 class FakeDriver:
     """`pdmesh.engine.cuda.shared_cache.DeviceMemory` of one process, in host memory.
 
-    Another's allocation is mapped at an address that is nobody's; any other that is not the process's own is refused.
-    Copies are made when their stream is waited for.
+    An allocation of another process is mapped at an address beyond all real ones. Unknown addresses are refused. Copies
+    are made when their stream is waited for.
     """
 
-    _MAPPED = 1 << 56  # beyond all addresses that there are
+    #: Beyond all real addresses.
+    _MAPPED = 1 << 56
 
     def __init__(self, host: FakeHost, streams: FakeStreams) -> None:
         self._host = host
         self._streams = streams
         self._own: list[DeviceAllocation] = []
-        self.mapped: dict[int, DeviceAllocation] = {}  # what is mapped, by where
+        # Mapped allocations by address.
+        self.mapped: dict[int, DeviceAllocation] = {}
         self.num_copies = 0
         self.has_one_device = True
 
     def own(self, tensors: Sequence[Tensor]) -> None:
-        """Each is an allocation."""
+        """Register each tensor as an allocation of this process."""
         self._own += [DeviceAllocation(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
 
     def allocation(self, address: int) -> DeviceAllocation:

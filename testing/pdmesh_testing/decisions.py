@@ -1,4 +1,4 @@
-"""A core that remembers what it was told and what it decided."""
+"""A core that records its events and commands."""
 
 from __future__ import annotations
 

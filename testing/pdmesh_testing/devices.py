@@ -1,6 +1,6 @@
-"""What the tests of engines on a device (``tests/gpu``) have in common.
+"""Common parts of the tests of engines on a device (``tests/gpu``).
 
-``GPU_TESTS_DEVICE=cpu`` runs those of them that use `DEVICE` where there is no device: that finds their own mistakes.
+``GPU_TESTS_DEVICE=cpu`` runs the tests that use `DEVICE` on a machine without one, to find mistakes of the tests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def prompt_of(num_tokens: int) -> list[int]:
 
 
 def drawn_in_any_order(engine: TorchEngine, lengths: list[int], max_tokens: int) -> list[SteppedRequest]:
-    """Steps of whoever is drawn, in chunks of any length: graphs, those between layers, and kernel by kernel."""
+    """Generate for all ``lengths`` in steps of random requests and chunk sizes, and return the finished requests.
+
+    The chunk sizes lead to whole graphs, to graphs between layers, and to single kernels.
+    """
     tables = separate_tables(engine, [length + max_tokens for length in lengths])
     generations = [
         SteppedRequest(new_sequence(prompt_of(length), table, _PARAMS), max_tokens)
@@ -45,13 +48,13 @@ def drawn_in_any_order(engine: TorchEngine, lengths: list[int], max_tokens: int)
 
 
 def drawn_logprobs(generations: list[SteppedRequest]) -> list[float]:
-    """Log-probabilities of what was drawn."""
+    """Return the log-probabilities of the drawn tokens."""
     drawn = [each for generation in generations for result in generation.results for each in result.drawn]
     return [each.logprobs.logprob for each in drawn if each.logprobs is not None]
 
 
 def scored(engine: TorchEngine, generation: SteppedRequest) -> list[float]:
-    """Log-probabilities of what was drawn, computed as one prompt."""
+    """Return the log-probabilities of a request's output, computed as one prompt."""
     tokens = generation.sequence.token_ids.tolist()
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     sequence = new_sequence(tokens, list(range(num_blocks_for(len(tokens), 16))), params)

@@ -24,12 +24,14 @@ from pdmesh_testing.stepping import generate
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What `transformers` generates greedily in fp32 after a prompt, or one engine alone in another dtype."""
+    """Greedy output after a prompt, of `transformers` in fp32, or of one engine alone in another dtype."""
 
     prompt: tuple[int, ...]
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of the generated tokens
-    smallest_margin: float  # between the two largest logits, over all steps
+    #: Log-probabilities of the generated tokens.
+    logprobs: tuple[float, ...]
+    #: Smallest difference of the two largest logits, over all steps.
+    smallest_margin: float
 
 
 @lru_cache(maxsize=4)
@@ -69,7 +71,7 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[l
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One completion as a client got it."""
+    """A completion as a client received it."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -79,7 +81,7 @@ class Answer:
 async def complete(
     client: httpx.AsyncClient, model: str, prompt: Sequence[int], max_tokens: int, **fields: Any
 ) -> Answer:
-    """One non-streamed completion of a token-id prompt, with the token ids it generated."""
+    """Ask for a greedy completion of a token-id prompt without streaming, and return the answer."""
     response = await client.post(
         "/v1/completions",
         json={

@@ -18,6 +18,6 @@ def examples(number: int) -> int:
 
 
 def slow_beyond(num_fast: int, values: Iterable[Any]) -> Sequence[Any]:
-    """Values of a parameter of which all but the first ``num_fast`` are marked ``slow``."""
+    """Return the values of a test parameter, all but the first ``num_fast`` marked ``slow``."""
     rows = [value if isinstance(value, tuple) else (value,) for value in values]
     return [pytest.param(*row, marks=[pytest.mark.slow] * (place >= num_fast)) for place, row in enumerate(rows)]

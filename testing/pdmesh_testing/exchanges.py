@@ -1,4 +1,4 @@
-"""Members of a prefill group as their data planes see it: movers on open transports, and nobody who computes."""
+"""Data planes of the members of a prefill group: movers on open transports, without engines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from pdmesh.transport.seal import MeshKey
 from pdmesh_testing.kv import SMALL_LAYOUT, ByteStore, TransportMaker
 
 REQUEST, EPOCH, CAPABILITY = RequestId("request"), Epoch(3), 0xA11CE
-NUM_BLOCKS = 16  # of the request; a member has room for two of them
+#: Blocks of the request; a member has room for two requests.
+NUM_BLOCKS = 16
 NUM_LAYERS = SMALL_LAYOUT.num_layers
 HEADS = IndexRange(0, SMALL_LAYOUT.num_kv_heads)
 KEY = MeshKey("")
@@ -31,7 +32,7 @@ KEY = MeshKey("")
 
 @dataclass(eq=False)
 class Member:
-    """One instance's data plane, and its side of the exchange once it has joined."""
+    """Data plane of an instance, with its side of the exchange after `join`."""
 
     transport: KvTransport
     store: ByteStore
@@ -69,13 +70,13 @@ class Member:
             self.exchange.publish(Blocks(0, layer, first_block, num_blocks))
 
     async def until_here(self, num_blocks: int) -> None:
-        """All layers of so many first blocks."""
+        """Wait until all layers of the first ``num_blocks`` blocks are here."""
         with anyio.fail_after(20):
             while not all(self.exchange.ledger.has_first(layer, num_blocks) for layer in range(NUM_LAYERS)):
                 await anyio.lowlevel.checkpoint()
 
     async def until_received(self, num_blocks: int) -> None:
-        """All layers of so many blocks, by others."""
+        """Wait until other members have sent all layers of ``num_blocks`` blocks."""
         with anyio.fail_after(20):
             while (
                 self.mover.counters().num_bytes_exchanged.received < num_blocks * NUM_LAYERS * SMALL_LAYOUT.block_bytes
@@ -135,7 +136,10 @@ async def open_members(
     store: Callable[[int], ByteStore] = _byte_store,
     config: Callable[[int], TransferConfig] | None = None,
 ) -> AsyncIterator[list[Member]]:
-    """Movers that know nothing of each other. ``store`` and ``config`` are those of a member's number."""
+    """Open ``number`` members that do not know each other; check at the end that all blocks are free.
+
+    ``store`` and ``config`` return a member's store and settings, by its index.
+    """
     async with AsyncExitStack() as stack:
         members: list[Member] = []
         for index in range(number):

@@ -1,11 +1,12 @@
 """An engine without a model, whose output proves that the right KV was in the right place.
 
-The KV that `FakeEngine` writes is a function of token, position, layer and of the KV up to it in the layer before, as
-read back from the cache after that layer's hook, as with a real model; each token it draws is a hash of the whole
-context's KV, again as read back. So a chunk computed out of order, a layer that did not wait for another instance's KV,
-a piece moved to the wrong block or one byte lost on the way changes the output, and `reference_output` says what it
-should have been. With ``checks_kv=False`` the cache is left alone and a step costs next to nothing: the stand-in for
-benchmarks of everything else.
+The KV that `FakeEngine` writes depends on token, position, layer, and the previous layer's KV up to that position. That
+KV is read back from the cache after the previous layer's hook, as with a real model. Each drawn token is a hash of the
+whole context's KV, again as read back.
+
+So the output changes if a chunk is computed out of order, if a layer does not wait for another instance's KV, if a
+piece goes to the wrong block, or if one byte is lost. `reference_output` returns the right output. With
+``checks_kv=False`` the cache is not touched and a step costs next to nothing, for benchmarks of everything else.
 """
 
 from __future__ import annotations
@@ -132,9 +133,12 @@ def timed_by(model: LatencyModel) -> Callable[[Sequence[SequenceSlice]], float]:
 class _FakeStep:
     """A step between two layers."""
 
-    hidden: list[Words]  # of each slice
-    elsewhere: list[Words]  # of each slice, KV that others hold, as they answer: (layers, 2, tokens, lanes)
-    owed_s: float = 0.0  # that it should have taken, and has not
+    #: Hidden values of each slice.
+    hidden: list[Words]
+    #: Answers of shard holders to each slice, (layers, 2, tokens, lanes).
+    elsewhere: list[Words]
+    #: Seconds that the step should have taken so far, but has not.
+    owed_s: float = 0.0
 
 
 class FakeEngine:
@@ -165,7 +169,8 @@ class FakeEngine:
         self.kv = FakeKvStore(layout, num_blocks)
         self.max_model_len = max_model_len
         self.compute_path = ComputePath(kernels="stand-in", dtype=layout.dtype)
-        self.batches: list[tuple[tuple[RequestId, int, int], ...]] = []  # (request, start, tokens), kept if checks_kv
+        # Executed slices as (request, start, tokens); recorded only with ``checks_kv``.
+        self.batches: list[tuple[tuple[RequestId, int, int], ...]] = []
         self._checks_kv = checks_kv
         self._gate = gate
         self._step_s = step_s
@@ -234,13 +239,13 @@ class FakeEngine:
                 step.owed_s -= time.perf_counter() - began_s
 
     def prepare(self, grammar: str) -> None:
-        """It obeys no grammar."""
+        """Do nothing: the engine ignores grammars."""
 
     def settle(self) -> None:
         """Steps compute as they are called."""
 
     def attend_part(self, number: int, block_ids: Sequence[int], question: PartQuestion) -> bytes:
-        """Answer with the range's KV, disguised by what was asked: it is of use to nobody who asked anything else."""
+        """Answer with the range's KV, combined with the query: the answer is useless for any other query."""
         del number
         if len(question.query) != _WORD_BYTES:
             raise ValueError(f"a question of {len(question.query)} bytes")
@@ -260,7 +265,7 @@ class FakeEngine:
         return np.zeros((self.kv.layout.num_layers, 2, num_tokens, len(self._lanes)), dtype=np.uint32)
 
     def _write(self, layer: int, part: SequenceSlice, hidden: Words) -> np.uint32:
-        """Write the KV of ``part``; return what it asks others who hold KV before it."""
+        """Write the KV of ``part``. Return the query for the shard holders of earlier KV."""
         end = part.start + part.num_tokens
         block_size = self.kv.layout.block_size
         positions = np.arange(part.start, end)
@@ -285,7 +290,7 @@ class FakeEngine:
         return attended
 
     def _read(self, sequence: EngineSequence, num_tokens: int, layers: slice, elsewhere: Words) -> Words:
-        """The context as it lies in the cache behind what others answered: (layers, 2, num_tokens, lanes)."""
+        """Return the KV of a context: shard holders' answers, then the cache, as (layers, 2, num_tokens, lanes)."""
         block_size, num_own_tokens = self.kv.layout.block_size, num_tokens - elsewhere.shape[2]
         table = sequence.block_table[: num_blocks_for(num_own_tokens, block_size)]
         pages = self.kv.words[layers][:, table]
@@ -318,7 +323,7 @@ class FakeEngine:
         return SliceResult(drawn=accepted(part.draft, drawn), prompt_logprobs=prompt_logprobs)
 
     def _drawn(self, sequence: EngineSequence, num_tokens: int, elsewhere: Words) -> DrawnToken:
-        """What follows the first ``num_tokens`` tokens, as they lie in the cache."""
+        """Draw the token that follows the first ``num_tokens`` tokens, from their KV in the cache."""
         params = sequence.params
         mixed = self._context_hash(sequence, num_tokens, elsewhere)
         if params.temperature > 0:

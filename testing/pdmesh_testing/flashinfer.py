@@ -26,10 +26,11 @@ class Call:
 
 @dataclass(slots=True)
 class FakeFlashInfer:
-    """What ``import flashinfer`` would give."""
+    """Stand-in for the module ``flashinfer``."""
 
     calls: list[Call] = field(default_factory=list[Call])
-    last_pinned: Tensor | None = None  # of the wrappers for graphs, where the last plan was written
+    #: Buffer of the last plan of a wrapper for graphs.
+    last_pinned: Tensor | None = None
 
     @property
     def BatchPrefillWithPagedKVCacheWrapper(self) -> partial[FakePrefillWrapper]:
@@ -46,7 +47,7 @@ class FakeFlashInfer:
 
 @dataclass(slots=True)
 class _Pages:
-    """Page tables from which the kernels learn what to compute; int32, on the device."""
+    """Page tables that the kernels read; int32, on the device."""
 
     indptr: Tensor
     indices: Tensor
@@ -179,7 +180,7 @@ class FakeDecodeWrapper(_FakeWrapper):
         global_override_indptr_cpu: Tensor,
         **options: Any,
     ) -> None:
-        """Plans without touching the buffers: they hold what is to be computed, or will when it is."""
+        """Plan without touching the buffers: their content is right now, or will be when the kernels run."""
         assert self._pages is not None, "the first plan of a wrapper chooses its kernels"
         assert self._buffers is not None
         assert shape == (self._num_heads, self._num_kv_heads, self._head_dim, self._page_size)

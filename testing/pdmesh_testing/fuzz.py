@@ -34,7 +34,7 @@ _UNDECLARED = frozenset({grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc
 
 @dataclass(slots=True)
 class Report:
-    """What came back, by status, and what should not have."""
+    """Number of answers by status, and descriptions of the wrong ones."""
 
     statuses: Counter[str] = field(default_factory=Counter[str])
     failures: list[str] = field(default_factory=list[str])
@@ -59,7 +59,8 @@ def watching(report: Report) -> Generator[None]:
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            gone = record.getMessage().startswith("ExecuteBatchError")  # gRPC's word for a caller that has left
+            # gRPC logs this for a caller that has left.
+            gone = record.getMessage().startswith("ExecuteBatchError")
             if record.exc_info or (record.levelno >= logging.ERROR and not gone):
                 report.failures.append(f"logged by {record.name}: {record.getMessage()[:600]}")
 
@@ -79,7 +80,7 @@ def watching(report: Report) -> Generator[None]:
     ]
 
 
-# --- what is drawn ---
+# --- random cases ---
 
 _TEXTS = (
     "",
@@ -269,7 +270,7 @@ async def fuzz_grpc(address: str, messages: Mapping[str, Sequence[bytes]], *, nu
 
 
 def frame_cases(rng: random.Random, messages: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, list[bytes]]]:
-    """Method and frames, without end, from valid messages of each method; the first of them opens its stream."""
+    """Yield methods and frames without end, mutated from valid messages. A method's first message opens the stream."""
     while True:
         method = rng.choice(list(messages))
         first, *others = messages[method]
@@ -280,7 +281,8 @@ def frame_cases(rng: random.Random, messages: Mapping[str, Sequence[Any]]) -> It
                 plain = changed(plain, rng)
             try:
                 frame = msgspec.msgpack.encode(plain)
-            except OverflowError:  # a number that msgpack cannot hold
+            except OverflowError:
+                # msgpack cannot hold the number.
                 frame = rng.randbytes(20)
             frames.append(mutated(frame, rng) if rng.random() < 0.3 else frame)
         yield method, frames
@@ -309,19 +311,21 @@ async def fuzz_frames(
 
 
 async def _code_of(call: Any, messages: Sequence[bytes]) -> grpc.StatusCode:
-    """How a call ends that sends these messages and half-closes. One that goes on is cancelled."""
+    """Send the messages and half-close. Return the call's status; a call without an end is cancelled."""
     try:
         for message in messages:
             await call.write(message)
         await call.done_writing()
-        with anyio.move_on_after(0.5):  # a watch, for example, has no end
+        with anyio.move_on_after(0.5):
+            # A watch, for example, has no end.
             while await call.read() is not grpc.aio.EOF:
                 pass
             return grpc.StatusCode(await call.code())
         call.cancel()
     except (grpc.RpcError, asyncio.InvalidStateError):
         pass
-    except asyncio.CancelledError:  # gRPC raises it, too, for a call that the server has reset
+    except asyncio.CancelledError:
+        # gRPC raises this, too, for a call that the server has reset.
         if not call.done():
             raise
     code = grpc.StatusCode(await call.code())

@@ -1,4 +1,4 @@
-"""What is attacked, in this process: a gateway before a scripted mesh, and a scheduler."""
+"""Fuzzing targets in this process: a gateway before a scripted mesh, and a scheduler."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ _GENERATION = messages.Generation(
 
 
 def _event(kind: type[Any]) -> Any:
-    """One of this kind, as an instance that knows the request above may say it."""
+    """Return an event of this kind, valid for an instance that has the request above."""
     ids = {"instance_id": "m", "request_id": _R, "epoch": _E, "reason": FinishReason.STOP, "chunks": ()}
     return kind(**{item.name: ids.get(item.name, 1) for item in fields(kind)})
 

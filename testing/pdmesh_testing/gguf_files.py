@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pdmesh.engine.gguf.gguf_reader import read_header
 
 Floats = npt.NDArray[np.float32]
-#: Of each architecture, by transformers' name: options of its configuration that a file tells of.
+#: Configuration options that a file can express, by transformers' name of the architecture.
 MODELS: dict[str, list[dict[str, Any]]] = {
     "qwen3_moe": [{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
                    "head_dim": 24}],
@@ -56,7 +56,8 @@ MODELS: dict[str, list[dict[str, Any]]] = {
 GgufType = Literal["F32", "F16", "Q8_0", "Q4_0", "MXFP4"]
 _NUMBERS: dict[GgufType, int] = {"F32": 0, "F16": 1, "Q8_0": 8, "Q4_0": 2, "MXFP4": 39}
 _ALIGNMENT = 32
-_MXFP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)  # by code
+#: MXFP4 values by code.
+_MXFP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
 _NAMES = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
@@ -69,19 +70,22 @@ _NAMES = {
     "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
     "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
 }  # fmt: skip
-_NORMS_BEHIND = ("gemma2", "gemma3_text", "olmo2", "olmo3", "gpt_oss")  # what others call the norm before the MLP
+#: Architectures whose norm behind attention has the name that others use for the norm before the MLP.
+_NORMS_BEHIND = ("gemma2", "gemma3_text", "olmo2", "olmo3", "gpt_oss")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_NAMES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _FUSED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)(_bias)?")
 _ARCHITECTURES = {
     "mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "gemma3_text": "gemma3", "olmo3": "olmo2",
 }  # fmt: skip
-_TURNS = ("llama", "granite", "smollm3")  # whose converters put rows in the order in which neighbours are rotated
+#: Architectures whose converters reorder rows, so that neighbouring rows are rotated together.
+_TURNS = ("llama", "granite", "smollm3")
 
 
 class _Stored(NamedTuple):
     shape: tuple[int, ...]
-    number: int  # of its type
+    #: Number of the tensor's type in a file.
+    number: int
     data: bytes
 
 
@@ -195,7 +199,7 @@ def _metadata(name: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(projection: str) -> dict[str, slice]:
-    """Where an expert's matrices lie among the outputs of fused ones."""
+    """Return the rows of each of an expert's matrices in the fused projection."""
     return {"down": slice(None)} if projection == "down_proj" else {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
 
 
@@ -217,7 +221,7 @@ def content_of(file: Path) -> GgufContent:
 
 
 def encoded(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]]) -> bytes:
-    """Return a file of what it holds."""
+    """Return the bytes of a GGUF file with this metadata, and tensors by name as (shape, type number, bytes)."""
     out = bytearray(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
     for key, value in metadata.items():
         out += _string(key) + _value(value)
@@ -239,7 +243,8 @@ def write_parts(directory: Path, content: GgufContent, count: int, *, doubled: s
     names = [*content.tensors]
     paths = [directory / f"model-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
     for number, path in enumerate(paths):
-        split = {  # llama.cpp insists on these types
+        split = {
+            # llama.cpp insists on these types.
             "split.no": np.uint16(number),
             "split.count": np.uint16(count),
             "split.tensors.count": np.int32(len(names)),
@@ -292,7 +297,7 @@ def _turned_back(tensor: Floats, num_heads: int) -> Floats:
 
 
 def _quantized(tensor: Floats, kind: GgufType) -> tuple[bytes, Floats]:
-    """A tensor's bytes, and what they stand for."""
+    """Return the bytes of a quantized tensor, and the values that they represent."""
     if kind == "F32":
         return tensor.astype("<f4").tobytes(), tensor
     if kind == "F16":

@@ -54,9 +54,10 @@ def admit_member(
     num_reused: int = 0,
     keeps_prefix: bool = False,
 ) -> None:
-    """Let one of ``members`` hold the request, and tell it who they are.
+    """Admit the request on one of ``members``, and send it the group's membership.
 
-    Its leader hands it over to ``decode``, or decodes itself if None. So many granules of it are kept there.
+    The leader, the first member, hands the request over to ``decode``; with None it decodes by itself. ``num_reused``
+    granules of the prompt are cached on ``member``.
     """
     leads = member is members[0]
     num_kept = generation.max_tokens_left - 1 if leads and decode is None else 0
@@ -86,7 +87,7 @@ def regroup(
     capability: int = GROUP_CAPABILITY,
     lost: Collection[RunningInstance] = (),
 ) -> None:
-    """Tell one of them who they all are, and who of them were lost."""
+    """Send one member the membership of its group, with the lost members."""
     command = SetPlaces(
         instance_id=member.instance.instance_id,
         request_id=generation.request_id,
@@ -98,5 +99,5 @@ def regroup(
 
 
 def block_chunks(generation: Generation, block_size: int, sizes: Sequence[int], start: int = 0) -> list[ChunkPlan]:
-    """The prompt from ``start`` on in chunks of so many blocks; the last size is repeated until it is used up."""
+    """Return the prompt from ``start`` on in chunks of ``sizes`` blocks. The last size is repeated to the end."""
     return chunk_plans(generation, [size * block_size for size in sizes], start)

@@ -44,7 +44,7 @@ class HookedStore(ByteStore):
         self._is_held, self._goes_on = threading.Event(), threading.Event()
 
     def hold(self) -> None:
-        """Let every read from the next one on stand still, each on a thread."""
+        """Pause every later read, each on its own thread."""
 
         def before() -> None:
             self._is_held.set()

@@ -1,4 +1,4 @@
-"""Streams of clients of a mesh on hosts, compared with what they say undisturbed."""
+"""Streams of clients of a mesh on hosts, compared with their undisturbed output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from pdmesh_testing.hosts import API_KEY, GATEWAY_PORT, Hosts
 STAND_IN = {"WORKER_ENGINE": "fake", "WORKER_FAKE_LATENCY": "a_s=0.003,b_s=2e-5,decode_a_s=0.02"}
 
 NUM_STREAMS = 8
-MOST_TOKENS = 450  # of one of them
+#: Most tokens of a stream.
+MOST_TOKENS = 450
 
 #: A stream has begun once it has so many.
 NUM_BEGUN = 4
@@ -41,7 +42,7 @@ async def client_of(hosts: Hosts, name: str) -> AsyncGenerator[httpx.AsyncClient
 
 
 class HostLoad:
-    """Streams that run while something is done to the mesh; each says what it said undisturbed."""
+    """Streams that run while the mesh is disturbed, and must have the same output as undisturbed."""
 
     def __init__(self, hosts: Hosts, gateway: str) -> None:
         """``gateway`` is the host of the gateway, and of the clients."""
@@ -53,7 +54,7 @@ class HostLoad:
     async def run(
         self, disturb: Callable[[], object], *, max_tokens: int, num_before: int = NUM_STREAMS, limit_s: float = LIMIT_S
     ) -> None:
-        """Begin ``num_before`` of them, ``disturb`` once each has some tokens, begin the others, and let all end."""
+        """Begin ``num_before`` streams, ``disturb`` once each has some tokens, begin the others, and let all end."""
         async with client_of(self._hosts, self._gateway) as client:
             if not self._undisturbed:
                 async with anyio.create_task_group() as tasks:

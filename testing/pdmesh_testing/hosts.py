@@ -1,9 +1,9 @@
-"""Hosts that are not there: network namespaces on a switch of their own, each with services of a mesh.
+"""Simulated hosts: network namespaces on a switch of their own, each with services of a mesh.
 
-What goes from one to another can be cut, in one direction or both: then it is lost without a word, as with a host that
-lost power or a broken cable. Killed processes alone look otherwise: their hosts refuse connections.
+The traffic between two hosts can be cut, in one direction or both. Then frames are lost silently, as with a broken
+cable or a host without power. Killed processes are different: their hosts refuse connections.
 
-It takes root, and ``ip`` of iproute2; nothing of this machine's own network is touched.
+Requires root, and ``ip`` of iproute2. This machine's own network is not touched.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ GATEWAY_PORT = 8000
 API_KEY = "sk-of-the-hosts"
 MESH_TOKEN = "token-of-the-hosts"
 
-START_LIMIT_S = 300.0  # the machine may be busy
+#: Long, since the machine may be busy.
+START_LIMIT_S = 300.0
 STOP_LIMIT_S = 60.0
 
-#: Where nobody is: what is sent there is lost.
+#: Hardware address without a host: frames to it are lost.
 _NOBODY = "02:00:00:00:00:ff"
 _CLONE_NEWNET = 0x40000000
 
@@ -64,7 +65,8 @@ class HostedService:
 
     name: str
     process: subprocess.Popen[bytes]
-    facts: dict[str, Any]  # that it announced
+    #: Facts that the service announced.
+    facts: dict[str, Any]
     log: Path
 
     def kill(self) -> None:
@@ -84,8 +86,10 @@ class Host:
     name: str
     address: str
     namespace: str
-    folder: Path  # its certificate and its services' logs
-    settings: Mapping[str, str]  # of all its services
+    #: Folder of the host's certificate and its services' logs.
+    folder: Path
+    #: Settings of all services of the host.
+    settings: Mapping[str, str]
     services: list[HostedService] = field(default_factory=list[HostedService])
 
     def start(
@@ -124,7 +128,7 @@ class Host:
         return ["ip", "netns", "exec", self.namespace, *command]
 
     def run(self, command: Sequence[str]) -> str:
-        """Run a command on this host, and return what it prints; CalledProcessError if it fails."""
+        """Run a command on this host, and return its standard output; CalledProcessError if it fails."""
         return subprocess.run(self.command(command), check=True, capture_output=True, text=True, timeout=30).stdout
 
     @contextmanager
@@ -157,7 +161,7 @@ class Hosts:
         return self._hosts[name]
 
     def cut(self, sender: str, receiver: str, *, both: bool = True) -> None:
-        """Lose what one host sends to another; ``both``: and what that sends to it."""
+        """Lose all traffic from ``sender`` to ``receiver``, and with ``both`` also in the other direction."""
         for source, target in ((sender, receiver), (receiver, sender))[: 1 + both]:
             address = self[target].address
             ip(f"-n {self[source].namespace} neigh replace {address} lladdr {_NOBODY} dev eth0 nud permanent")
@@ -165,7 +169,8 @@ class Hosts:
     def heal(self, sender: str, receiver: str) -> None:
         """End all cuts between the two."""
         for source, target in ((sender, receiver), (receiver, sender)):
-            with suppress(subprocess.CalledProcessError):  # it was not cut
+            with suppress(subprocess.CalledProcessError):
+                # There was no cut.
                 ip(f"-n {self[source].namespace} neigh del {self[target].address} dev eth0")
 
     @contextmanager
@@ -189,7 +194,7 @@ class Hosts:
                 ip(f"-n {self._switch} link set {port} master switch")
 
     def lose_power(self, name: str) -> None:
-        """Take a host off the switch, and kill all that ran there: nobody hears of it."""
+        """Take a host off the switch, and kill its services. Their peers receive no reset."""
         ip(f"-n {self._switch} link set to-{name} down")
         for service in self[name].services:
             service.kill()

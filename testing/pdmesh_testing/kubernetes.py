@@ -1,4 +1,4 @@
-"""A stand-in for the API server of Kubernetes: objects with resource versions, and a Role that says who may do what."""
+"""A stand-in for the API server of Kubernetes: objects with resource versions, and the rules of a Role."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ TOKEN = "token-of-the-service-account"
 
 
 class ApiTarget(NamedTuple):
-    """What a path names."""
+    """Target of an API path."""
 
     group: str
-    resource: str  # with a subresource, as rules name them: "statefulsets/scale"
-    collection: str  # the path of all of its kind
-    name: str  # empty: all
+    #: Resource, with a subresource as rules name it: "statefulsets/scale".
+    resource: str
+    #: Path of the collection.
+    collection: str
+    #: Empty for all objects.
+    name: str
 
 
 class Rule(NamedTuple):
@@ -40,7 +43,8 @@ class Rule(NamedTuple):
     groups: tuple[str, ...]
     resources: tuple[str, ...]
     verbs: tuple[str, ...]
-    names: tuple[str, ...] = ()  # empty: all
+    #: Empty for all objects.
+    names: tuple[str, ...] = ()
 
     def allows(self, target: ApiTarget, verb: str) -> bool:
         return (
@@ -66,10 +70,12 @@ def rules_of(role: dict[str, Any]) -> tuple[Rule, ...]:
 
 @dataclass
 class FakeApiServer:
-    """Keeps objects by their paths. ``changed`` is called after each change, as controllers watch."""
+    """API server that stores objects by path. ``changed`` is called after each change, in place of a watch."""
 
-    rules: Iterable[Rule] | None = None  # of the only caller; None: it may do everything
-    is_away: bool = False  # answers nothing but 503
+    #: Rules of the only caller; None allows everything.
+    rules: Iterable[Rule] | None = None
+    #: Every answer is 503.
+    is_away: bool = False
     objects: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     asked: list[str] = field(default_factory=list[str])
     changed: Callable[[], None] = lambda: None

@@ -53,7 +53,8 @@ class ByteStore(HostKvStore):
 
     @property
     def inline_copy_bytes(self) -> int:
-        return 64 * 1024  # small, so that tests see both ways
+        # Small, so that tests cover inline and threaded copies.
+        return 64 * 1024
 
     @property
     def shared(self) -> HostCache:

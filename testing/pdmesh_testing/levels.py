@@ -13,7 +13,7 @@ ARCHITECTURE_LEVELS = [level for level in CpuLevel if (level is CpuLevel.NEON) i
 
 
 def library_or_skip(level: CpuLevel, dtype: str = "bfloat16") -> KernelLibrary:
-    """One level's kernels; skips the test where the processor lacks it, or nothing was compiled."""
+    """Return the kernels of one level. Skips the test if the processor lacks the level, or no kernels were compiled."""
     available = processor_levels()
     if not available:
         pytest.skip("no kernels: built without a compiler")

@@ -1,4 +1,4 @@
-"""A load that goes on while a mesh is changed: streams of the `openai` client, compared with undisturbed ones."""
+"""A continuous load while a mesh is changed: streams of the `openai` client, compared with undisturbed output."""
 
 from __future__ import annotations
 
@@ -30,25 +30,30 @@ class LoadRequest:
 
 @dataclass(slots=True)
 class Stream:
-    """What came of one."""
+    """A stream with its request, tokens and end."""
 
     asked: LoadRequest
     began_s: float
     token_ids: list[int] = field(default_factory=list[int])
-    token_times_s: list[float] = field(default_factory=list[float])  # of events, each with one token or more
+    #: Times of the events, each with one token or more.
+    token_times_s: list[float] = field(default_factory=list[float])
     error: str | None = None
     ended_s: float | None = None
 
 
 @dataclass(slots=True)
 class StreamLoad:
-    """Keeps a number of streams open all the time."""
+    """Load that keeps a number of streams open all the time."""
 
     undisturbed: dict[LoadRequest, list[int]]
-    streams: list[Stream] = field(default_factory=list[Stream])  # that have ended
-    open: list[Stream] = field(default_factory=list[Stream])  # that have not
-    over: asyncio.Event = field(default_factory=asyncio.Event)  # set it to begin no more
-    _news: asyncio.Event = field(default_factory=asyncio.Event)  # a stream has ended, or had its first token
+    #: Ended streams.
+    streams: list[Stream] = field(default_factory=list[Stream])
+    #: Running streams.
+    open: list[Stream] = field(default_factory=list[Stream])
+    #: Set this event to begin no more streams.
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Set when a stream has ended, or had its first token.
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def failed(self) -> list[str]:
@@ -56,7 +61,7 @@ class StreamLoad:
 
     @property
     def differ(self) -> list[str]:
-        """What is said in them is not what an undisturbed one said."""
+        """Return descriptions of the ended streams without an error whose tokens differ from the undisturbed ones."""
         return [
             f"{each.asked.max_tokens} tokens after {len(each.asked.prompt)}: {len(each.token_ids)} came"
             for each in self.streams
@@ -93,7 +98,7 @@ class StreamLoad:
 
 
 def requests_of(seed: int, lengths: Sequence[int], max_tokens: int) -> list[LoadRequest]:
-    """One of each length; every second one is drawn with a seed."""
+    """Return one request for each prompt length. Every second one has a temperature, and a seed."""
     prompts = random_prompts(list(lengths), TINY.vocab_size, seed=seed)
     return [
         LoadRequest(tuple(prompt), max_tokens, temperature=0.8 * (index % 2), seed=seed + index)
@@ -104,7 +109,7 @@ def requests_of(seed: int, lengths: Sequence[int], max_tokens: int) -> list[Load
 async def follow(
     client: openai.AsyncOpenAI, model: str, stream: Stream, on_first: Callable[[], None] = lambda: None
 ) -> Stream:
-    """Ask for one, and note what comes, to its end. ``on_first`` is called at its first token."""
+    """Run a stream to its end, and record tokens, times and error in it. ``on_first`` is called at the first token."""
     asked = stream.asked
     try:
         async with asyncio.timeout(STREAM_LIMIT_S):
@@ -129,7 +134,8 @@ async def follow(
                             on_first()
             if not finished:
                 stream.error = "the stream ended early"
-    except Exception as error:  # the client's own, or whatever a broken connection raises through it
+    except Exception as error:
+        # Errors of the client, or of a broken connection below it.
         stream.error = f"{error!r} after {len(stream.token_ids)} tokens"
     stream.ended_s = time.monotonic()
     return stream

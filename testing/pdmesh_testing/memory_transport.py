@@ -29,12 +29,16 @@ def _none(_header: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFaults:
-    """Faults that a fabric inflicts on pieces."""
+    """Faults of pieces on a fabric."""
 
-    drop: Chooser = _none  # sent, but never arrives
-    corrupt: Chooser = _none  # one byte of the payload is changed on the way
-    refuse: bool = False  # every peer is out of reach
-    gate: anyio.Event | None = None  # pieces wait for it, within the sender's no-progress limit
+    #: Pieces that are sent, but never arrive.
+    drop: Chooser = _none
+    #: Pieces with one changed payload byte.
+    corrupt: Chooser = _none
+    #: No peer can be reached.
+    refuse: bool = False
+    #: Pieces wait for this event, within the sender's no-progress limit.
+    gate: anyio.Event | None = None
 
 
 class MemoryFabric:
@@ -94,8 +98,10 @@ class MemoryTransport:
         self._free = allocate_buffers(config.num_receive_buffers, config.max_payload_bytes)
         self._memory = [buffer.memory for buffer in (*send_buffers, *self._free)]
         self._num_free = anyio.Semaphore(len(self._free))
-        self._num_held = 0  # by the queue and the consumer
-        self._sending: defaultdict[bytes, set[anyio.CancelScope]] = defaultdict(set)  # by destination
+        # Buffers held by the queue and the consumer.
+        self._num_held = 0
+        # Scopes of the sends to each destination.
+        self._sending: defaultdict[bytes, set[anyio.CancelScope]] = defaultdict(set)
         self._arrived_in, self._arrived_out = anyio.create_memory_object_stream[MemoryPiece](len(self._free))
         self._address = self._fabric.join(self)
         return self
@@ -129,7 +135,7 @@ class MemoryTransport:
 
     @property
     def num_refused(self) -> int:
-        return 0  # nobody else is there
+        return 0
 
     @property
     def memory(self) -> Sequence[memoryview]:

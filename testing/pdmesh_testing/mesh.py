@@ -31,8 +31,8 @@ STAND_IN: Mapping[str, str] = {
     "WORKER_FAKE_LATENCY": "a_s=0.003,b_s=2e-5,decode_a_s=0.005",
 }
 
-#: Settings of a mesh whose test counts what starts again: on a machine with other work an instance is soon suspected,
-#: and then what it has not begun starts again elsewhere; and it takes longer to register with another scheduler.
+#: Settings for tests that count restarted requests. On a busy machine an instance is soon suspected, and requests that
+#: it has not begun start again elsewhere. Registering with another scheduler takes longer there, too.
 PATIENT: Mapping[str, str] = {"SCHEDULER_SUSPECT_S": "4.0", "SCHEDULER_ORPHAN_GRACE_S": "20.0"}
 
 #: Degrees of prefill and of decode, tensor x stages, that the exactness of ranks is shown for.
@@ -65,7 +65,8 @@ class RunningMesh:
 
     record: MeshRecord
     environ: Mapping[str, str]
-    folder: Path  # its logs
+    #: Folder of the mesh's logs.
+    folder: Path
 
     @property
     def base_url(self) -> str:
@@ -81,7 +82,7 @@ class RunningMesh:
         return httpx.AsyncClient(base_url=self.base_url, limits=limits, timeout=600, trust_env=False)
 
     def pdmesh(self, *arguments: str) -> str:
-        """Standard output of ``pdmesh ARGUMENTS --name …``; CalledProcessError, with what it said, if it fails."""
+        """Run ``pdmesh ARGUMENTS --name …``, and return stdout; CalledProcessError, with stderr, if it fails."""
         try:
             return subprocess.run(
                 [sys.executable, "-m", "pdmesh.cli", *arguments, "--name", self.record.name],
@@ -243,9 +244,9 @@ def running_mesh(
 def another_worker(
     mesh: RunningMesh, model: Path, role: Role, instance_id: str, settings: Mapping[str, str]
 ) -> Generator[subprocess.Popen[bytes]]:
-    """Start an instance beside those of `running_mesh`, with ``settings`` of its own, and kill it at the end.
+    """Start one more instance in a mesh of `running_mesh`, with its own ``settings``, and kill it at the end.
 
-    Raises TimeoutError if it does not register; what it said is in the mesh's folder then.
+    Raises TimeoutError, with the logs, if the instance ends or does not register in time.
     """
     environ = {
         **mesh.environ,

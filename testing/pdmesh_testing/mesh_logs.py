@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-#: Of each service: the last lines, and so many characters of each.
+#: Number of last lines of each service, and number of characters of each line.
 NUM_LINES, LINE_LENGTH = 8, 240
 
 _QUIET = ('"level": "info"', '"level": "debug"')
 
 
 def warnings_since(folder: Path, began_s: float) -> Iterator[str]:
-    """Yield what services warned of, in logs under ``folder`` that were written since then, and who did.
+    """Yield the last warnings of each service, with its name, from logs under ``folder`` written since ``began_s``.
 
-    A line that is no record, as those of a traceback, counts as a warning.
+    A line that is no record, such as a line of a traceback, counts as a warning.
     """
     for log in sorted(folder.glob("**/*.log")):
         if log.stat().st_mtime >= began_s:

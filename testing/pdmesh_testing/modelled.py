@@ -90,7 +90,7 @@ def modelled_profile(
 
 
 class ModelledInstance:
-    """Stand-in for a worker. Reports appear in ``events``, in order; all other state is in ``machine``."""
+    """Stand-in for a worker. Reports appear in ``events``, in order. Most other state is in ``machine``."""
 
     def __init__(
         self,
@@ -98,19 +98,21 @@ class ModelledInstance:
         max_total_of: Mapping[RequestKey, int] | None = None,
         pieces: ModelledPieces | None = None,
     ) -> None:
-        """``max_total_of`` says how many tokens requests have at most; of others it is not known.
-
-        ``pieces`` are those between this one and other instances.
-        """
+        """``max_total_of``: most tokens of each request, as far as known. ``pieces``: pieces between the instances."""
         self.profile = profile
         self.instance_id = profile.instance_id
         self.max_total_of = {} if max_total_of is None else max_total_of
-        self.chain_of: Mapping[RequestKey, PrefixHashes] = {}  # granules of prompts that are kept
+        # Granules of cached prompts.
+        self.chain_of: Mapping[RequestKey, PrefixHashes] = {}
         self.pieces = ModelledPieces() if pieces is None else pieces
-        self.members: dict[RequestKey, ModelledMember] = {}  # of groups, as the instance was told
-        self.landed: set[RequestKey] = set()  # moved away and decoded there, which is not known here yet
-        self.commands: deque[InstanceCommand] = deque()  # on their way here
-        self.events: deque[Event] = deque()  # on their way to the scheduler
+        # The instance's side of each prefill group.
+        self.members: dict[RequestKey, ModelledMember] = {}
+        # Requests that moved away and decode there, unknown here so far.
+        self.landed: set[RequestKey] = set()
+        # Commands on their way to this instance.
+        self.commands: deque[InstanceCommand] = deque()
+        # Events on their way to the scheduler.
+        self.events: deque[Event] = deque()
         self.machine = CountedMachine(profile, self._length_of)
         self.sequences = self.machine.sequences
         self.plans = self.machine.steps.plans
@@ -130,14 +132,14 @@ class ModelledInstance:
         assert num_seated <= self.profile.max_num_seqs, f"{self.instance_id}: {num_seated} have a seat"
 
     def take_pieces(self, at_most: int) -> None:
-        """The first so many of the pieces that are under way to this instance arrive."""
+        """Let the first ``at_most`` pieces under way to this instance arrive."""
         coming = [piece for piece in self.pieces.under_way if piece.destination_id == self.instance_id][:at_most]
         for piece in coming:
             self.pieces.under_way.remove(piece)
             if piece.key in self.sequences and (member := self.members.get(piece.key)) is not None:
                 member.take(piece)
 
-    # --- what may happen ---
+    # --- possible events ---
 
     @property
     def can_begin(self) -> bool:
@@ -190,7 +192,7 @@ class ModelledInstance:
         return not self.running and not self.plans and not self.own.held and len(self.machine.residents) > 0
 
     def decode(self, num_steps: int) -> None:
-        """Make so many decode steps without a plan, each of a second, of those that have room."""
+        """Make up to ``num_steps`` own decode steps of one second each, until no resident has room."""
         assert self.can_decode
         began_s = 0.0
         for num in self._stretches(num_steps):
@@ -198,12 +200,12 @@ class ModelledInstance:
             began_s += num
 
     def draw(self, num_steps: int) -> None:
-        """Make so many decode steps of which nothing is told."""
+        """Make up to ``num_steps`` decode steps that are not reported as own steps."""
         for num in self._stretches(num_steps):
             self.do(self.machine.draw(num))
 
     def _stretches(self, num_steps: int) -> Iterator[int]:
-        """Parts of so many steps, between which nothing is due, until nobody has room."""
+        """Yield parts of ``num_steps`` steps within which nothing is due, until no resident has room."""
         while num_steps and (residents := self.machine.residents):
             num = min(num_steps, residents.steps_left, self.own.num_left)
             yield num
@@ -229,7 +231,10 @@ class ModelledInstance:
         self.do(self.machine.copy_event(event))
 
     def rejoin(self, gateway_of: dict[RequestKey, GatewayId]) -> InstanceJoined:
-        """A new stream: what does not decode is dropped, what was on its way is lost, and copies have ended."""
+        """Open a new stream to the scheduler, and return the registration.
+
+        Requests that do not decode are dropped, messages and pieces under way are lost, and copies have ended.
+        """
         dropped = tuple([key for key, sequence in self.sequences.items() if sequence.decodes_nowhere])
         self.do(self.machine.drop_all_but_decoding())
         self.pieces.cut_off(self.instance_id)
@@ -272,7 +277,7 @@ class ModelledInstance:
             self.do(self.machine.turn())
 
     def do(self, effects: list[Effect]) -> None:
-        """Carry out what the machine asks for, in order."""
+        """Carry out the effects of the machine, in order."""
         for effect in effects:
             if not isinstance(effect, tuple):
                 self.events.append(effect)
@@ -296,7 +301,8 @@ class ModelledInstance:
                 case Refused(command=command, reason=reason):
                     raise AssertionError(f"{self.instance_id} refuses {command}: {reason}")
                 case _:
-                    pass  # a test says when the rest happens
+                    # Tests trigger the rest.
+                    pass
 
     def _regroup(self, sequence: Sequence, *, is_new: bool) -> None:
         key, group = sequence.key, sequence.prompt.group

@@ -1,4 +1,4 @@
-"""Prompts that modelled instances compute in turn: whose KV is where, and what of it is under way to whom."""
+"""Prompts that modelled instances compute in turn: the KV on each member, and the pieces under way between them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from pdmesh.plans import ChunkPlan, PrefillGroup
 
 
 class ModelledPiece(NamedTuple):
-    """The KV of some blocks, all layers of them."""
+    """KV of some blocks, in all layers."""
 
     source_id: InstanceId
     destination_id: InstanceId
     key: RequestKey
     blocks: tuple[int, ...]
-    told_ids: tuple[InstanceId, ...]  # to whom its source sent it
+    #: Ids of the members that the source sent the piece to.
+    told_ids: tuple[InstanceId, ...]
 
 
 class ModelledPieces:
-    """What is under way between the instances of a mesh. A piece is lost with either of them."""
+    """Pieces under way between the instances of a mesh. A piece is lost with its source or destination."""
 
     def __init__(self) -> None:
         self.under_way: list[ModelledPiece] = []
@@ -32,14 +33,15 @@ class ModelledPieces:
 
 @dataclass(slots=True)
 class ModelledMember:
-    """One member's side of a group, for one epoch of a request."""
+    """Member's side of a group, for one epoch of a request."""
 
     key: RequestKey
     group: PrefillGroup
     instance_id: InstanceId
     block_size: int
     pieces: ModelledPieces
-    pages: dict[int, InstanceId] = field(default_factory=dict[int, InstanceId])  # blocks that are here, and from whom
+    #: Present blocks, with the instance that computed each.
+    pages: dict[int, InstanceId] = field(default_factory=dict[int, InstanceId])
 
     @property
     def leads(self) -> bool:
@@ -54,11 +56,11 @@ class ModelledMember:
         return block * self.block_size
 
     def has_before(self, chunk: ChunkPlan) -> bool:
-        """Whether all is here that a chunk attends to."""
+        """Whether all KV before a chunk is here."""
         return all(block in self.pages for block in range(chunk.start // self.block_size))
 
     def begin(self, num_computed_tokens: int) -> None:
-        """Take part from now on; a leader with what it has computed alone."""
+        """Take part from now on. A leader brings the tokens that it has computed alone."""
         self._add_own(range(num_computed_tokens // self.block_size))
 
     def compute(self, chunk: ChunkPlan) -> None:
@@ -72,12 +74,15 @@ class ModelledMember:
         self._send(blocks, self.group.living_ids)
 
     def regroup(self, group: PrefillGroup) -> None:
-        """Take its members from now on. The leader sends new ones all, and others what they lack of lost ones'."""
+        """Take over the group's membership.
+
+        The leader sends all its blocks to new members, and blocks that lost members computed to all members.
+        """
         known = self.group
         assert self.instance_id in group.living_ids, f"{group} without {self.instance_id}"
         assert known.capability == group.capability
         assert set(known.lost_ids) <= set(group.lost_ids), f"{group} after {known}"
-        if known.member_ids[1:] != (self.instance_id,):  # a helper is asked as the only one
+        if known.member_ids[1:] != (self.instance_id,):
             assert group.member_ids[: len(known.member_ids)] == known.member_ids, f"{group} after {known}"
         self.group = group
         if self.leads:

@@ -14,7 +14,7 @@ from pdmesh_testing.modelled_groups import ModelledPieces
 
 
 class ModelledMesh:
-    """Instances by id, and what concerns two of them."""
+    """Instances by id, and the events between two of them."""
 
     def __init__(
         self, profiles: Iterable[InstanceProfile], max_total_of: Mapping[RequestKey, int] | None = None
@@ -56,11 +56,12 @@ class ModelledMesh:
         return self.instances[plan.destination_ids[0]]
 
     def land(self, sender: ModelledInstance, receiver: ModelledInstance, key: RequestKey) -> None:
-        """All KV has arrived: a prompt's decodes, a fetch's is cached; and the sender frees its side."""
+        """Let all KV of a transfer arrive: a request decodes, a fetch is cached, and the sender frees its side."""
         sequence = sender.sequences[key]
         others = [] if sequence.transfer is None else sequence.transfer.destination_ids[1:]
         for instance in [*(self.instances[instance_id] for instance_id in others), receiver]:
-            if instance.sequences[key].phase is SeqPhase.EXPECTED:  # HOLDING: the range landed before
+            if instance.sequences[key].phase is SeqPhase.EXPECTED:
+                # In phase HOLDING the range landed before.
                 instance.hear(CopyLanded(key, sequence.num_tokens, 1, 0.0))
         then = Then.DECODE if Then.DECODE in sequence.outgoing else Then.KEEP
         sender.hear(CopySent(key, then, 1, 0.0))
@@ -94,12 +95,13 @@ class ModelledMesh:
 
     @staticmethod
     def commit_move(source: ModelledInstance, key: RequestKey) -> None:
-        """Commit a move: the source stands still from here on."""
+        """Commit a move: the source no longer decodes the request."""
         move = source.sequences[key].move
         assert move is not None, f"{key} does not move"
         if not move.is_frozen:
             source.hear(CopyCaughtUp(key))
-            source.do(source.machine.turn())  # a step that runs ends without it
+            # A running step ends without the request.
+            source.do(source.machine.turn())
         if not move.may_have_begun:
             source.hear(CopyCommitted(key))
 
@@ -153,6 +155,6 @@ class ModelledMesh:
 
     @staticmethod
     def fail(at: ModelledInstance, key: RequestKey) -> None:
-        """One side gives a transfer up: a receiver with what it has of it, a sender keeps all."""
+        """Let one side end a transfer as failed: a receiver drops its part, a sender keeps the whole request."""
         then = Then.DECODE if at.sequences[key].moves_on else None
         at.hear(CopyFailed(key, then, "modelled"))

@@ -34,12 +34,13 @@ PAUSE_S = 0.01
 
 
 class OperatorClient:
-    """Asks the scheduler at an address. Whatever it asks raises PdmeshError if the scheduler says no, or nothing."""
+    """Operator's client of a scheduler. Each call raises PdmeshError if the scheduler refuses or does not answer."""
 
     def __init__(self, address: str, security: SecurityConfig) -> None:
         self._address = address
         self._security = security
-        self.operations: Counter[str] = Counter()  # by how they ended
+        # Number of operations by outcome.
+        self.operations: Counter[str] = Counter()
 
     async def ask(self, question: AdminRequest) -> AdminResponse:
         """Ask anything."""
@@ -74,7 +75,7 @@ class OperatorClient:
         return [record.request_id for record in answer.requests if record.state == "decoding"]
 
     async def record(self, request_id: str) -> RequestRecord:
-        """Return what is remembered of a request."""
+        """Return the scheduler's record of a request."""
         answer = await self.ask(GetRequest(request_id=request_id))
         assert isinstance(answer, RequestRecord)
         return answer
@@ -96,12 +97,14 @@ class Mover:
         """Move until cancelled."""
         for target in cycle(self._instances):
             await anyio.sleep(PAUSE_S)
-            with suppress(InstanceUnavailable):  # a scheduler that got no time to answer is asked again
+            with suppress(InstanceUnavailable):
+                # A scheduler that had no time to answer is asked again.
                 await self._move_all(target)
 
     async def _move_all(self, target: str) -> None:
         for request_id in await self._operator.running():
-            with suppress(PdmeshError):  # it has ended meanwhile, or is there already
+            with suppress(PdmeshError):
+                # The request has ended meanwhile, or is on the target already.
                 await self._operator.operate(OperationKind.MOVE, target, request_id)
 
 

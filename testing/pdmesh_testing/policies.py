@@ -36,7 +36,7 @@ def run_prefills(
     *,
     bundle_at: Callable[[float], str] | None = None,
 ) -> PrefillRun:
-    """Feed ``requests`` to a core as they arrive, over one mixed instance whose steps take as long as predicted.
+    """Feed ``requests`` to a core as they arrive, with one mixed instance whose steps take the predicted times.
 
     Generations end with their first token. Urgent steps interrupt others at once. ``bundle_at`` may name another
     bundle as time passes.
@@ -61,7 +61,8 @@ def run_prefills(
 
     feed(GatewayJoined(GATEWAY, ()))
     feed(InstanceJoined(profile, ()))
-    ends_s: list[float] = []  # of the running step, and of an urgent one inside it
+    #: Ends of the running step, and of an urgent one inside.
+    ends_s: list[float] = []
     while arrivals or ends_s:
         if not ends_s or (arrivals and arrivals[-1].arrival_s <= ends_s[-1]):
             request = arrivals.pop()

@@ -7,7 +7,7 @@ from pathlib import Path
 from pdmesh.cli.process_id import process_id
 
 #: Announces itself, once there is no file beside the events file that ends in ``.NAME.hold``, and waits for SIGTERM;
-#: ``behaviour`` makes it misbehave. What it does goes to the events file.
+#: ``behaviour`` makes it misbehave. It writes its actions to the events file.
 _STAND_IN = """
 import http.server, json, os, signal, sys, threading, time
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from pdmesh_testing.transformers_checkpoints import write_transformers_checkpoint
 
-Tensors = dict[str, Any]  # of torch
+#: Torch tensors by name.
+Tensors = dict[str, Any]
 Format = Literal[
     "int8-channel", "int8-group", "int8-zeros", "int4-group", "int4-zeros", "int4-order", "fp8-tensor", "fp8-channel",
     "fp8-blocks", "fp8-ct-blocks", "awq", "gptq", "gptq-order", "gptq-v2", "gptq-8",
@@ -22,7 +23,8 @@ Format = Literal[
 
 GROUP = 16
 BLOCK = (32, 48)
-_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # by code
+#: MXFP4 values by code.
+_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -112,7 +114,10 @@ def pack(values: Any, bits: int) -> Any:
 
 
 def _rounded(tensor: Any, bits: int, group: int, *, has_zeros: bool, groups: Any = None) -> tuple[Any, Any, Any, Any]:
-    """Values without sign, scales and zeros (outputs, groups), and what they stand for."""
+    """Quantize a tensor in groups.
+
+    Return unsigned values, scales and zeros (outputs, groups), and the dequantized tensor.
+    """
     import torch
 
     outputs, inputs = tensor.shape
@@ -140,7 +145,8 @@ def _compressed(bits: int, group: int | None, *, has_zeros: bool = False, orders
         size, half = group or inputs, 1 << (bits - 1)
         groups = torch.arange(inputs)[torch.randperm(inputs, generator=generator)] // size if orders else None
         values, scales, zeros, meaning = _rounded(tensor, bits, size, has_zeros=has_zeros, groups=groups)
-        if bits == 8:  # a byte each
+        if bits == 8:
+            # Each value takes a byte.
             parts = {"weight": (values - half).to(torch.int8), "weight_scale": scales.half()}
             zero_points = {"weight_zero_point": (zeros - half).to(torch.int8)}
         else:
@@ -181,7 +187,8 @@ def _fp8(scaled: Literal["tensor", "channel", "blocks"], name: str) -> Callable[
 def _awq(tensor: Any, generator: Any) -> tuple[Tensors, Any]:
     values, scales, zeros, meaning = _rounded(tensor, 4, GROUP, has_zeros=True)
 
-    def words(columns: Any) -> Any:  # (…, outputs): in each word, columns by AWQ's order
+    def words(columns: Any) -> Any:
+        # Shape (…, outputs); each word has columns in AWQ's order.
         return pack(columns.reshape(*columns.shape[:-1], -1, 8)[..., list(_AWQ_ORDER)].flatten(-2), 4)
 
     return {"qweight": words(values.t()), "qzeros": words(zeros.t()), "scales": scales.t().half()}, meaning

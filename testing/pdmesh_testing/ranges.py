@@ -1,4 +1,4 @@
-"""Contexts of which engines hold a range each, without instances: for tests of what engines compute of them."""
+"""Spread contexts on engines without instances: each engine holds a range. For tests of the computed attention."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class HeldByEngines:
 
 
 def spread(request: SteppedRequest, engines: Sequence[TorchEngine], first_block: int = 0) -> None:
-    """Leave a request's last range in its place; give those before it to other engines, from a block there on.
+    """Move the full computed ranges of a request to other engines, into blocks from ``first_block`` on.
 
-    Of one that is spread already, those that are full since; of a prompt, those that are computed.
+    The last range stays on the first engine. Ranges that moved before stay on their engines.
     """
     table, home, before = request.sequence.block_table, engines[0], request.sequence.elsewhere
     size, layout = RANGE_TOKENS // home.kv.layout.block_size, home.kv.layout
@@ -51,7 +51,8 @@ def spread(request: SteppedRequest, engines: Sequence[TorchEngine], first_block:
             data = memoryview(bytearray(size * layout.block_bytes))
             home.kv.gather(layer, blocks, data)
             member.kv.scatter(layer, taken, data)
-            home.kv.scatter(layer, blocks, memoryview(bytearray(b"\x7e") * len(data)))  # nobody reads it any more
+            # Blocks that must not be read any more.
+            home.kv.scatter(layer, blocks, memoryview(bytearray(b"\x7e") * len(data)))
         members.append((member, taken))
         del table[:size]
     if members:

@@ -67,7 +67,8 @@ class ThreadRanks:
 
     def __init__(self, leader: SharedMemoryGroup) -> None:
         self.group: RankGroup = leader
-        self.commands: list[tuple[Command, int]] = []  # what was told, and the size of its frame
+        # Sent commands, with the sizes of their frames.
+        self.commands: list[tuple[Command, int]] = []
         self.memory: Tensor | None = None
         self._connections = leader.peers
 
@@ -141,7 +142,7 @@ class ThreadStages:
 def ranked_engine(
     checkpoint: Path, num_ranks: int, *, num_stages: int = 1, num_blocks: int, **options: Any
 ) -> Iterator[TorchEngine]:
-    """An engine of so many ranks in each stage; for one, an engine as ever. ``options`` are `ComputeOptions`."""
+    """Yield an engine of ``num_ranks`` ranks in each of ``num_stages`` stages. ``options`` are `ComputeOptions`."""
     options = {"device": "cpu", **options}
     if num_stages > 1:
         with _staged_engine(checkpoint, num_ranks, num_stages, num_blocks, options) as engine:
@@ -242,6 +243,7 @@ def _follow(
             asked = AskedRows.of(model.config, model.layout, options.get("range_tokens", 0))
             Follower(compute.forward, group, partial(read_command, leader), asked).run()
     except ConfigError:
-        pass  # the leader says the same
+        # The leader raises the same error.
+        pass
     finally:
         group.close()

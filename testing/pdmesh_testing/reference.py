@@ -25,7 +25,7 @@ class HfReference:
         import torch
         import transformers
 
-        hf: Any = transformers  # only partly typed
+        hf: Any = transformers
         hf.logging.disable_progress_bar()
         self._device = device
         is_gguf = checkpoint.suffix == ".gguf"
@@ -44,7 +44,7 @@ class HfReference:
         return [step.token_id for step in self.greedy_steps(prompt_ids, max_new_tokens)]
 
     def greedy_steps(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[GreedyStep]:
-        """The greedy continuation, with what was known at each step."""
+        """Return the greedy continuation, with the log-probability and the margin of each step."""
         import torch
 
         self._forget()

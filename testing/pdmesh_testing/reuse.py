@@ -1,4 +1,4 @@
-"""Prompts that begin alike, for tests of what is kept of KV: as a scheduling core knows them, and as workers do."""
+"""Prompts with equal beginnings, for tests of prefix caches in scheduling cores and workers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def a_profile(name: str, num_blocks: int = 64) -> InstanceProfile:
 
 
 def hashes(number: int, name: int = 0) -> tuple[PrefixHash, ...]:
-    """The first so many granules of the prompts of this name."""
+    """Return the hashes of the first ``number`` granules of the prompts called ``name``."""
     return tuple([PrefixHash(bytes([name, index]).ljust(16, b"-")) for index in range(number)])
 
 
@@ -103,7 +103,7 @@ FETCH = RequestId("fetch-1")
 def plan_of_fetch(
     source: RunningInstance, destination: RunningInstance, num_granules: int, num_there: int
 ) -> TransferPlan:
-    """Return the transfer of so many granules, the first ``num_there`` of which are at the destination."""
+    """Return a fetch of ``num_granules`` granules. The destination has the first ``num_there`` already."""
     num_blocks = num_granules * blocks_of_granule(source.block_size)
     return TransferPlan(
         transfer_id=TransferId(7),

@@ -1,7 +1,7 @@
-"""Choose what a run of the tests leaves out, by CPU time that was recorded before, and in turn by date.
+"""Choice of the tests that a run leaves out, by recorded CPU time, rotating by date.
 
 `Record` is read from ``tests/cpu_seconds.json``, which ``tests/run.py --all --record`` writes. Budgets are in recorded
-seconds, so that every processor runs the same tests. What is left out of one run comes in another:
+seconds, so that every processor runs the same tests. Tests that one run leaves out are in another:
 
 * ``make test`` takes a few parameters of an expensive test function, other ones each day (`left_out`);
 * CI takes the slow tests of the files that a change touches, and a seventh of the other files each day (`choose`).
@@ -129,7 +129,7 @@ def changed_files(root: Path) -> list[str]:
 
 
 def touched_tests(root: Path, files: Iterable[str], changed: Iterable[str]) -> list[str]:
-    """Return changed test files, then those that import a changed module, directly or through `pdmesh_testing`."""
+    """Return changed test files, then test files that import a changed module, also through `pdmesh_testing`."""
     of_change = set(changed)
     own = [name for name in files if name in of_change]
     return own + [name for name in files if name not in of_change and of_change & set(_used_modules(root, root / name))]

@@ -48,12 +48,12 @@ GATEWAY_METHOD = "/pdmesh.v1.Scheduler/Gateway"
 
 _GATEWAY_COMMANDS = {kind.__name__ for kind in get_args(GatewayCommand)}
 
-#: A lease that no test outlives, and nobody is suspected before: only what a test does ends a stream.
+#: Leases longer than any test, without earlier suspicion: only a test's own actions end a stream.
 CONFIG = MeshConfig(scheduler=SchedulerConfig(lease_s=60.0, suspect_s=60.0, heartbeat_s=1.0, gateway_lease_s=30.0))
 
 
 class RunningScheduler(ServiceContext):
-    """The scheduler service in this process, and what it announces."""
+    """Context of the scheduler service in this process, with its announced facts."""
 
     facts: dict[str, Any]
     ready: anyio.Event
@@ -124,7 +124,7 @@ class SchedulerBench:
         async with open_link(self.channel, method, down) as link, anyio.create_task_group() as tasks:
 
             async def pump() -> None:
-                with suppress(InstanceUnavailable):  # the test reads the reason
+                with suppress(InstanceUnavailable):
                     await link.pump()
 
             tasks.start_soon(pump)

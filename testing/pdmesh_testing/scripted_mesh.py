@@ -160,21 +160,24 @@ READY = MeshStatus(
 
 @dataclass(eq=False)
 class ScriptedMesh:
-    """The mesh behind a gateway. Read what the gateway sent; post what a scheduler or a worker would."""
+    """Mesh behind a gateway: records the gateway's messages, and posts messages as scheduler and worker."""
 
     script: Script = echo_prompt
     state: MeshStatus = READY
-    scheduler_id: str = ""  # empty: another one for each registration, as if it had been started again
+    #: Empty: a new id for each registration, as after a restart.
+    scheduler_id: str = ""
     heartbeat_s: float = 10.0
     answers_heartbeats: bool = True
-    address: str = ""  # the scheduler's host:port
+    #: Address of the scheduler, as host:port.
+    address: str = ""
     submitted: list[Submit] = field(default_factory=list[Submit])
     cancelled: list[tuple[RequestId, Epoch]] = field(default_factory=list[tuple[RequestId, Epoch]])
     registrations: list[RegisterGateway] = field(default_factory=list[RegisterGateway])
     num_activity_asked: int = 0
     _gateway: FrameLink[GatewayDown, GatewayUp] | None = None
     _gateway_scope: anyio.CancelScope | None = None
-    worker_beats: bool = True  # whether it says that it is there
+    #: Whether the worker sends heartbeats.
+    worker_beats: bool = True
     _worker: FrameLink[TokensUp, TokensDown] | None = None
     _worker_scope: anyio.CancelScope | None = None
     _tasks: anyio.abc.TaskGroup | None = None
@@ -268,7 +271,7 @@ class ScriptedMesh:
                                 tasks.start_soon(self._beat, link, message.heartbeat_s)
                                 task_status.started()
         except* InstanceUnavailable:
-            pass  # the gateway ended it
+            pass
         self._worker = None
 
     async def _beat(self, link: FrameLink[TokensUp, TokensDown], heartbeat_s: float) -> None:
@@ -309,7 +312,7 @@ class ScriptedMesh:
                 self.cancelled.append((cancelled.request_id, cancelled.epoch))
             case NextActivity():
                 self.num_activity_asked += 1
-            case _:  # a heartbeat
+            case _:
                 if self.answers_heartbeats:
                     link.post(self.state)
 

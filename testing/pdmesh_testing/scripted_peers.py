@@ -37,10 +37,11 @@ WAIT_LIMIT_S = 60.0
 
 
 class ScriptedPeer:
-    """What both have: frames that came in, streams that are open, and a way to cut them."""
+    """Common parts of scripted peers: received frames, open streams, and a way to cut them."""
 
     def __init__(self) -> None:
-        self.num_streams = 0  # ever opened
+        # Number of streams that were ever opened.
+        self.num_streams = 0
         self._streams: set[anyio.CancelScope] = set()
         self._changed = anyio.Event()
 
@@ -61,7 +62,7 @@ class ScriptedPeer:
 
 
 class ScriptedScheduler(ScriptedPeer):
-    """Welcomes every worker, keeps what it reports, and sends what the test posts."""
+    """Scheduler that welcomes every worker, records reports, and sends messages that the test posts."""
 
     def __init__(self, *, heartbeat_s: float = 1.0) -> None:
         super().__init__()
@@ -103,16 +104,17 @@ class ScriptedScheduler(ScriptedPeer):
 
 
 class ScriptedGateway(ScriptedPeer):
-    """Accepts every worker's token stream and keeps its frames."""
+    """Gateway that accepts every worker's token stream, and records the frames."""
 
     def __init__(self, heartbeat_s: float = 0.4) -> None:
         super().__init__()
         self.heartbeat_s = heartbeat_s
         self.frames: list[list[TokensUp]] = []
-        self.answers = True  # to heartbeats
+        # Whether the gateway answers heartbeats.
+        self.answers = True
 
     def tokens_of(self, request_id: str) -> dict[int, TokenOut]:
-        """The request's tokens by index: as in a gateway, what comes twice counts once."""
+        """Return the request's tokens by index. A repeated token counts once, and must be equal."""
         tokens: dict[int, TokenOut] = {}
         for frame in self.frames:
             for message in frame:

@@ -14,6 +14,7 @@ def load_script(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there for their annotations
+    # Dataclasses look there for their annotations.
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module

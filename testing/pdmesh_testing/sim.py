@@ -55,7 +55,7 @@ def without_targets(batching: str) -> PolicyConfig:
 
 
 def a_workload(seed: int, *, num_requests: int, requests_per_s: float) -> list[Arrival]:
-    """One prompt in eight is long, from 200 tokens on."""
+    """Return a random workload in which one prompt in eight is long, with 200 to 500 tokens."""
     shape = Synthetic(
         num_requests=num_requests,
         requests_per_s=requests_per_s,

@@ -2,8 +2,8 @@
 
     python -m pdmesh_testing.slow_switch --delay 0.01 --loss 0.01 [--seed 0] DEVICE ...
 
-Each frame that comes in at one of the devices goes out at the one that its receiver's address was seen at last, or at
-all others, so many seconds later. Whether it is lost is drawn for each.
+Each frame leaves after the delay, at the device where its receiver's address was last seen, or at all others. Losses
+are random for each frame.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ _QUEUE_BYTES = 16 << 20
 
 
 class SlowSwitch:
-    """Forwards frames between devices."""
+    """Switch that forwards frames between devices, with a delay and losses."""
 
     def __init__(self, devices: list[str], delay_s: float, loss: float, rng: random.Random) -> None:
         self._delay_s = delay_s
         self._loss = loss
         self._rng = rng
         self._ports = [_port(device) for device in devices]
-        self._seen_at: dict[bytes, socket.socket] = {}  # by hardware address
-        self._waiting: deque[tuple[float, bytes, list[socket.socket]]] = deque()  # the first to leave first
+        # Last port of each hardware address.
+        self._seen_at: dict[bytes, socket.socket] = {}
+        # Waiting frames, in the order in which they leave.
+        self._waiting: deque[tuple[float, bytes, list[socket.socket]]] = deque()
 
     def run(self) -> None:
         """Forward until the process ends."""
@@ -46,7 +48,8 @@ class SlowSwitch:
             while self._waiting and self._waiting[0][0] <= time.monotonic():
                 _, frame, ports = self._waiting.popleft()
                 for port in ports:
-                    with suppress(OSError):  # its queue is full: lost, as in any switch
+                    with suppress(OSError):
+                        # A full queue loses the frame, as in any switch.
                         port.send(frame)
 
     def _take(self, port: socket.socket) -> None:
@@ -56,7 +59,7 @@ class SlowSwitch:
             except BlockingIOError:
                 return
             if kind == socket.PACKET_OUTGOING:
-                continue  # one of ours
+                continue
             destination, source = frame[_HEADER_BYTES:][:6], frame[_HEADER_BYTES + 6 :][:6]
             self._seen_at[source] = port
             if self._rng.random() < self._loss:

@@ -26,9 +26,9 @@ class Served:
 
 
 def spread_settings(limit: int, *, room: int = 0, block_size: int = 0, block_bytes: int = 0) -> dict[str, str]:
-    """Settings of a mesh whose contexts are spread in ranges of ``limit`` tokens.
+    """Return the settings of a mesh whose contexts are spread in ranges of ``limit`` tokens.
 
-    Each instance has room for so many tokens, in blocks of ``block_bytes``; 0: as much as by default.
+    Each instance has room for ``room`` tokens, in blocks of ``block_bytes``; with 0 the default room.
     """
     settings = {**PATIENT, "WORKER_MAX_KV_TOKENS_PER_INSTANCE": str(limit), "POLICY_CHUNK_TOKENS": "48"}
     if room:
@@ -56,7 +56,7 @@ def serving_spread(
 
 
 def answers(mesh: RunningMesh) -> dict[str, float]:
-    """How often each instance has said what it makes of its part of a context."""
+    """Return how many questions about its ranges each instance has answered."""
     return _counted(mesh, "kv_part_answers")
 
 
@@ -73,7 +73,7 @@ def _counted(mesh: RunningMesh, name: str) -> dict[str, float]:
 
 
 def since(before: Mapping[str, float], now: Mapping[str, float]) -> list[str]:
-    """Those that have answered meanwhile."""
+    """Return the instances with more answers in ``now`` than in ``before``."""
     return [name for name, number in now.items() if number > before.get(name, 0)]
 
 

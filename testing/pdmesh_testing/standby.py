@@ -1,6 +1,6 @@
-"""A mesh of processes on this machine with two schedulers of which one leads, and the store by which they agree.
+"""A mesh of processes on this machine with a leading and a standby scheduler, and the store that decides the leader.
 
-What goes from a scheduler to its store passes through a `Wire` that can be cut.
+The traffic between a scheduler and the store passes through a `Wire` that can be cut.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from pdmesh.wire.admin import ask_one
 from pdmesh.wire.endpoint import bind_socket
 from pdmesh.wire.messages import GetStatus, MeshStatus
 
-START_LIMIT_S = 300.0  # many start at once, and the machine may be busy
+#: Long, since many processes start at once, and the machine may be busy.
+START_LIMIT_S = 300.0
 STOP_LIMIT_S = 30.0
 
 #: Instances without a model, whose decode steps take 20 ms: streams last.
@@ -44,7 +45,7 @@ def why_no_etcd() -> str | None:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nobody listens on."""
+    """Return a free port of the loopback interface."""
     holder = bind_socket("127.0.0.1", 0, setting="a test's port")
     with holder:
         return int(holder.getsockname()[1])
@@ -122,7 +123,7 @@ async def _listens(port: int) -> bool:
 
 
 class Wire:
-    """A TCP forwarder; while it is cut, what is sent is lost and nobody is told."""
+    """TCP forwarder. While it is cut, data is lost silently."""
 
     def __init__(self, target: int) -> None:
         self._target = target
@@ -144,7 +145,7 @@ class Wire:
         self._is_cut = True
 
     def heal(self) -> None:
-        """Let bytes pass again; what was connected meanwhile has to connect anew."""
+        """Let bytes pass again, and close the connections from before and during the cut."""
         if self._is_cut:
             self._is_cut = False
             self._hang_up()
@@ -215,10 +216,11 @@ class MeshProcess:
 
 @dataclass(slots=True)
 class Scheduler(MeshProcess):
-    """One of the schedulers."""
+    """Process of one of the schedulers."""
 
     address: str = ""
-    wire: Wire | None = None  # to the store
+    #: Wire to the store.
+    wire: Wire | None = None
 
 
 @dataclass(slots=True)
@@ -261,7 +263,7 @@ class StandbyMesh:
             return False
 
     async def look_after(self) -> None:
-        """Start schedulers again that have ended, until cancelled, as whoever looks after processes does."""
+        """Restart schedulers that have ended, until cancelled, as a process supervisor does."""
         while True:
             for scheduler in self.schedulers:
                 if scheduler.has_ended:

@@ -39,7 +39,7 @@ def sequence_of(prompt: Sequence[int] = (0,), output: Sequence[int] = (), **para
 
 @dataclass(slots=True)
 class SteppedRequest:
-    """One request on its way: ``next_slice`` says what to compute next, ``accept`` takes its result in."""
+    """Request computed step by step: ``next_slice`` returns the next slice, and ``accept`` takes its result."""
 
     sequence: EngineSequence
     max_tokens: int
@@ -76,7 +76,7 @@ class SteppedRequest:
 
 
 def step(engine: Engine, parts: Sequence[tuple[SteppedRequest, int]]) -> None:
-    """One step over the next slices (of at most so many tokens) of these generations."""
+    """Run one step over the next slices of some requests, each of at most the given number of tokens."""
     batch = [(generation, generation.next_slice(chunk_tokens)) for generation, chunk_tokens in parts]
     results = engine.execute([part for _, part in batch])
     for (generation, part), result in zip(batch, results, strict=True):

@@ -1,6 +1,6 @@
-"""Somebody at services' ports: ``python -m pdmesh_testing.stranger`` tries to open streams.
+"""Unknown peer of services: ``python -m pdmesh_testing.stranger`` tries to open streams.
 
-It reads a JSON list of `Knock`, and prints a list of sentences: how each stream ended, in the order of the knocks.
+Reads a JSON list of `Knock`, and prints a list of sentences: how each stream ended, in the order of the knocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LIMIT_S = 20.0
 
 
 class Knock(msgspec.Struct, kw_only=True):
-    """Where it goes, and what it shows there."""
+    """Target and credentials of an attempt to open a stream."""
 
     address: str
     method: str
@@ -33,7 +33,8 @@ class Knock(msgspec.Struct, kw_only=True):
     certificate: str | None = None
     key: str | None = None
     token: str = ""
-    plain: bool = False  # no TLS at all
+    #: Whether the connection has no TLS at all.
+    plain: bool = False
 
 
 async def try_stream(knock: Knock) -> str:

@@ -35,7 +35,8 @@ TOOL_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-_COMMON_MERGES = "Ġ t|h e|i n|Ġ a|e r|o n|Ġt he|r e|a t|Ġ s|e n|Ġ w|o u"  # Ġ is the byte-level alphabet's space
+#: Ġ is the space of the byte-level alphabet.
+_COMMON_MERGES = "Ġ t|h e|i n|Ġ a|e r|o n|Ġt he|r e|a t|Ġ s|e n|Ġ w|o u"
 _LETTERS = "etaoinshrdlcumwfgypbvkjxqz"
 
 

@@ -1,4 +1,4 @@
-"""Two instances as their data planes see a hand-over: movers on open transports, and nobody who computes."""
+"""Data planes of two instances in a hand-over: movers on open transports, without engines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def a_context(
     copies: CallThreads | None = None,
     key: MeshKey | None = None,
 ) -> KvContext:
-    """Return what one side of a copy works with, on a transport that is not open."""
+    """Return the context of one side of a copy, on a transport that is not open."""
     config = TransferConfig(max_payload_bytes=1 << 30)
     return KvContext(
         transport=MemoryTransport(config, MemoryFabric()),
@@ -60,7 +60,7 @@ def a_context(
 
 @dataclass
 class DataSide:
-    """One instance: its store, pool and mover, and the outcomes it was told."""
+    """Data plane of an instance: store, pool and mover, with the reported outcomes."""
 
     transport: KvTransport
     store: ByteStore
@@ -95,7 +95,8 @@ class Pair:
 
     @property
     def num_context_tokens(self) -> int:
-        return 8 * self.a.store.layout.block_size + 1  # nine blocks, the last with one token
+        # Nine blocks, the last with one token.
+        return 8 * self.a.store.layout.block_size + 1
 
     def offer(self, epoch: Epoch = EPOCH) -> KvSource:
         return self.a.mover.departures.offer(

@@ -1,7 +1,7 @@
-"""Small random checkpoints of any architecture, made and saved by transformers itself. Imports it late.
+"""Small random checkpoints of any architecture, made and saved by transformers itself, which is imported late.
 
 A model has odd sizes and, where its architecture allows them, windows shorter than the tests' prompts. Weights are
-drawn so that greedy output wanders over the vocabulary, as those of `pdmesh_testing.checkpoints`.
+drawn as in `pdmesh_testing.checkpoints`, so that greedy output wanders over the vocabulary.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _LONGROPE = {
     "rope_theta": 10_000.0,
     "short_factor": [1.0 + 0.1 * pair for pair in range(6)],
     "long_factor": [1.5 + 0.7 * pair for pair in range(6)],
-    "original_max_position_embeddings": 80,  # passed while 75 + 12 tokens are computed
+    # Passed while 75 + 12 tokens are computed.
+    "original_max_position_embeddings": 80,
     "partial_rotary_factor": 0.75,
 }
 
@@ -159,7 +160,7 @@ def transformers_config(model_type: str, **options: Any) -> Any:
     """The configuration of a small model, transformers' own; ``options`` are its fields."""
     import transformers
 
-    hf: Any = transformers  # only partly typed
+    hf: Any = transformers
     return hf.AutoConfig.for_model(model_type, **{**_SHAPE, **options})
 
 
@@ -170,7 +171,7 @@ def write_transformers_checkpoint(
     import torch
     import transformers
 
-    hf: Any = transformers  # only partly typed
+    hf: Any = transformers
     hf.logging.disable_progress_bar()
     config = transformers_config(model_type, **options)
     model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -184,7 +185,7 @@ def write_wrapped_checkpoint(directory: Path, class_name: str, *, seed: int = 0,
     import torch
     import transformers
 
-    hf: Any = transformers  # only partly typed
+    hf: Any = transformers
     hf.logging.disable_progress_bar()
     kind = getattr(hf, class_name)
     shape = {**_SHAPE, **text}
@@ -203,7 +204,8 @@ def _save(model: Any, directory: Path, vocab_size: int, seed: int, dtype: str, s
     with torch.inference_mode():
         for name, parameter in model.named_parameters():
             noise = torch.empty_like(parameter).normal_(generator=generator)
-            if name.endswith(".sinks"):  # transformers leaves these and some biases as memory was
+            if name.endswith(".sinks"):
+                # Transformers leaves these and some biases uninitialized.
                 parameter.copy_(noise)
             elif name.endswith(".bias"):
                 parameter.copy_(noise * 0.3)

@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--tls")
     parser.add_argument("--net-devices", default="")
     options = parser.parse_args()
-    # a log that nobody reads would fill its pipe
+    # An unread log would fill its pipe.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     config = TransferConfig(
         max_payload_bytes=options.max_payload_bytes,

@@ -1,8 +1,8 @@
-"""A mesh whose instances compute at unlike processor levels of one arithmetic class: what its clients get.
+"""Completions of a mesh whose instances compute at different processor levels of one arithmetic class.
 
-Its prefill instance and one decode instance run at one level, and another decode instance at another. Requests are
-computed at the one and decoded at the other, move between the two while they decode, and start again on the one when
-the other is killed. Tokens and log-probabilities are those of one engine alone, to the last bit.
+The prefill instance and one decode instance run at one level, and another decode instance at another. Requests are
+computed at the first level and decoded at the other, move between the two while they decode, and start again at the
+first when the other is killed. Tokens and log-probabilities must equal an engine's alone, to the last bit.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ NUM_TRIES = 5
 
 
 class Found(NamedTuple):
-    """What became of the completions that were asked for."""
+    """Outcome of the completions."""
 
     num_asked: int
-    num_moved: int  # decodes that were on the instance as it was drained
-    num_killed: int  # the same as it was killed
+    #: Number of decodes that were on the instance as it was drained.
+    num_moved: int
+    #: Number of decodes that were on the instance as it was killed.
+    num_killed: int
     differ: list[str]
 
 
 def expected_of(
     checkpoint: Path, level: str, prompts: Sequence[Sequence[int]], max_tokens: int, *, dtype: str
 ) -> list[Answer]:
-    """What one engine at a level gives greedily, each prompt alone."""
+    """Return the greedy answers of one engine at a level, each prompt alone."""
     engine = TorchEngine(
         checkpoint, num_blocks=256, num_threads=1, device="cpu", dtype=dtype, cpu_level=level, ordered=True
     )
@@ -61,7 +63,7 @@ def unlike_levels(
     *,
     dtype: str = "bfloat16",
 ) -> Found:
-    """Serve ``prompts`` at ``levels``, that of prefill first, and compare with one engine at the second."""
+    """Serve ``prompts`` at ``levels``, the prefill level first, and compare with one engine at the second level."""
     expected = expected_of(checkpoint, levels[1], prompts, max_tokens, dtype=dtype)
     ordered = {"WORKER_DETERMINISTIC": "true", "WORKER_DTYPE": dtype}
     with (
@@ -90,7 +92,8 @@ def unlike_levels(
                     return num_there
             return 0
 
-        mesh.pdmesh("drain", "decode-0")  # from here on prompts are computed at one level and decoded at the other
+        # Prompts are computed at one level and decoded at the other from here on.
+        mesh.pdmesh("drain", "decode-0")
         ask(None)
         num_moved = ask(move)
         mesh.pdmesh("undrain", OTHER)

@@ -13,11 +13,11 @@ from pdmesh_lab.sim.agenda import Agenda
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """An event loop that never waits.
 
-    When no task can run, ``settle`` is asked to do something now. If it has nothing, the clock of ``agenda`` moves to
-    whichever comes first, its next appointment or the loop's own next timer.
+    When no task can run, ``settle`` may do something now. If it does nothing, the clock of ``agenda`` moves to the
+    earlier of its next appointment and the loop's next timer.
     """
 
-    _scheduled: list[asyncio.TimerHandle]  # a heap
+    _scheduled: list[asyncio.TimerHandle]
 
     def __init__(self, agenda: Agenda, settle: Callable[[], bool]) -> None:
         self.agenda = agenda
@@ -42,7 +42,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
                 end.set_result(None)
             self._instant_ends.clear()
             return
-        timer_s = self._scheduled[0].when() if self._scheduled else None  # asyncio has removed what was cancelled
+        # asyncio has removed cancelled timers.
+        timer_s = self._scheduled[0].when() if self._scheduled else None
         appointment_s = self.agenda.next_s
         if appointment_s is not None and (timer_s is None or appointment_s <= timer_s):
             self.agenda.advance()

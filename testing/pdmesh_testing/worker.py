@@ -67,7 +67,7 @@ from pdmesh.worker.worker_metrics import WorkerMetrics
 
 T = TypeVar("T")
 
-#: Makes the offload tier of an instance; the last argument is told what it loses.
+#: Makes the offload tier of an instance. The last argument is called with lost granules.
 TierOf = Callable[[KvStore, BlockPool, Wakeup, Callable[[PrefixHashes], object]], OffloadTier]
 
 CAPABILITY = 0x5EC12E7
@@ -148,10 +148,11 @@ class RunningInstance:
         offload: PrefixHashes = (),
         evict: PrefixHashes = (),
     ) -> None:
-        """Admit with room for all of it, unless ``num_blocks`` are given; ``awaits_receiver``: has no receiver yet.
+        """Admit a request with room for all of it, or with ``num_blocks``.
 
-        Its first ``num_reused`` granules are those kept here, the last ``num_loaded`` of them in the tier, once those
-        to ``drop``, ``offload`` and ``evict`` are given up.
+        ``awaits_receiver``: no receiver is known yet.
+        The first ``num_reused`` granules are reused, the last ``num_loaded`` of them from the tier. Granules to
+        ``drop``, ``offload`` and ``evict`` make room before.
         """
         num_kept = 0 if kv_moves else generation.max_tokens_left - 1
         shard = self.shard(num_blocks or num_blocks_for(generation.num_tokens + num_kept, self.block_size))
@@ -307,7 +308,7 @@ class RunningInstance:
         self.instance.handle(FreeKv(instance_id=instance_id, request_id=RequestId(request_id), epoch=Epoch(epoch)))
 
     def shard(self, num_blocks: int) -> KvShard:
-        """Return a shard of so many blocks held here."""
+        """Return a shard of ``num_blocks`` blocks on this instance."""
         return a_shard(self.instance.instance_id, num_blocks, self.engine.kv.layout)
 
     @property
@@ -315,7 +316,7 @@ class RunningInstance:
         return self.engine.kv.layout.block_size
 
     def assert_all_free(self, *, num_kept: int = 0) -> None:
-        """Assert that no block is held, so many granules are kept, and the counts of blocks agree."""
+        """Assert that no block is held, that ``num_kept`` granules are cached, and that the counts of blocks agree."""
         self.instance.check_integrity()
         assert self.pool.num_kept == num_kept * blocks_of_granule(self.block_size), f"{self.pool.num_kept} blocks kept"
         mesh = (self.pool.num_free, self.pool.num_held, self.pool.num_quarantined)

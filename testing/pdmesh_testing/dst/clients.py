@@ -1,4 +1,4 @@
-"""Clients of a simulated mesh, and what they may see: their own tokens, whole, in order, and one end."""
+"""Clients of a simulated mesh, and the laws for a client: only its own tokens, complete, in order, and one end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAY_REFUSE = frozenset({TOO_MANY, 503})
 
 @dataclass(slots=True, eq=False)
 class SimulatedClient:
-    """One request and what came of it."""
+    """A request with its tokens and its end."""
 
     name: str
     ask: Ask
@@ -37,7 +37,8 @@ class SimulatedClient:
     ends: dict[int, str] = field(default_factory=dict[int, str])
     error: Exception | None = None
     has_ended: bool = False
-    connection_lost: bool = False  # its gateway died
+    #: The client's gateway died.
+    connection_lost: bool = False
     hung_up: bool = False
 
     async def run(self, gateway: Gateway) -> None:
@@ -63,7 +64,8 @@ class SimulatedClient:
                             self._take(delta.index, delta.token_ids, delta.finish_reason)
             except Exception as error:
                 self.error = error
-        if not self.connection_lost:  # what a dead gateway still does reaches nobody
+        if not self.connection_lost:
+            # No message of a dead gateway arrives.
             self.hung_up = connection.cancelled_caught
             self._end()
 

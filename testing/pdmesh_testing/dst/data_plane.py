@@ -55,7 +55,7 @@ class DataPlane:
 
 
 class SimulatedTransport(MemoryTransport):
-    """One process's end. Several sends at once may overtake one another."""
+    """Transport of one process. Concurrent sends may overtake one another, and pieces may be repeated."""
 
     def __init__(self, config: TransferConfig, plane: DataPlane) -> None:
         super().__init__(config, plane.fabric)

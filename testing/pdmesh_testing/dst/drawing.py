@@ -87,15 +87,18 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Swarm:
-    """What one plan has."""
+    """Drawn properties of one plan."""
 
     gateways: tuple[str, ...]
     instances: tuple[str, ...]
     ways: frozenset[Way]
     kinds: tuple[FaultKind, ...]
-    spread_s: float  # within so many seconds of a request, or of another fault, faults strike
-    stop_s: float  # how long a process stands still, or does not hear another, at most
-    victim: str | None  # strikes it whenever they can
+    #: Longest time from a request, or another fault, to a fault.
+    spread_s: float
+    #: Longest time that a process is stopped, or cut off from another.
+    stop_s: float
+    #: Preferred target of faults.
+    victim: str | None
 
 
 def draw(seed: int) -> Plan:
@@ -120,7 +123,7 @@ def draw(seed: int) -> Plan:
     asks = tuple(_ask(rng, swarm) for _ in range(rng.choice((1, 1, 2, 2, 3, 4, 6))))
     faults = _faults(rng, swarm, asks)
     asks += _late_asks(random.Random(f"late {seed}"), swarm, faults)
-    is_roomy = rng.random() < 0.5  # else little of everything
+    is_roomy = rng.random() < 0.5
     plan = Plan(
         seed=seed,
         roles=roles,
@@ -159,7 +162,7 @@ def _spread(rng: random.Random, plan: Plan) -> Plan:
     for ask in plan.asks:
         wanted = rng.randint(plan.range_tokens + 2, most) if rng.random() < 0.7 else 0
         prompt, max_tokens = ask.prompt, ask.max_tokens
-        if rng.random() < 0.5:  # it grows over the instances, or begins on them
+        if rng.random() < 0.5:
             max_tokens = max(max_tokens, min(wanted - len(prompt), 90))
         prompt += tuple(rng.randrange(200) for _ in range(wanted - len(prompt) - max_tokens))
         prompt = prompt[: most - 1]
@@ -169,14 +172,17 @@ def _spread(rng: random.Random, plan: Plan) -> Plan:
     range_blocks = plan.range_tokens // FAKE_LAYOUT.block_size
     num_blocks = max(plan.num_blocks, -(-plan.max_model_len // FAKE_LAYOUT.block_size))
     if random.Random(f"give back {plan.seed}").random() < SHARE_OF_PLANS:
-        num_blocks = 2 * range_blocks + 2  # who computes a long prompt gives ranges of it back, and asks who has them
+        # An instance streams ranges of a long prompt out, and asks their holders.
+        num_blocks = 2 * range_blocks + 2
     return replace(
         plan,
         asks=tuple(asks),
         faults=tuple(sorted((*plan.faults, *faults), key=lambda fault: fault.at_s)),
-        copy_s=min(plan.copy_s, 0.01),  # a thread takes it for each answer, of which a token needs one in each layer
+        # Each answer of a shard holder takes this time, and a token needs one in each layer.
+        copy_s=min(plan.copy_s, 0.01),
         num_blocks=num_blocks,
-        blocks_per_piece=max(plan.blocks_per_piece, range_blocks + 1),  # or no answer fits
+        # Otherwise no answer fits.
+        blocks_per_piece=max(plan.blocks_per_piece, range_blocks + 1),
     )
 
 
@@ -206,7 +212,7 @@ def _with_conversations(rng: random.Random, swarm: _Swarm, plan: Plan) -> Plan:
 
 
 def _while_it_decodes(rng: random.Random, asks: Sequence[Ask], names: Sequence[str]) -> Fault:
-    """What strikes somebody who has a part in a context that is spread: its home, a member, or the scheduler."""
+    """Draw a fault for a spread context while it decodes, at its decode instance, a shard holder, or the scheduler."""
     ask = rng.choice(asks)
     at_s = ask.at_s + rng.uniform(0.1, 0.5) + rng.uniform(0, STEP_S * ask.max_tokens)
     kind = rng.choice(
@@ -254,9 +260,9 @@ def _ask(rng: random.Random, swarm: _Swarm) -> Ask:
 
 
 def _late_asks(rng: random.Random, swarm: _Swarm, faults: Sequence[Fault]) -> tuple[Ask, ...]:
-    """What comes while somebody has been away for long, in a third of the plans where somebody is.
+    """Draw two requests during long faults, in `SHARE_OF_PLANS` of the plans with such faults.
 
-    Of chance of its own, so that all other plans are as they were.
+    The random numbers are separate, so that all other plans stay as they were.
     """
     long = [fault for fault in faults if fault.duration_s > LONG_S]
     if not long or rng.random() > SHARE_OF_PLANS:

@@ -1,4 +1,4 @@
-"""An engine on virtual time: steps take what they are told; tokens prove that the right KV was in the right place."""
+"""An engine on virtual time: steps take configured times, and tokens prove that the right KV was in the right place."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ class _Store(FakeKvStore):
 
 
 class SimulatedEngine(FakeEngine):
-    """`pdmesh_testing.fake_engine.FakeEngine`, each step of which makes its process busy."""
+    """`pdmesh_testing.fake_engine.FakeEngine` whose steps make the process busy."""
 
     def __init__(self, *, num_blocks: int, max_model_len: int, copies_on_threads: bool) -> None:
         super().__init__(num_blocks=num_blocks, max_model_len=max_model_len)
         self.kv = store = _Store(FAKE_LAYOUT, num_blocks)
         store.inline_bytes = 0 if copies_on_threads else 1 << 20
-        self.breaks = False  # its next step fails, as with a broken device
+        # The next step fails, as with a broken device.
+        self.breaks = False
         self.broke = False
 
     def execute(
@@ -90,11 +91,11 @@ class SimulatedWakeup(Wakeup):
         return condition()
 
     def running(self, suspend: Callable[[_Wait], None] | None) -> None:
-        """What waits from now on calls ``suspend``."""
+        """Let waits from now on call ``suspend``; None: no step runs."""
         self._suspend = suspend
 
     async def until(self, wait: _Wait) -> None:
-        """Return when what is waited for is so, or too late."""
+        """Return when the condition of ``wait`` is true, or its time limit has passed."""
         with anyio.move_on_after(wait.limit_s):
             while not wait.condition():
                 self._rung = anyio.Event()
@@ -102,10 +103,10 @@ class SimulatedWakeup(Wakeup):
 
 
 class SimulatedThread(EngineThread):
-    """Runs a step at some moment between its beginning and its end, both on virtual time.
+    """Engine thread that runs a step at some moment between the step's beginning and end, both on virtual time.
 
-    So KV is written while others may believe the blocks free or full, as with a real thread. It is one, in fact, which
-    runs while the loop stands still and waits while the loop runs: a step may wait between its layers.
+    So KV is written while other code may believe the blocks free or full, as with a real thread. A step runs on a real
+    thread while the loop is paused, and the thread waits while the loop runs: a step may wait between its layers.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -130,7 +131,8 @@ class SimulatedThread(EngineThread):
             while (wait := turns.resume()) is not None:
                 try:
                     await wakeup.until(wait)
-                except anyio.get_cancelled_exc_class():  # comes again at whatever the caller awaits next
+                except anyio.get_cancelled_exc_class():
+                    # The caller's next await raises again.
                     on_cancel()
             wakeup.running(None)
             return turns.result()
@@ -199,7 +201,7 @@ class SimulatedCopyThread(CopyThread):
 
 
 class _Turns(Generic[T]):
-    """A call on a thread that runs only while whoever made it stands still."""
+    """A call on a thread that runs only while its caller waits in `resume`."""
 
     def __init__(self, context: Context, call: Callable[[], T]) -> None:
         self._call = call
@@ -211,14 +213,14 @@ class _Turns(Generic[T]):
         self._thread.start()
 
     def resume(self) -> _Wait | None:
-        """Let it run until it waits, or ends: None."""
+        """Let the call run until it waits or ends. Return its wait, or None at the end."""
         self._wait = None
         self._goes.release()
         self._stands.acquire()
         return self._wait
 
     def suspend(self, wait: _Wait) -> None:
-        """Let others run; to be called on the step's own thread."""
+        """Return from `resume` with ``wait``, and block until the next `resume`. Runs on the call's own thread."""
         self._wait = wait
         self._stands.release()
         self._goes.acquire()
@@ -230,7 +232,7 @@ class _Turns(Generic[T]):
         self._goes.acquire()
         try:
             self._outcome.set_result(self._call())
-        except BaseException as error:  # handed to the caller
+        except BaseException as error:
             self._outcome.set_exception(error)
         self._wait = None
         self._stands.release()

@@ -1,4 +1,4 @@
-"""The laws of every simulation, but for those that only clients can see (`pdmesh_testing.dst.clients`)."""
+"""The laws of every simulation. `pdmesh_testing.dst.clients` has the laws that only clients can check."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ PROGRESS = "something progresses once faults stop"
 
 
 class Laws:
-    """Checks what cores decide and what instances hold."""
+    """Checks of the cores' decisions and the instances' blocks. ``is_healthy``: the plan has no faults."""
 
     def __init__(self, timeline: Timeline, *, is_healthy: bool) -> None:
         self._timeline = timeline
-        self._is_healthy = is_healthy  # nothing goes wrong
+        self._is_healthy = is_healthy
         self._capabilities: set[tuple[int, str]] = set()
-        self._ended: dict[int, set[tuple[RequestId, Epoch]]] = {}  # by core
+        self._ended: dict[int, set[tuple[RequestId, Epoch]]] = {}
         self._plan_ids: dict[int, set[tuple[str, int]]] = {}
-        self._cores: list[SchedulerCore] = []  # kept, so that no two have the same id()
+        # References, so that no two cores have the same id().
+        self._cores: list[SchedulerCore] = []
         self.num_events = 0
 
     def on_decision(self, core: SchedulerCore, event: Event, now_s: float, commands: list[Command]) -> None:
-        """A core has handled an event."""
+        """Check a core's state and commands after an event."""
         timeline = self._timeline
         self.num_events += 1
         if id(core) not in self._ended:
@@ -48,7 +49,8 @@ class Laws:
             timeline.note("core", event)
             for command in commands:
                 timeline.note("core", f"    -> {command}")
-        if isinstance(event, InstanceJoined):  # it has forgotten all plans, and they are counted anew
+        if isinstance(event, InstanceJoined):
+            # The instance has forgotten all plans, so their numbers start again.
             plan_ids = self._plan_ids[id(core)]
             plan_ids -= {plan for plan in plan_ids if plan[0] == event.profile.instance_id}
         if isinstance(event, RequestArrived | GatewayJoined | InstanceJoined):
@@ -67,7 +69,8 @@ class Laws:
         for command in commands:
             match command:
                 case ExpectCopy():
-                    capability = (command.transfer.capability, command.instance_id)  # a transfer may have several ends
+                    # A transfer may have several receivers.
+                    capability = (command.transfer.capability, command.instance_id)
                     if capability in self._capabilities:
                         timeline.broke(CAPABILITY, str(command))
                     self._capabilities.add(capability)
@@ -85,12 +88,12 @@ class Laws:
                     pass
 
     def on_failure(self, process: Process, error: BaseException) -> None:
-        """A process, or a handler of its streams, has ended with an error that nobody caught."""
+        """Report an uncaught error that ended a process, or a handler of its streams."""
         trace = "".join(traceback.format_exception(error, limit=-6)[-8:])
         self._timeline.broke(NO_FAILURE, f"{process.name}: {type(error).__name__}: {error}\n{trace}")
 
     def check_instances(self, processes: Iterable[Process]) -> None:
-        """Free + held + quarantined = total on every instance, and tables are what is held."""
+        """Check each living instance's integrity: free, held and quarantined blocks add up, and tables hold them."""
         for process in processes:
             instance: Instance | None = process.parts.get("instance")
             if instance is not None and not process.is_dead:
@@ -100,7 +103,7 @@ class Laws:
                     self._timeline.broke(BLOCKS, f"{process.name}: {error}")
 
     def not_free(self, processes: Iterable[Process]) -> list[str]:
-        """What is still held, though no request runs."""
+        """Return descriptions of everything that living processes still hold though no request runs."""
         return [held for process in processes if not process.is_dead for held in _held(process)]
 
 

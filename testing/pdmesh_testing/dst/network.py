@@ -1,9 +1,11 @@
 """gRPC without sockets: the parts of ``grpc.aio`` that our services use, over streams with delays, breaks and pauses.
 
-What it keeps of the real one, because our code relies on it or has stumbled over it: frames of one direction stay in
-order, a writer waits while its peer does not read, cancelling a read cancels its call, a cancelled call raises
-`asyncio.CancelledError` in whoever reads or waits to write, a finished one `asyncio.InvalidStateError`; a broken
-connection cancels the server's handler; keepalive gives up a silent peer after 15 s.
+These properties of the real gRPC are kept, because our code relies on them:
+
+* Frames of one direction stay in order, and a writer waits while its peer does not read.
+* Cancelling a read cancels the call. A cancelled call raises `asyncio.CancelledError` in readers and waiting writers, a
+  finished one `asyncio.InvalidStateError`.
+* A broken connection cancels the server's handler. Keepalive ends the connection to a silent peer after 15 s.
 """
 
 from __future__ import annotations
@@ -76,8 +78,8 @@ class Network:
     def cut(self, chosen: Callable[[Process, Process], bool], reason: str, half_open_s: float = 0.0) -> None:
         """Break the streams between these clients and servers.
 
-        One of the two ends may notice up to ``half_open_s`` after the other: meanwhile it hears nothing, and what it
-        says is lost.
+        One of the two ends may notice up to ``half_open_s`` after the other. Meanwhile it receives nothing, and its
+        frames are lost.
         """
         status = Status(grpc.StatusCode.UNAVAILABLE, reason)
         for call in [call for call in self.calls if chosen(call.client, call.server.process)]:
@@ -92,7 +94,7 @@ class Network:
             self.after(late_s, ends[1])
 
     def died(self, process: Process) -> None:
-        """Its kernel still sends what it had written, then resets its connections."""
+        """Reset the connections of a dead process. Frames that it wrote before may still arrive."""
         for address in [address for address, server in self.listeners.items() if server.process is process]:
             del self.listeners[address]
         for call in list(self.calls):
@@ -116,7 +118,7 @@ class Network:
         return SimulatedChannel(self, target)
 
     async def is_refused(self, address: str) -> bool:
-        """Whether nobody listens there any more."""
+        """Whether no server listens at the address."""
         return address not in self.listeners
 
     def reachable(self, client: Process, address: str) -> Listener | None:
@@ -135,12 +137,13 @@ class Details:
 
 
 class _Pipe:
-    """One direction of a stream: frames in order, then perhaps an end."""
+    """Direction of a stream: frames in order, then perhaps an end."""
 
     def __init__(self, network: Network, writer: Process, reader: Process) -> None:
         self._network = network
         self._ends = (writer, reader)
-        self._items: deque[bytes | None] = deque()  # None: the writer has ended the stream
+        # Received frames; None where the writer ended the stream.
+        self._items: deque[bytes | None] = deque()
         self._num_under_way = 0
         self._last_s = 0.0
         self._reader: asyncio.Future[None] | None = None
@@ -171,7 +174,7 @@ class _Pipe:
         network.loop.agenda.at(arrival_s, lambda: self._arrive(item))
 
     async def get(self) -> bytes | None:
-        """The next frame, or None at the end or when broken."""
+        """Return the next frame; None at the end or when broken."""
         while not self._items:
             if self.broken:
                 return None
@@ -180,16 +183,17 @@ class _Pipe:
         item = self._items.popleft()
         self._wake_writers()
         if item is None:
-            self._items.append(None)  # whoever reads again is told again
+            # The next read finds the end again.
+            self._items.append(None)
         return item
 
     def disconnect(self) -> None:
-        """What is written from now on is lost, and neither end has noticed."""
+        """Lose all frames written from now on, while neither end notices."""
         self._is_disconnected = True
         self._wake_writers()
 
     def break_off(self) -> None:
-        """Break the direction: nothing more arrives; what has arrived can still be read."""
+        """Break the direction: no more frames arrive. Frames that have arrived can still be read."""
         self.broken = True
         self._wake()
         self._wake_writers()
@@ -217,7 +221,7 @@ class _Pipe:
 
 
 class SimulatedChannel:
-    """`grpc.aio.Channel`, of which our services use this much."""
+    """The parts of `grpc.aio.Channel` that our services use."""
 
     def __init__(self, network: Network, address: str) -> None:
         self._network = network
@@ -259,7 +263,8 @@ class SimulatedCall:
         self._status: Status | None = None
         self._cancelled = False
         self._is_disconnected = False
-        self._connected = asyncio.Event()  # gRPC's "metadata sent"
+        # Set where gRPC has sent the metadata.
+        self._connected = asyncio.Event()
         self._half_closed = False
         self.up: _Pipe
         self.down: _Pipe
@@ -328,7 +333,8 @@ class SimulatedCall:
 
     def _raise_for_status(self, status: Status) -> None:
         if self._cancelled:
-            raise asyncio.CancelledError  # a bare one, as gRPC's own: not that of the scope which cancelled the read
+            # A bare error, as gRPC raises, not the error of the cancelling scope.
+            raise asyncio.CancelledError
         if status.code is not grpc.StatusCode.OK:
             raise status.error()
 
@@ -343,7 +349,8 @@ class SimulatedCall:
             self._end(Status(grpc.StatusCode.UNAVAILABLE, f"failed to connect to {self.address}"))
             return
         if network.reachable(self.client, self.address) is None:
-            network.after(0.25, self._connect)  # the connection is not refused; nobody answers
+            # The connection is not refused, but there is no answer.
+            network.after(0.25, self._connect)
             return
         self.server = server
         self.up = _Pipe(network, self.client, server.process)

@@ -19,27 +19,41 @@ MAX_MODEL_LEN = 96
 
 
 class FaultKind(StrEnum):
-    """What may go wrong, or be done by an operator. Most of it lasts for the fault's ``duration_s``."""
+    """Kind of a fault, or of an operator's change. Most of them last for the fault's ``duration_s``."""
 
-    KILL = "kill"  # a process dies at once, and is started again at the end
-    TERMINATE = "terminate"  # a process is told to stop, and is started again at the end
-    STOP = "stop"  # SIGSTOP, and SIGCONT at the end
-    CUT = "cut"  # all streams of a process break; one of the two ends may notice later
-    AWAY = "away"  # a process and ``other`` do not hear each other
-    SLOW = "slow"  # an instance's steps take ten times as long
-    FRAMES = "frames"  # a third of all streams' frames take up to a second longer
-    PIECES = "pieces"  # pieces are lost, damaged, repeated and late
-    BREAK = "break"  # an instance's device fails, which ends it; it is started again at the end
-    DRAIN = "drain"  # an operator gives an instance no new work
-    MOVE = "move"  # an operator moves what decodes on an instance to another
-    ROLE = "role"  # an operator gives an instance another role
-    BUNDLE = "bundle"  # an operator switches the policies
-    NONSENSE = "nonsense"  # a gateway submits what no gateway may, and meddles with the requests of others
+    #: A process dies at once, and is started again at the end.
+    KILL = "kill"
+    #: A process is asked to stop, and is started again at the end.
+    TERMINATE = "terminate"
+    #: A process gets SIGSTOP, and SIGCONT at the end.
+    STOP = "stop"
+    #: All streams of a process break; one of the two ends may notice later.
+    CUT = "cut"
+    #: A process and ``other`` cannot reach each other.
+    AWAY = "away"
+    #: The steps of an instance take ten times as long.
+    SLOW = "slow"
+    #: A third of all streams' frames take up to a second longer.
+    FRAMES = "frames"
+    #: Pieces are lost, damaged, repeated and late.
+    PIECES = "pieces"
+    #: The device of an instance fails, and the instance ends. It is started again at the end.
+    BREAK = "break"
+    #: An operator drains an instance.
+    DRAIN = "drain"
+    #: An operator moves the decodes of an instance to another.
+    MOVE = "move"
+    #: An operator gives an instance another role.
+    ROLE = "role"
+    #: An operator switches the policies.
+    BUNDLE = "bundle"
+    #: A gateway submits invalid requests, and meddles with requests of other gateways.
+    NONSENSE = "nonsense"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault; ``target`` and ``other`` name processes or, for an operator's change, what it changes to."""
+    """A fault. ``target`` and ``other`` name processes, or the new value of an operator's change."""
 
     at_s: float
     kind: FaultKind
@@ -58,7 +72,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One client's request. Clients choose ``label`` (``X-Request-Id``), and several may choose the same."""
+    """Request of a client. Clients choose ``label`` (``X-Request-Id``), and several may choose the same."""
 
     at_s: float
     gateway: str
@@ -70,7 +84,8 @@ class Ask:
     seed: int = 0
     eos_token_ids: tuple[int, ...] = ()
     priority: int = 0
-    hangs_up_s: float | None = None  # after its arrival
+    #: Time after the arrival at which the client hangs up.
+    hangs_up_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,19 +103,27 @@ class Plan:
     num_backends: int = 2
     num_buffers: int = 2
     blocks_per_piece: int = 2
-    copy_s: float = 0.0  # what a thread takes for a copy at most, half before and half after; 0: made on the loop
+    #: Longest time of a copy on a thread, half before and half after it; 0: copies run on the loop.
+    copy_s: float = 0.0
     peer_reads: bool = False
     max_model_len: int = MAX_MODEL_LEN
-    keeps_ids: bool = False  # an instance that is started again has the id it had
+    #: A restarted instance keeps its id.
+    keeps_ids: bool = False
     max_num_seqs: int = 4
-    range_tokens: int = 0  # of a context that is spread over instances; 0: none is
-    num_offload_granules: int = 0  # of each instance's tier in host memory
-    drafts: bool = False  # instances guess tokens, and verify them
+    #: Tokens of a range of a spread context; 0: contexts are not spread.
+    range_tokens: int = 0
+    #: Capacity of each instance's tier in host memory.
+    num_offload_granules: int = 0
+    #: Instances decode speculatively.
+    drafts: bool = False
     max_queue_entries: int = 4096
-    max_outbox: int = 65_536  # messages that wait for a peer that does not read
+    #: Most messages that wait for a peer that does not read.
+    max_outbox: int = 65_536
     window: int = 64
-    delay_s: float = 0.002  # of a frame or a piece, at most, in good weather
-    clocks: dict[str, float] = field(default_factory=dict[str, float])  # processes' offsets, seconds
+    #: Longest delay of a frame or a piece without faults.
+    delay_s: float = 0.002
+    #: Clock offset of each process in seconds.
+    clocks: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def instances(self) -> tuple[str, ...]:

@@ -1,8 +1,7 @@
-"""Simulated processes on one event loop: each can stop, go on, die, and has a clock of its own.
+"""Simulated processes on one event loop: each has its own clock, and can be stopped, continued and killed.
 
-Which process a callback belongs to is a context variable, so tasks and timers inherit it. The callbacks of a stopped
-process are kept and run when it goes on, also those of timers that have run out in the meantime, as after SIGSTOP and
-SIGCONT.
+A context variable names the process of a callback, so tasks and timers inherit the process. The callbacks of a stopped
+process run when it continues, including timers that have expired meanwhile, as after SIGSTOP and SIGCONT.
 """
 
 from __future__ import annotations
@@ -22,19 +21,23 @@ from pdmesh_testing.virtual_time import VirtualTimeLoop
 
 @dataclass(eq=False)
 class Process:
-    """One simulated process. ``parts`` is what its composition root built, for laws and operators to look at."""
+    """A simulated process. ``parts`` are the objects that its composition root built, for laws and operators."""
 
     name: str
-    clock_offset_s: float = 0.0  # its monotonic clock is ahead of the mesh's by this
-    slowness: float = 1.0  # its steps take so many times as long
-    is_dead: bool = False  # killed: nothing it still does reaches anybody
+    #: Seconds by which the process's monotonic clock is ahead of the mesh's.
+    clock_offset_s: float = 0.0
+    #: Factor of the time of the process's steps.
+    slowness: float = 1.0
+    #: Killed: no message of the process arrives any more.
+    is_dead: bool = False
     is_stopped: bool = False
-    busy_s: float = 0.0  # seconds of steps that were computed at one instant of virtual time
+    #: Seconds of steps that were computed at one instant of virtual time.
+    busy_s: float = 0.0
     parts: dict[str, Any] = field(default_factory=dict[str, Any])
     _frozen: list[asyncio.Handle] = field(default_factory=list[asyncio.Handle])
 
     def context(self) -> Context:
-        """A context whose tasks belong to this process."""
+        """Return a context whose tasks belong to this process."""
         context = copy_context()
         context.run(_CURRENT.set, self)
         return context
@@ -120,7 +123,8 @@ class ProcessLoop(VirtualTimeLoop):
         """Run one turn, like asyncio's own without files and debugging."""
         self._num_turns += 1
         if self._num_turns > self._max_turns:
-            self._max_turns = math.inf  # what ends the simulation takes turns too
+            # Ending the simulation takes turns, too.
+            self._max_turns = math.inf
             raise TooManyTurns
         ready = self._ready
         self._move_due_timers()

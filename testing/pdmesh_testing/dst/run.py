@@ -27,7 +27,7 @@ from pdmesh_testing.dst.weather import Weather
 PROGRESS_S = 90.0
 FREE_S = 60.0
 
-#: Stops that last for less in all, virtual seconds, refuse nobody.
+#: Virtual seconds. Stops that are shorter in total cause no refusal.
 WAITED_FOR_S = 35.0
 
 #: How often processes are looked at from outside, virtual seconds.
@@ -39,12 +39,13 @@ MAX_TURNS = 3_000_000
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run showed."""
+    """Result of a run."""
 
     plan: Plan
     broken: LawBroken | None
     timeline: list[str]
-    num_events: int  # that cores handled
+    #: Number of events that cores handled.
+    num_events: int
     virtual_s: float
     num_tokens: int
 
@@ -126,7 +127,7 @@ async def _until_ended(simulation: Simulation, laws: Laws, timeline: Timeline, q
 
 
 async def _probe(simulation: Simulation, laws: Laws, timeline: Timeline) -> None:
-    """The mesh serves again, and when it has nothing to do it holds nothing."""
+    """Check that the mesh serves again after all faults, and holds nothing when it is idle."""
     plan = simulation.plan
     asks = [
         Ask(at_s=0.0, gateway=name, label=f"probe{index}", prompt=(index, 2, 3, 4, 5, 6), max_tokens=4)
@@ -135,8 +136,10 @@ async def _probe(simulation: Simulation, laws: Laws, timeline: Timeline) -> None
     for _ in range(int(PROGRESS_S / LOOK_S)):
         if simulation.is_whole:
             break
-        await asyncio.sleep(LOOK_S)  # one that was told to stop, and does
-    await asyncio.sleep(_START_S)  # for services that have just been started again
+        # A process that was asked to stop does so meanwhile.
+        await asyncio.sleep(LOOK_S)
+    # Services that were just restarted need this time.
+    await asyncio.sleep(_START_S)
     probes = [simulation.ask(ask) for ask in asks]
     await _until_ended(simulation, laws, timeline, simulation.now_s)
     for probe in probes:
@@ -156,9 +159,11 @@ def _allows(plan: Plan, client: SimulatedClient, error: RequestRejected) -> bool
     if error.code == "restarted_too_often":
         return FaultKind.PIECES in kinds
     if error.status == TOO_MANY and plan.max_queue_entries < len(plan.asks) * max(ask.n for ask in plan.asks):
-        return True  # perhaps only some of its choices found room
+        # Perhaps only some of the choices found room.
+        return True
     if kinds == {FaultKind.STOP} and sum(fault.duration_s for fault in plan.faults) < WAITED_FOR_S:
-        return False  # who stands still is waited for
+        # The mesh waits for a stopped process.
+        return False
     return not client.tokens and error.status in MAY_REFUSE and bool(kinds)
 
 

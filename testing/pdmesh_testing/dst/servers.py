@@ -1,4 +1,4 @@
-"""The server's side of the simulated network: its handlers, and what they read and write."""
+"""The server's side of the simulated network: handlers, and the streams that they read and write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdmesh_testing.dst.weather import OK, Status
 
 
 class RefusedPeer(Exception):
-    """A service ended a peer's stream, and with it everybody's messages, for one that it did not like."""
+    """A service ended a peer's whole stream because of a single message that it refused."""
 
 
 class _Aborted(Exception):
@@ -28,7 +28,8 @@ class _Context:
     def __init__(self, call: SimulatedCall) -> None:
         self._call = call
         self.status = OK
-        self.num_frames = 0  # read; the first registers
+        # Number of frames read; the first one registers.
+        self.num_frames = 0
 
     def peer(self) -> str:
         return f"virtual:{self._call.client.name}"
@@ -53,7 +54,7 @@ class _Context:
 
 
 class Server:
-    """`grpc.aio.Server`, of which our services use this much."""
+    """The parts of `grpc.aio.Server` that our services use."""
 
     def __init__(self, network: Network, interceptors: Sequence[Any]) -> None:
         self._network = network

@@ -1,4 +1,4 @@
-"""The composition roots of the simulated processes: those of the services, and a gateway without its HTTP edge."""
+"""Composition roots of the simulated processes: the real services, and a gateway without its HTTP edge."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SCHEDULER_ADDRESS = "127.0.0.1:7000"
 
 
 def config_of(plan: Plan) -> MeshConfig:
-    """What all services of a plan are configured with."""
+    """Return the configuration of all services of a plan."""
     return MeshConfig(
         model="simulated",
         scheduler_address=SCHEDULER_ADDRESS,
@@ -58,14 +58,16 @@ def config_of(plan: Plan) -> MeshConfig:
             max_kv_tokens_per_instance=plan.range_tokens,
             kv_offload_host_bytes=plan.num_offload_granules * GRANULE_TOKENS * FAKE_LAYOUT.token_bytes,
             speculation="ngram" if plan.drafts else "off",
-            prompt_lookup_min=1,  # what is drawn hardly ever repeats more
+            # Drawn tokens hardly ever repeat more.
+            prompt_lookup_min=1,
         ),
         transfer=TransferConfig(
             num_backends=plan.num_backends,
             max_payload_bytes=plan.blocks_per_piece * FAKE_LAYOUT.block_bytes,
             num_send_buffers=plan.num_buffers,
             num_receive_buffers=plan.num_buffers,
-            deadline_s=8.0 + 40 * plan.copy_s,  # some twenty copies to a hand-over, several at once
+            # A hand-over takes about twenty copies, several at once.
+            deadline_s=8.0 + 40 * plan.copy_s,
             no_progress_s=2.0,
             group_no_progress_s=2.0,
             peer_reads=plan.peer_reads,
@@ -138,7 +140,7 @@ async def serve_gateway(config: MeshConfig, context: ServiceContext) -> None:
 
 
 class _Tokenizer:
-    """Text of token ids, for a gateway whose model nobody reads."""
+    """Tokenizer for a gateway whose output text is not checked."""
 
     def detokenizer(self, prompt_tail: Sequence[int], **_: Any) -> _Detokenizer:
         return _Detokenizer()

@@ -23,10 +23,10 @@ from pdmesh_testing.dst.process import Process, ProcessLoop
 from pdmesh_testing.dst.services import Gateway, config_of, serve_gateway, serve_instance, serve_scheduler
 from pdmesh_testing.dst.timeline import Timeline
 
-#: How long an operator lets a drain take, before what is left starts again elsewhere.
+#: Time limit of an operator's drain; then the remaining requests start again elsewhere.
 DRAIN_S = 2.0
 
-#: Between two looks of an operator who moves what decodes.
+#: Interval at which an operator moves the decodes of an instance.
 MOVE_EVERY_S = 0.02
 
 Serve = Callable[[ServiceContext], Awaitable[None]]
@@ -150,7 +150,7 @@ class Simulation:
     # --- faults ---
 
     def begin(self, fault: Fault) -> None:
-        """Let a fault begin, and see to its end."""
+        """Begin a fault, and schedule its end."""
         self._timeline.note("FAULT", fault)
         process = self.processes.get(fault.target)
         match fault.kind:
@@ -190,7 +190,8 @@ class Simulation:
             case FaultKind.NONSENSE if process is not None:
                 meddle(process, [other for other in self.processes.values() if other is not process])
             case _:
-                pass  # what it would harm is not there
+                # The target of the fault is gone.
+                pass
         self._later(fault.duration_s, partial(self._end, fault, process))
 
     def _end(self, fault: Fault, process: Process | None) -> None:
@@ -251,7 +252,7 @@ class Simulation:
         request_id: RequestId | None = None,
         role: Role | None = None,
     ) -> None:
-        """Ask for an operation as an operator who insists."""
+        """Ask for an operation with ``force``."""
         operation_id = OperationId(f"operation {self._rng.getrandbits(32):08x}")
         self._operate(
             OperationRequested(

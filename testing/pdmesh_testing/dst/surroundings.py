@@ -43,7 +43,7 @@ from pdmesh_testing.dst.servers import Server
 #: Where the mesh's wall clock begins, Unix seconds.
 EPOCH_S = 1_700_000_000.0
 
-#: Told of each event that a core has handled, and what it commanded.
+#: Called with each event that a core has handled, the time, and the core's commands.
 OnDecision = Callable[[SchedulerCore, Event, float, list[Command]], None]
 
 
@@ -51,7 +51,7 @@ OnDecision = Callable[[SchedulerCore, Event, float, list[Command]], None]
 def simulated_surroundings(
     loop: ProcessLoop, network: Network, rng: random.Random, on_decision: OnDecision, *, max_outbox: int, copy_s: float
 ) -> Iterator[None]:
-    """Everything that reads a clock, draws, starts a thread or opens a channel inside the block does so in ``loop``."""
+    """Let all code in the block read clocks, draw, start threads and open channels in ``loop``."""
 
     def monotonic() -> float:
         return loop.time()
@@ -92,8 +92,10 @@ def simulated_surroundings(
             (os, "urandom", rng.randbytes),
             (os, "getpid", lambda: 1),
             (anyio.to_thread, "run_sync", run_sync),
-            (asyncio.events, "get_running_loop", lambda: loop),  # current_task() asks each time, at a system call
-            (sniffio.thread_local, "name", "asyncio"),  # or anyio finds it out at each call
+            # current_task() calls it each time, which would cost a system call.
+            (asyncio.events, "get_running_loop", lambda: loop),
+            # Otherwise anyio looks for it at each call.
+            (sniffio.thread_local, "name", "asyncio"),
             (grpc.aio, "insecure_channel", network.insecure_channel),
             (grpc.aio, "server", server),
             (worker_runtime, "serve_metrics", no_metrics),

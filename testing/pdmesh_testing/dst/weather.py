@@ -26,10 +26,13 @@ RESET = Status(grpc.StatusCode.UNAVAILABLE, "connection reset by peer")
 
 @dataclass(slots=True)
 class Weather:
-    """What the network does at the moment; faults change it."""
+    """Present state of the network; faults change it."""
 
     delay_s: tuple[float, float] = (0.0002, 0.002)
-    slow_share: float = 0.0  # of frames; they take up to ``slow_s`` longer
+    #: Share of frames that take up to ``slow_s`` longer.
+    slow_share: float = 0.0
     slow_s: float = 0.0
-    window: int = 64  # frames under way and unread before a writer waits
-    away: dict[frozenset[str], float] = field(default_factory=dict[frozenset[str], float])  # pairs, and until when
+    #: Frames under way and unread before a writer waits.
+    window: int = 64
+    #: Pairs of processes that cannot reach each other, and until when.
+    away: dict[frozenset[str], float] = field(default_factory=dict[frozenset[str], float])
