@@ -37,7 +37,8 @@ def test_each_folder_of_tests_is_run_and_each_linter_once(run: ModuleType) -> No
     (alone,) = [part for part in chosen if "tests/gpu" in part.pytest]
     assert "-n" not in alone.pytest
     assert all("tests/unit" not in part.pytest for part in chosen if "tests/e2e" in part.pytest)
-    assert sorted(linter for part in chosen for linter in part.linters) == ["imports", "mypy", "pyright", "ruff"]
+    linters = sorted(linter for part in chosen for linter in part.linters)
+    assert linters == ["imports", "mypy", "pyright", "ruff", "site"]
 
 
 def test_what_is_slow_is_left_to_test_all(run: ModuleType) -> None:
