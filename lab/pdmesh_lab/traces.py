@@ -131,7 +131,7 @@ def _granules(row: _Row) -> tuple[int, ...] | None:
     """Return the numbers of a prompt's granules; None without ``hash_ids``.
 
     Each hash names a block of tokens and all tokens before the block. Full granules of a partial last block are
-    numbered, too. Their numbers equal another prompt's only if that prompt ends in the same block.
+    numbered, too. These numbers equal another prompt's only if that prompt ends in the same block.
     """
     if (hash_ids := row.get("hash_ids")) is None:
         return None

@@ -174,7 +174,7 @@ class ProcessKind(StrEnum):
 class ManagedProcess:
     """A process that an actuator keeps running. An instance's name is its id, as in ``pdmesh status``.
 
-    ``pid`` is a number that no other process of this name had, and is only compared. It is 0 during a start.
+    ``pid`` is a number that no other process of this name had, and is only compared. During a start, ``pid`` is 0.
     """
 
     name: str
@@ -235,7 +235,7 @@ class SamplingParams:
 class Request:
     """A request as the scheduling core knows it: sizes, not tokens.
 
-    A resumed request (``epoch`` > 0) counts the delivered tokens as prompt tokens, which are prefilled again. Its
+    A resumed request (``epoch`` > 0) counts the delivered tokens as prompt tokens, which are prefilled again. Then
     ``max_tokens`` is the number of tokens left to generate. A lower `priority` is earlier, as in vLLM.
 
     `tenant` is the name of the request's key, and `share` the key's weight. In line before it are `num_tokens_before`
@@ -451,7 +451,7 @@ class InstanceProfile:
     If `joins_groups`, it can be a member of a `PrefillGroup`. `started_at` is its process's Unix time, by which new
     weights differ from old ones. If `deterministic`, it serves only in a mesh of one arithmetic class. Processes with
     the same `host` can share memory; empty: not known. If it `drafts`, it wants the prompts of requests that it only
-    decodes. Its offload tier has room for `num_offload_granules`, and brings KV back at `load_bytes_per_s`.
+    decodes. The offload tier has room for `num_offload_granules`, and brings KV back at `load_bytes_per_s`.
     """
 
     instance_id: InstanceId

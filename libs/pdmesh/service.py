@@ -56,7 +56,7 @@ class ServiceContext:
     def announce(self, **facts: Any) -> None:
         """Report, once, that the service can be reached; ``facts`` are addresses and the like.
 
-        They go to the log and, as one JSON line, to the pipe from the supervisor.
+        Facts go to the log and, as one JSON line, to the pipe from the supervisor.
         """
         log.info("serving", **facts)
         _tell_supervisor(self.ready_fd, {"pid": os.getpid(), **facts})

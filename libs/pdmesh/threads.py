@@ -18,8 +18,8 @@ T = TypeVar("T")
 class CallThreads:
     """Threads that make calls in order, each on the first free thread, within an ``async with`` block.
 
-    A hand-over to one of them costs less than one to a pool's thread (0.11 instead of 0.16 ms, two cores, 2026-11), and
-    a thread takes the next call without waiting for the event loop.
+    A hand-over to one of them costs less than one to a pool's thread (0.11 instead of 0.16 ms, two cores, 2026-11). A
+    thread takes the next call without waiting for the event loop.
 
     Leaving the block waits for each thread, ``end_s`` at most. A thread that is stuck in the system is abandoned, and
     ends with the process.

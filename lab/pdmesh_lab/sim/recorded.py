@@ -45,7 +45,7 @@ class RecordedRun:
     """A run, with a clock that starts at the first arrival.
 
     Only requests that finished are part of ``arrivals``, which can be simulated, and of ``result.requests``, in the
-    same order. Their tokens between the first and the last are set at equal distances. `profiles` are the latest ones
+    same order. Tokens between the first and the last one are set at equal distances. `profiles` are the latest ones
     of all instances that ever joined. `own_steps` are of all instances. `left_out` counts the other requests by
     outcome. Instances were lost `num_lost` times; a simulation keeps them.
     """

@@ -39,7 +39,7 @@ class RequestRun:
     `granules` name its prompt's cached blocks, and its output's as far as known. `num_preemptions` counts how often
     another prompt overtook its running prefill. `resumed` is the request of the newest epoch if its KV was freed or
     lost. `granted_s` is the first grant of its KV transfer; None if it stayed. `num_reused_tokens` of its prompt were
-    cached when it was first placed. Its running decode moved `num_moves` times.
+    cached when it was first placed. The running decode moved `num_moves` times.
     """
 
     request: Request

@@ -74,7 +74,7 @@ class Actuator(ABC):
         self._changed = anyio.Event()
 
     def _refuse(self, instance_ids: Iterable[InstanceId], reason: str) -> None:
-        """Report that instances could not be started. They are not tried again until they are no longer wanted."""
+        """Report that instances could not be started, and do not try them again while they stay wanted."""
         for instance_id in instance_ids:
             self._refused.add(instance_id)
             self._failed.append(FailedStart(instance_id=instance_id, reason=reason))
@@ -112,7 +112,7 @@ Ask = Callable[[FollowPools], Awaitable[PoolsDesired | None]]
 
 
 def ask_of(config: MeshConfig) -> Ask:
-    """Return a function that asks the configured scheduler. It logs a failure and returns None."""
+    """Return a function that asks the configured scheduler. The function logs a failure and returns None."""
 
     async def ask(question: FollowPools) -> PoolsDesired | None:
         try:

@@ -1,8 +1,8 @@
 """The process that forks workers: ``python -m pdmesh.cli.fork_server FD``, started by `pdmesh.cli.forking`.
 
 The server imports torch and everything else that a worker needs, loads the weights, and forks one worker for each
-request. It has one thread, and refuses to fork with more: a fork would copy locks whose owners are gone. No event loop,
-gRPC channel, OpenMP pool or CUDA context exists before a fork.
+request. The server has one thread, and refuses to fork with more: a fork would copy locks whose owners are gone. No
+event loop, gRPC channel, OpenMP pool or CUDA context exists before a fork.
 
 A worker is forked twice, and the process between ends at once. So the worker becomes a child of the supervisor, like
 one that the supervisor starts itself: the supervisor reaps it, and the kernel kills it when the supervisor ends. The

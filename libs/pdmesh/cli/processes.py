@@ -70,7 +70,7 @@ class StartChild(Protocol):
 
 @dataclass(slots=True)
 class Child:
-    """A running child, which reports on a pipe when it serves and why it fails. Its output goes to its log file."""
+    """A running child, which reports on a pipe when it serves and why it fails. The log file has its output."""
 
     name: str
     process: ChildProcess

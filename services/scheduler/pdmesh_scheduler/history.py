@@ -306,7 +306,7 @@ class MeshHistory:
         return tuple(told)
 
     def _is_coming(self, instance_id: InstanceId, absence: _Absence) -> bool:
-        """Return whether an actuator starts the instance again. Its pod may not be ready, or its process may end."""
+        """Return whether an actuator starts the instance again, even if its pod is not ready or its process ends."""
         actuators = self._core.actuators
         unsettled = any(instance_id in report.unsettled for report in actuators.there)
         return instance_id in actuators.instance_ids or (unsettled and not absence.is_planned)

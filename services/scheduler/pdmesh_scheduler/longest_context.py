@@ -12,9 +12,9 @@ from pdmesh.model import InstanceId, InstanceProfile, OperationKind, Role
 class LongestContext:
     """Counter of decode instances: the present ones that stay, and the lost ones that may come back.
 
-    An instance that an operator drains or removes from a pool no longer counts, so a request that is too long without
-    it is refused at once. A lost instance counts for `COME_BACK_S`, as long as a restart may take, and requests wait
-    for it.
+    An instance that an operator drains or removes from a pool no longer counts. A request that is too long without it
+    is refused at once. A lost instance counts for `COME_BACK_S`, as long as a restart may take, and requests wait for
+    it.
     """
 
     def __init__(self, core: SchedulerCore, clock: Callable[[], float]) -> None:

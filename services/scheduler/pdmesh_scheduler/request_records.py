@@ -80,9 +80,9 @@ class RequestRecords:
     def find(self, name: str) -> tuple[RequestRecord, ...]:
         """Return the records that a name stands for, by the first of these rules that finds any.
 
-        The name is a request's id (perhaps with the prefix of a response), the id of an HTTP request with several
-        choices, a client's label, or the first characters of an id or label. The choices of one HTTP request are in
-        their order.
+        The name is a request's id (perhaps with the prefix of a response), or the id of an HTTP request with several
+        choices. Otherwise it is a client's label, or the first characters of an id or label. The choices of one HTTP
+        request are in their order.
         """
         if not name:
             return ()

@@ -2,13 +2,13 @@
 
 A *lease record* in a store names the leader. A scheduler reads the record before it writes (compare and swap), and each
 write of a leader raises its ``beat``. A leader may lead for a *hold* after it **sent** its last successful write.
-Another one may take the lease when it has **seen** the same beat for ``lease_s``. It saw each beat after that was sent,
-and a hold is shorter than a lease. So the leader has stopped before the other begins, as long as their clocks do not
-differ in *rate* by more than the margin, a quarter of the lease.
+Another one may take the lease when it has **seen** the same beat for ``lease_s``. The other one saw each beat after
+that was sent, and a hold is shorter than a lease. So the leader has stopped before the other one begins. This holds as
+long as their clocks do not differ in *rate* by more than the margin, a quarter of the lease.
 
 A candidate may also *ask* a leader for the lease, on behalf of a gateway that reaches the candidate and not the leader.
-The candidate writes its address into the record. The leader reads the request at its next renewal. It either releases
-the lease for that address or removes the request.
+The candidate writes its address into the record. The leader reads the request at its next renewal. The leader either
+releases the lease for that address or removes the request.
 """
 
 from __future__ import annotations
