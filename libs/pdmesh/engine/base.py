@@ -208,7 +208,7 @@ class Engine(Protocol):
     def settle(self) -> None:
         """Return when the device has computed everything submitted so far.
 
-        A layer hook is called before that. It can settle first to time only its own work.
+        A layer hook is called before that, and can settle first to time only its own work.
         """
         ...
 

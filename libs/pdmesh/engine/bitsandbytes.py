@@ -50,6 +50,7 @@ class BlockScales:
     def factors(self, num_outputs: int) -> Factors:
         """Return the scales as factors of a weight whose outputs are whole blocks."""
         num_groups = -1 if self.numbers is None else len(self.numbers) // num_outputs
+        # Groups that share a base, whatever the output. For one group, base and number are larger than the scale.
         shared = math.gcd(num_groups, _NESTED_BLOCK)
         if self.numbers is None or shared == 1:
             return Factors(self.by_block().view(num_outputs, -1), 1)

@@ -352,7 +352,7 @@ class _Reader:
             weight = self.tensors.grouped(f"{place.name}.weight", (place.num_outputs, num_inputs), place.rows)
             if weight is None:
                 return None
-            if order is not None:
+            if order is not None:  # heads stay inside their projection
                 rows = torch.tensor(order[first : first + place.size]) - first
                 weight = weight.rows(rows)
             weights.append(weight)

@@ -40,7 +40,7 @@ def choose_library(
 def _masking_library(
     config: ModelConfig, layout: KvLayout, library: KernelLibrary, *, in_ranges: bool
 ) -> KernelLibrary | None:
-    """Return the library for attention: the model's, or an ordered one if it has windows, score caps or ranges.
+    """Return the library for attention: the model's, or an ordered one for windows, score caps and ranges.
 
     None means that no compiled library fits.
     """
@@ -125,7 +125,7 @@ def choose_compute(loaded: Loaded, cache: Cache) -> Compute:
         layout=loaded.layout,
         device=options.device,
         frames=store.frames,
-        any_num_threads=not (needs_torch or options.range_tokens or config.logit_cap),
+        any_num_threads=not (needs_torch or options.range_tokens or config.logit_cap),  # torch computes logit caps
     )
     return Compute(
         name=name,

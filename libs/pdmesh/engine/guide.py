@@ -74,7 +74,7 @@ class Guide:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)[: -(-vocab_size // 8)].copy()
         if self._matcher.is_error():
             return None
-        bits[vocab_size // 8 :] &= (1 << vocab_size % 8) - 1
+        bits[vocab_size // 8 :] &= (1 << vocab_size % 8) - 1  # no tokens after the vocabulary
         may_end = self._matcher.is_accepting()
         for ends, may_follow in ((self._model_end_ids, False), (end_token_ids, may_end)):
             for token_id in ends:

@@ -46,7 +46,7 @@ class Tensors(Protocol):
         ...
 
     def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
-        """Return a tensor of this shape, or some of its rows. It is valid until the files are closed."""
+        """Return a tensor of this shape, or some of its rows, valid until the files are closed."""
         ...
 
     def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:

@@ -20,7 +20,7 @@ from pdmesh.engine.ranks.rank_commands import read_exactly
 from pdmesh.engine.ranks.share import RankShare
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 
-#: Size of the shared memory before the slots. It has a heartbeat for each rank.
+#: Size of the shared memory before the slots, with a heartbeat for each rank.
 _BEATS_BYTES = 4096
 #: Size of a matrix that is exchanged at once. Larger ones are exchanged in tiles of rows.
 _SLOT_BYTES = 16 << 20

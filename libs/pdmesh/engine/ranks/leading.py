@@ -91,7 +91,7 @@ class _LeadingOutput:
         return self._own.logits(self._asked(rows))
 
     def embeddings(self, rows: Rows) -> Tensor:
-        return self._own.embeddings(rows)
+        return self._own.embeddings(rows)  # every rank has all of them
 
     def draw(self, rows: Rows, sequences: Sequence[EngineSequence]) -> list[int]:
         return self._own.draw(self._asked(rows), sequences)
