@@ -23,13 +23,13 @@ _TOLERANCE = 1e-4
 
 
 def prompt_of(num_tokens: int) -> list[int]:
-    """The same ids for each length."""
+    """Return ``length`` token ids, always the same for a length."""
     rng = random.Random(num_tokens)
     return [rng.randrange(320) for _ in range(num_tokens)]
 
 
 def references_of(checkpoint: Path) -> dict[int, list[GreedyStep]]:
-    """What transformers continues prompts of `PROMPT_LENGTHS` with."""
+    """Return transformers' greedy steps after prompts of `PROMPT_LENGTHS`, by length."""
     reference = HfReference(checkpoint)
     return {length: reference.greedy_steps(prompt_of(length), NUM_OUTPUT_TOKENS) for length in PROMPT_LENGTHS}
 

@@ -63,7 +63,7 @@ def _visits(num_slots: int, flow: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _binomial(number: int, chance: float) -> list[float]:
-    """The probability of 0 to ``number`` successes."""
+    """Return the probabilities of 0 to ``number`` successes."""
     if chance <= 0:
         return [1.0] + [0.0] * number
     log_yes, log_no = math.log(chance), math.log1p(-chance)

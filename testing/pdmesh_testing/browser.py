@@ -29,7 +29,7 @@ CALL_TIMEOUT_S = 30.0
 
 
 def find_chromium() -> str | None:
-    """The browser's path, if one is installed."""
+    """Return the browser's path; None if none is installed."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -76,7 +76,7 @@ class Page:
         await self.call("Page.navigate", url=url)
 
     async def run(self, script: str) -> Any:
-        """The value of a JavaScript expression, awaited if it is a promise. Raises RuntimeError if it throws."""
+        """Return the value of a JavaScript expression, awaited if it is a promise. Raises RuntimeError if it throws."""
         answer = await self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{script}: {answer['exceptionDetails']}")
@@ -141,7 +141,7 @@ async def _address(browser: anyio.abc.Process) -> str:
 
 
 async def _tab(host: str) -> str:
-    """The debugging address of the one tab."""
+    """Return the debugging address of the only tab."""
     async with httpx.AsyncClient() as client:
         targets = (await client.get(f"http://{host}/json")).json()
     page: str = next(target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page")

@@ -175,7 +175,7 @@ def write_safetensors(
 
 
 def _to_bfloat16(tensor: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Bits of the nearest bfloat16, ties to even."""
+    """Return the bits of the nearest bfloat16, ties to even."""
     bits = tensor.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 

@@ -42,7 +42,7 @@ class Collector:
     _arrived: threading.Condition = field(default_factory=threading.Condition)
 
     def wait_for(self, enough: Callable[[list[CollectedSpan]], bool], limit_s: float = 30.0) -> list[CollectedSpan]:
-        """All spans so far, once they are enough. Raises TimeoutError."""
+        """Wait for enough spans, and return all of them. Raises TimeoutError."""
         with self._arrived:
             if not self._arrived.wait_for(lambda: enough(self._spans), limit_s):
                 raise TimeoutError(f"only these spans came: {[(span.service, span.name) for span in self._spans]}")
@@ -57,7 +57,7 @@ class Collector:
 
 @contextmanager
 def collecting() -> Generator[Collector]:
-    """A collector that listens within the block."""
+    """Run a collector that listens within the block."""
     collector = Collector()
     handler = grpc.unary_unary_rpc_method_handler(
         collector._export,

@@ -97,7 +97,7 @@ async def _turn_beside_others(
 
 
 async def _computing(mesh: RunningMesh) -> set[str]:
-    """The prefill instances that have something to compute."""
+    """Return the prefill instances with tokens to compute."""
     instances = (await mesh.state()).instances
     return {each.instance_id for each in instances if each.role == "prefill" and each.num_queued_tokens}
 

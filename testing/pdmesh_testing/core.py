@@ -202,7 +202,7 @@ class CoreBench:
         return commands
 
     def arrive(self, request_id: str, prompt: int = 8, output: int = 4, *, epoch: int = 0) -> list[Command]:
-        """A request arrives now."""
+        """Let a request arrive now."""
         return self.feed(RequestArrived(a_request(request_id, prompt, output, epoch=epoch, arrival_s=self.now_s)))
 
     def decoding(self, request_id: str) -> str:
@@ -220,11 +220,11 @@ class CoreBench:
         return next(view for view in self.core.operations if view.operation_id == name)
 
     def done(self, instance_id: str, plan: StepPlan) -> list[Command]:
-        """The instance did all of ``plan``."""
+        """Report that the instance completed ``plan``."""
         return self.feed(step_done(instance_id, plan))
 
     def finish(self, instance_id: str, request_id: str, epoch: int = 0, *, num_output_tokens: int = 1) -> list[Command]:
-        """The instance drew the last token of a request."""
+        """Report that the instance drew the last token of a request."""
         what = InstanceId(instance_id), RequestId(request_id), Epoch(epoch)
         return self.feed(RequestFinished(*what, FinishReason.LENGTH, num_output_tokens))
 
@@ -291,5 +291,5 @@ def regrouped(commands: Sequence[Command]) -> list[tuple[InstanceId, PrefillGrou
 
 
 def bench_of(*names: str) -> CoreBench:
-    """A core with these instances (`named_profile`)."""
+    """Return a bench of a core with these instances (`named_profile`)."""
     return CoreBench(*(named_profile(name) for name in names))

@@ -25,7 +25,7 @@ _PARAMS = SamplingParams(max_tokens=1 << 20, temperature=0.0, logprobs=0)
 
 
 def prompt_of(num_tokens: int) -> list[int]:
-    """The same ids for each length."""
+    """Return ``length`` token ids, always the same for a length."""
     rng = random.Random(num_tokens)
     return [rng.randrange(320) for _ in range(num_tokens)]
 

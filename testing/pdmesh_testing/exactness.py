@@ -40,7 +40,7 @@ def _load(checkpoint: Path) -> HfReference:
 
 
 def reference(checkpoint: Path, prompt: Sequence[int], max_tokens: int) -> Reference:
-    """Greedy decoding with `transformers`, never stopping at an end-of-sequence token."""
+    """Return greedy output of `transformers`, never stopping at an end-of-sequence token."""
     steps = _load(checkpoint).greedy_steps(prompt, max_tokens)
     return Reference(
         tuple(prompt),
@@ -51,7 +51,7 @@ def reference(checkpoint: Path, prompt: Sequence[int], max_tokens: int) -> Refer
 
 
 def engine_reference(engine: TorchEngine, prompt: Sequence[int], max_tokens: int) -> Reference:
-    """Greedy decoding with an engine that computes nothing else."""
+    """Return greedy output of an engine that computes nothing else."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=2)
     done = generate(engine, prompt, max_tokens, params=params)
     drawn = [drawn.logprobs for result in done.results for drawn in result.drawn]

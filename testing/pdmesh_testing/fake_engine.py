@@ -113,7 +113,10 @@ class StepGate:
 
 
 def timed_by(model: LatencyModel) -> Callable[[Sequence[SequenceSlice]], float]:
-    """Seconds that a batch takes as ``model`` says. A sequence's last token is a decode, and so is each of a draft."""
+    """Return a function for the seconds of a batch by ``model``.
+
+    A sequence's last token counts as a decode, and so does each token of a draft.
+    """
 
     def step_s(batch: Sequence[SequenceSlice]) -> float:
         chunks: list[ChunkShape] = []
@@ -340,7 +343,7 @@ class FakeEngine:
 
 
 def _embedding(mixed: int) -> bytes:
-    """Eight numbers from 1 to 256 that a hash stands for."""
+    """Return eight numbers from 1 to 256 for a hash."""
     words = (mixed >> np.arange(0, 32, 4, dtype=np.int64)) % 256 + 1
     return words.astype("<f4").tobytes()
 
@@ -361,7 +364,7 @@ def _logprobs(token_id: int, num_top: int) -> Logprobs:
 def reference_output(
     prompt: Sequence[int], params: SamplingParams, *, layout: KvLayout = FAKE_LAYOUT, weights: str = ""
 ) -> list[int]:
-    """What any mesh of fake engines of this layout must answer: the prompt in one chunk, alone, in fresh blocks."""
+    """Return the right output of fake engines with this layout: the prompt in one chunk, alone, in fresh blocks."""
     num_blocks = num_blocks_for(len(prompt) + params.max_tokens, layout.block_size)
     max_model_len = len(prompt) + params.max_tokens
     engine = FakeEngine(layout, num_blocks=num_blocks, max_model_len=max_model_len, weights=weights)

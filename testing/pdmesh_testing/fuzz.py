@@ -112,7 +112,7 @@ _RAW = (
 
 
 def odd_value(rng: random.Random, depth: int = 0) -> Any:
-    """Something that JSON and msgpack can hold."""
+    """Return a random value that JSON and msgpack can hold."""
     kind = rng.randrange(7 if depth < 3 else 4)
     if kind == 0:
         return rng.choice(_TEXTS)
@@ -188,7 +188,7 @@ _HEADERS = {
 
 
 def http_cases(rng: random.Random) -> Iterator[tuple[str, str, dict[str, Any], bytes]]:
-    """Method, path, headers and body, without end."""
+    """Yield method, path, headers and body, without end."""
     paths = [*_BODIES] * 6 + [
         "/v1/models",
         "/v1/models/%00%ff",
@@ -242,7 +242,7 @@ async def fuzz_http(url: str, *, num_cases: int, seed: int) -> Report:
 def grpc_cases(
     rng: random.Random, messages: Mapping[str, Sequence[bytes]]
 ) -> Iterator[tuple[str, tuple[tuple[str, str], ...], bytes]]:
-    """Method, metadata and message, without end, from valid ``messages`` of each method."""
+    """Yield method, metadata and message, without end, from valid ``messages`` of each method."""
     metadata = ((), (), (("authorization", "Bearer x"),), (("traceparent", "00-zz"),), (("pdmesh-token", "x"),))
     while True:
         method = rng.choice([*messages] * 5 + ["/x/y", "/pdmesh.api.v1.Inference/Nothing"])

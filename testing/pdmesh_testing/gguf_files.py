@@ -144,7 +144,7 @@ def write_gguf(source: Path, file: Path, gguf_type: GgufType = "F32") -> dict[st
 
 
 def _metadata(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """What a file says of its model."""
+    """Return the metadata of a model's file."""
     num_heads, rope = config["num_attention_heads"], config.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
@@ -275,7 +275,7 @@ def _tokenizer(source: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own_name(name: str, kind: str) -> str:
-    """What a file calls a tensor of a model of a kind."""
+    """Return the name of a tensor in a file of this kind of model."""
     whole, _, end = name.rpartition(".")
     if end not in ("weight", "bias"):
         whole, end = name, "weight"

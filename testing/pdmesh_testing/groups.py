@@ -22,7 +22,7 @@ GROUP_CAPABILITY = 0x6E0B5
 async def running_members(
     engines: Iterable[Engine], transports: Iterable[KvTransport], *, config: TransferConfig | None = None
 ) -> AsyncGenerator[list[RunningInstance]]:
-    """Instances member-0, member-1, … on open transports."""
+    """Run instances member-0, member-1, … on open transports."""
     async with AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(

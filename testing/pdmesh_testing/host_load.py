@@ -28,7 +28,7 @@ LIMIT_S = 120.0
 
 @asynccontextmanager
 async def client_of(hosts: Hosts, name: str) -> AsyncGenerator[httpx.AsyncClient]:
-    """A client on the host of that name, whose gateway is ready."""
+    """Open a client on the host of that name, once its gateway is ready."""
     url = f"https://{hosts[name].address}:{GATEWAY_PORT}"
     headers = {"Authorization": f"Bearer {API_KEY}"}
     with hosts[name].entered():

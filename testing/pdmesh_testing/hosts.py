@@ -225,14 +225,14 @@ class Hosts:
         )
 
     def logs(self) -> str:
-        """The logs of all services, for a failing test's message."""
+        """Return the logs of all services, for a failing test's message."""
         files = sorted(self.folder.glob("*/*.log"))
         return "\n".join(f"== {file.parent.name}/{file.name}\n{file.read_text()}" for file in files)
 
 
 @contextmanager
 def running_hosts(folder: Path, names: Sequence[str], settings: Mapping[str, str] | None = None) -> Generator[Hosts]:
-    """Hosts with mutual TLS, a key each, and KV over UCX; their services are killed at the end.
+    """Make hosts with mutual TLS, a key each, and KV over UCX. Their services are killed at the end.
 
     The scheduler's name stands for the first of them.
     """
@@ -259,7 +259,7 @@ def running_hosts(folder: Path, names: Sequence[str], settings: Mapping[str, str
 
 
 def hosts_file(namespace: str) -> Path:
-    """What services in a namespace find at ``/etc/hosts``."""
+    """Return the path of a namespace's ``/etc/hosts``."""
     return Path("/etc/netns") / namespace / "hosts"
 
 

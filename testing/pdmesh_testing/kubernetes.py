@@ -225,7 +225,7 @@ def _target(path: str) -> ApiTarget:
 
 
 def _merged(there: Any, patch: Any) -> Any:
-    """A JSON merge patch."""
+    """Return an object after a JSON merge patch."""
     if not isinstance(patch, dict):
         return patch
     merged = dict(there) if isinstance(there, dict) else {}

@@ -26,5 +26,5 @@ def library_or_skip(level: CpuLevel, dtype: str = "bfloat16") -> KernelLibrary:
 
 
 def ordered_levels() -> list[CpuLevel]:
-    """Levels of this machine that give the same bits."""
+    """Return the levels of this machine that compute the same bits."""
     return [level for level in processor_levels() if level.is_ordered]

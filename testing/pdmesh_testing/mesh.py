@@ -77,7 +77,7 @@ class RunningMesh:
         return self.record.model
 
     def client(self) -> httpx.AsyncClient:
-        """A client that opens as many connections as it is asked to."""
+        """Return a client without a limit of connections."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         return httpx.AsyncClient(base_url=self.base_url, limits=limits, timeout=600, trust_env=False)
 
@@ -134,7 +134,7 @@ class RunningMesh:
         return {service.name: service.process.pid for service in record.services}
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds that each service has spent so far, in user and system time."""
+        """Return the CPU seconds of each service so far, in user and system time."""
         spent: dict[str, float] = {}
         for name, pid in self.pids().items():
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -142,7 +142,7 @@ class RunningMesh:
         return spent
 
     def metrics(self) -> dict[str, str]:
-        """What each service serves at ``/metrics``."""
+        """Return the text of each service's ``/metrics``."""
         # As the supervisor has it now: a service that was started again has another port.
         record = msgspec.json.decode((self.folder / "mesh.json").read_bytes(), type=MeshRecord)
         urls = {
@@ -154,31 +154,31 @@ class RunningMesh:
         return {name: httpx.get(url, timeout=30).raise_for_status().text for name, url in urls.items()}
 
     def peer_read_bytes(self) -> float:
-        """Bytes of KV that the mesh's instances copied from each other's caches."""
+        """Return the bytes of KV that the instances copied from each other's caches."""
         return self.total("kv_peer_read_bytes")
 
     def num_accepted_tokens(self) -> float:
-        """Drafted tokens that were drawn."""
+        """Return the number of drafted tokens that were drawn."""
         return self.total("spec_decode_num_accepted_tokens")
 
     def num_drafted_tokens(self) -> float:
-        """Drafted tokens that were verified."""
+        """Return the number of drafted tokens that were verified."""
         return self.total("spec_decode_num_draft_tokens")
 
     def total(self, counter: str) -> float:
-        """Sum of a counter of all services, by its name without ``pdmesh:`` and ``_total``."""
+        """Return the sum of a counter over all services, by its name without ``pdmesh:`` and ``_total``."""
         text = "\n".join(self.metrics().values())
         return sum(map(float, re.findall(rf"^pdmesh:{counter}(?:_total)? (\S+)$", text, re.M)))
 
     def event_loop_tasks(self) -> dict[str, int]:
-        """Live tasks of each service."""
+        """Return the number of live tasks of each service."""
         found = {
             name: re.search(r"^pdmesh:event_loop_tasks (.+)$", text, re.M) for name, text in self.metrics().items()
         }
         return {name: int(float(match[1])) for name, match in found.items() if match is not None}
 
     def logs(self) -> str:
-        """The logs of all services, for a failing test's message."""
+        """Return the logs of all services, for a failing test's message."""
         return "\n".join(f"== {file.name}\n{file.read_text()}" for file in sorted(self.folder.glob("*.log")))
 
 

@@ -220,7 +220,7 @@ class ModelledInstance:
         return self.machine.residents.num_tokens(key)
 
     def finish(self, key: RequestKey, num_output_tokens: int = 1) -> None:
-        """A generation ends here."""
+        """End a generation here."""
         self.do(self.machine.finish(self.sequences[key], FinishReason.STOP, num_output_tokens))
 
     def drop(self, key: RequestKey) -> None:

@@ -32,7 +32,7 @@ class ModelledMesh:
         return True
 
     def transfers(self) -> list[tuple[ModelledInstance, ModelledInstance, RequestKey]]:
-        """Granted transfers whose receiver expects them, as (sender, receiver, request)."""
+        """Return granted transfers whose receiver expects them, as (sender, receiver, request)."""
         found: list[tuple[ModelledInstance, ModelledInstance, RequestKey]] = []
         for sender in self.instances.values():
             for key, sequence in sender.sequences.items():
@@ -81,11 +81,11 @@ class ModelledMesh:
 
     @staticmethod
     def land_range(receiver: ModelledInstance, key: RequestKey) -> None:
-        """A range of a prompt is where it goes, which its sender does not know yet."""
+        """Let a range of a prompt arrive, before its sender knows."""
         receiver.hear(CopyLanded(key, 1, 1, 0.0))
 
     def moves(self) -> list[tuple[ModelledInstance, ModelledInstance, RequestKey]]:
-        """Running decodes on their way, as (source, target that expects it, request)."""
+        """Return running decodes on their way, as (source, target that expects it, request)."""
         return [
             (source, target, key)
             for source in self.instances.values()
@@ -115,12 +115,12 @@ class ModelledMesh:
 
     @staticmethod
     def acknowledge_move(source: ModelledInstance, key: RequestKey) -> None:
-        """The source hears of it, and frees its side."""
+        """Report the arrival to the source, which frees its side."""
         source.landed.remove(key)
         source.hear(CopySent(key, Then.DECODE, 1, 0.0))
 
     def landed_moves(self) -> list[tuple[ModelledInstance, RequestKey]]:
-        """What sources will soon be told has landed."""
+        """Return the landed moves that their sources do not know yet, as (source, request)."""
         return [
             (source, key)
             for source in self.instances.values()
@@ -129,7 +129,7 @@ class ModelledMesh:
         ]
 
     def part_moves(self) -> list[tuple[ModelledInstance, ModelledInstance, RequestKey]]:
-        """Ranges of contexts on their way, as (source, target that expects it, request)."""
+        """Return ranges of contexts on their way, as (source, target that expects it, request)."""
         return [
             (source, target, key)
             for source in self.instances.values()
@@ -139,18 +139,18 @@ class ModelledMesh:
 
     @staticmethod
     def land_part(source: ModelledInstance, target: ModelledInstance, key: RequestKey) -> None:
-        """A range is where it goes, and its source has the acknowledgement."""
+        """Let a range arrive, and its source get the acknowledgement."""
         target.hear(CopyLanded(key, 1, 1, 0.0))
         source.hear(CopySent(key, Then.HOLD, 1, 0.0))
 
     @staticmethod
     def fail_part(source: ModelledInstance, key: RequestKey) -> None:
-        """A range is not sent."""
+        """Let the transfer of a range fail."""
         source.hear(CopyFailed(key, Then.HOLD, "modelled"))
 
     @staticmethod
     def fail_move(source: ModelledInstance, key: RequestKey) -> None:
-        """The source sends no more of a move."""
+        """Let a move fail at the source."""
         source.hear(CopyFailed(key, Then.DECODE, "modelled"))
 
     @staticmethod

@@ -39,7 +39,7 @@ def damaged_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def damaged_tree(rng: random.Random, tree: Any) -> Any:
-    """A copy of a tree of plain values, with one that is wrong, gone, or another's."""
+    """Return a copy of a tree of plain values, with one value wrong, missing, or swapped."""
     tree = _copied(tree)
     places = list(_places(tree))
     if not places:
@@ -59,7 +59,7 @@ def damaged_tree(rng: random.Random, tree: Any) -> Any:
 
 
 def damaged_sequence(rng: random.Random, items: list[Any]) -> list[Any]:
-    """The items with some left out, repeated or in another order."""
+    """Return the items with some left out, repeated or in another order."""
     items = list(items)
     for _ in range(rng.choice((1, 1, 4))):
         if not items:

@@ -60,7 +60,7 @@ note("stopped")
 
 
 def write_stand_in(folder: Path) -> Path:
-    """A script to run as ``script NAME EVENTS_FILE BEHAVIOUR``.
+    """Write a script to run as ``script NAME EVENTS_FILE BEHAVIOUR``.
 
     Behaviours: ``good``; before it serves ``config-error`` and ``error`` (says why), ``crash``, ``illegal`` (SIGILL);
     ``silent`` (never serves); ``stubborn`` (ignores SIGTERM).
@@ -71,7 +71,7 @@ def write_stand_in(folder: Path) -> Path:
 
 
 def write_stand_in_packages(folder: Path, events: Path) -> None:
-    """Packages ``pdmesh_scheduler`` and so on that run the stand-in, for a PYTHONPATH that starts with ``folder``."""
+    """Write packages ``pdmesh_scheduler`` and so on that run the stand-in, for ``folder`` first in PYTHONPATH."""
     script = write_stand_in(folder)
     for service in ("scheduler", "gateway", "prefill", "decode"):
         package = folder / f"pdmesh_{service}"

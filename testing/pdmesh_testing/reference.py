@@ -40,7 +40,7 @@ class HfReference:
         self._model: Any = model.to(device).eval()
 
     def greedy(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
-        """The greedy continuation; no token ends it."""
+        """Return the greedy continuation; no token ends it."""
         return [step.token_id for step in self.greedy_steps(prompt_ids, max_new_tokens)]
 
     def greedy_steps(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[GreedyStep]:
@@ -65,7 +65,7 @@ class HfReference:
         return steps
 
     def logprobs(self, token_ids: Sequence[int]) -> list[list[float]]:
-        """Log-probabilities of every next token at each position, ``[position][token]``."""
+        """Return the log-probabilities of every next token at each position, ``[position][token]``."""
         import torch
 
         self._forget()
@@ -74,7 +74,7 @@ class HfReference:
             return torch.log_softmax(logits.double(), dim=-1).tolist()
 
     def embedding(self, token_ids: Sequence[int]) -> list[float]:
-        """The hidden state of the last token, behind the last norm."""
+        """Return the hidden state of the last token, behind the last norm."""
         import torch
 
         self._forget()

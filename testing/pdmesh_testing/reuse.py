@@ -58,7 +58,7 @@ def a_prompt(request_id: str, num_tokens: int, *, name: int = 0, output: int = 1
 
 
 def serve(bench: CoreBench, request: Request, drawn: tuple[PrefixHash, ...] = ()) -> AdmitPrefill:
-    """A request is computed and ends on the instance that it is placed on."""
+    """Compute and end a request on the instance that it is placed on."""
     commands = bench.feed(RequestArrived(request))
     (admit,), (step,) = of(AdmitPrefill, commands), of(RunStep, commands)
     bench.done(step.instance_id, step.plan)

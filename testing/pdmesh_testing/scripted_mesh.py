@@ -51,7 +51,7 @@ TOKENS_METHOD = "/pdmesh.v1.Gateway/Tokens"
 
 
 def token_out(generation: Generation, index: int, token_id: int | None, **fields: object) -> TokenOut:
-    """A token of ``generation``, with further fields of `TokenOut`."""
+    """Return a token of ``generation``, with further fields of `TokenOut`."""
     return TokenOut(
         request_id=generation.request_id,
         epoch=generation.epoch,
@@ -190,7 +190,7 @@ class ScriptedMesh:
                 await self._changed.wait()
 
     async def next_submit(self, index: int = 0) -> Submit:
-        """The ``index``-th submitted request."""
+        """Wait for the ``index``-th submitted request, and return it."""
         await self.until(lambda: len(self.submitted) > index)
         return self.submitted[index]
 
@@ -319,7 +319,7 @@ class ScriptedMesh:
 
 @asynccontextmanager
 async def scripted_mesh(script: Script = echo_prompt, *, port: int = 0) -> AsyncGenerator[ScriptedMesh]:
-    """A `ScriptedMesh` that listens within the block."""
+    """Run a `ScriptedMesh` that listens within the block."""
     mesh = ScriptedMesh(script)
     methods = {"Gateway": serve_link(mesh._serve_gateway, GatewayUp)}
     async with anyio.create_task_group() as tasks:

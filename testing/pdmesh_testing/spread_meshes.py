@@ -61,7 +61,7 @@ def answers(mesh: RunningMesh) -> dict[str, float]:
 
 
 def recomputed(mesh: RunningMesh) -> dict[str, float]:
-    """Tokens of lost ranges that each instance has computed again."""
+    """Return how many tokens of lost ranges each instance has computed again."""
     return _counted(mesh, "kv_part_recomputed_tokens")
 
 

@@ -59,7 +59,7 @@ def etcd_data_folder(folder: Path) -> str:
 def _spawned(
     command: Sequence[str], log: Path, *, environ: Mapping[str, str] | None = None, passed: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """A process that ends with this one."""
+    """Start a process that ends with this one."""
     with log.open("ab") as output:
         return subprocess.Popen(
             ending_with_us(command),

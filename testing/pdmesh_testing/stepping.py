@@ -31,7 +31,7 @@ def new_sequence(
 
 
 def sequence_of(prompt: Sequence[int] = (0,), output: Sequence[int] = (), **params: Any) -> EngineSequence:
-    """A sequence without blocks, some tokens into its output; ``params`` are its sampling parameters."""
+    """Return a sequence without blocks, some tokens into its output; ``params`` are its sampling parameters."""
     sequence = new_sequence(prompt, [], SamplingParams(**{"max_tokens": 1000, **params}))
     sequence.token_ids.extend(output)
     return sequence
@@ -55,7 +55,7 @@ class SteppedRequest:
         return self.sequence.token_ids[self.sequence.num_prompt_tokens :].tolist()
 
     def next_slice(self, chunk_tokens: int, draft: Sequence[int] = ()) -> SequenceSlice:
-        """The next chunk; if it samples, with as much of ``draft`` as may be drawn before the last token."""
+        """Return the next chunk; if it samples, with as much of ``draft`` as may be drawn before the last token."""
         num_left = len(self.sequence.token_ids) - self.num_computed
         num_tokens = min(chunk_tokens, num_left)
         samples = num_tokens == num_left
@@ -102,7 +102,7 @@ def generate(
 
 
 def block_table(engine: Engine, num_tokens: int, first: int = 0) -> list[int]:
-    """Blocks for a sequence: descending ids, leaving out the ``first`` highest."""
+    """Return blocks for a sequence: descending ids, leaving out the ``first`` highest."""
     num_blocks = num_blocks_for(num_tokens, engine.kv.layout.block_size)
     highest = engine.kv.num_blocks - 1 - first
     assert num_blocks <= highest + 1, "the test's cache is too small"
@@ -110,7 +110,7 @@ def block_table(engine: Engine, num_tokens: int, first: int = 0) -> list[int]:
 
 
 def separate_tables(engine: Engine, lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Block tables of several sequences side by side."""
+    """Yield disjoint block tables for sequences of these lengths."""
     first = 0
     for length in lengths:
         table = block_table(engine, length, first)

@@ -76,7 +76,7 @@ class DataSide:
                 await anyio.lowlevel.checkpoint()
 
     async def outcome(self) -> TransferOutcome:
-        """The next outcome."""
+        """Wait for the next outcome, and return it."""
         while not self.outcomes:
             self.told = anyio.Event()
             await self.told.wait()

@@ -157,7 +157,7 @@ def _variants_of(served: Mapping[str, Architecture]) -> dict[str, list[dict[str,
 
 
 def transformers_config(model_type: str, **options: Any) -> Any:
-    """The configuration of a small model, transformers' own; ``options`` are its fields."""
+    """Return the configuration of a small model, transformers' own; ``options`` are its fields."""
     import transformers
 
     hf: Any = transformers

@@ -336,7 +336,7 @@ async def running_instance(
     tier: TierOf | None = None,
     range_tokens: int = 0,
 ) -> AsyncGenerator[RunningInstance]:
-    """The runtime of one instance on an open ``transport``; integrity is checked when the block is left.
+    """Run one instance on an open ``transport``; check its integrity at the end of the block.
 
     Its engine divides contexts into ranges of ``range_tokens``, if there are any.
     """
@@ -409,7 +409,7 @@ def prompt_of(generation: Generation) -> Prompt:
 
 
 def a_shard(instance_id: str, num_blocks: int, layout: KvLayout | None = None) -> KvShard:
-    """The first blocks of a request on an instance, of all layers and heads (of one, without a ``layout``)."""
+    """Return the first blocks of a request on an instance, of all layers and heads (of one, without a ``layout``)."""
     num_layers, num_heads = (1, 1) if layout is None else (layout.num_layers, layout.num_kv_heads)
     part = KvPart(IndexRange(0, num_blocks), IndexRange(0, num_layers), IndexRange(0, num_heads))
     return KvShard(instance_id=InstanceId(instance_id), part=part)
@@ -429,7 +429,7 @@ def a_transfer(source: KvShard, destination: KvShard, number: int = 1, num_reuse
 def make_generation(
     request_id: str, prompt: Sequence[int], params: SamplingParams, *, output: Sequence[int] = (), epoch: int = 0
 ) -> Generation:
-    """A request as the gateway sends it; ``output`` are tokens delivered in earlier epochs."""
+    """Return a request as the gateway sends it; ``output`` are tokens delivered in earlier epochs."""
     return Generation(
         request_id=RequestId(request_id),
         epoch=Epoch(epoch),
@@ -448,7 +448,7 @@ def with_prefix(generation: Generation, salt: bytes = b"") -> Generation:
 
 
 def chunk_plans(generation: Generation, sizes: Sequence[int], start: int = 0) -> list[ChunkPlan]:
-    """The request's chunks from ``start`` on: of these sizes, the last one repeated until the prompt is used up."""
+    """Return the request's chunks of these sizes from ``start`` on; the last size is repeated to the prompt's end."""
     plans: list[ChunkPlan] = []
     while start < generation.num_tokens:
         end = min(start + sizes[min(len(plans), len(sizes) - 1)], generation.num_tokens)

@@ -130,7 +130,7 @@ def _params(ask: Ask) -> SamplingParams:
 
 
 def expectation(ask: Ask, index: int) -> tuple[list[int], str]:
-    """Tokens and finish reason of a choice in a mesh without faults."""
+    """Return tokens and finish reason of a choice in a mesh without faults."""
     params = _params(ask)
     return _reference(ask.prompt, replace(params, seed=(params.seed + index) % 2**63 if params.temperature else 0))
 

@@ -102,7 +102,7 @@ class _Swarm:
 
 
 def draw(seed: int) -> Plan:
-    """The plan of a seed: always the same one."""
+    """Draw the plan of a seed; always the same plan for a seed."""
     rng = random.Random(seed)
     roles = rng.choice(SHAPES)
     spread = random.Random(f"spread {seed}")

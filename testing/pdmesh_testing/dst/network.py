@@ -379,13 +379,13 @@ class SimulatedCall:
         self.down.disconnect()
 
     def break_server(self) -> None:
-        """The server notices."""
+        """Let the server notice the break."""
         if self._handler is not None and not self._handler.done():
             self._handler.cancel()
             self.up.break_off()
 
     def break_client(self, status: Status) -> None:
-        """The client notices."""
+        """Let the client notice the break."""
         self._end(status)
 
     def _end(self, status: Status) -> None:

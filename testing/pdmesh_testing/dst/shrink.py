@@ -36,7 +36,7 @@ MAX_RUNS = 300
 
 
 def shrink(plan: Plan, law: str, *, max_runs: int = MAX_RUNS) -> Plan:
-    """The smallest plan found that breaks the same law. ``plan`` must break it."""
+    """Return the smallest plan found that breaks the same law. ``plan`` must break it."""
     num_runs = 0
     found = True
     while found:
@@ -53,7 +53,7 @@ def shrink(plan: Plan, law: str, *, max_runs: int = MAX_RUNS) -> Plan:
 
 
 def _smaller(plan: Plan) -> Iterator[Plan]:
-    """Plans with one thing less, the largest steps first."""
+    """Yield smaller plans, each with one part less, the largest steps first."""
     if len(plan.faults) > 1:
         yield replace(plan, faults=())
     for index in range(len(plan.faults)):
