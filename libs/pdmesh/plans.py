@@ -158,10 +158,10 @@ class StepPlan(Struct, frozen=True, kw_only=True):
     #: decodes, without chunks and without this flag ends the round.
     holds_decodes: bool = False
     #: Other instances compute the ranges before and after the chunk at the same time (*parallel prefill*), none a turn
-    #: behind. With `at_once`, all are in the same layer, so each waits for the others until the prompt or the range
-    #: ends.
+    #: behind.
     in_parallel: bool = False
-    #: The same, and all are in the same layer, so each is waited for: to the end of the prompt, or where they begin it.
+    #: All members of a parallel prefill are in the same layer, so each waits for the others. Set for a prompt's last
+    #: slices, and for slices whose staggered starts would wait too long.
     at_once: bool = False
 
 

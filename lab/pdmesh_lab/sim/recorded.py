@@ -104,7 +104,7 @@ class _Tracks:
     """An instance's planned steps.
 
     `plans` are in flight. `urgent` steps lie inside or before a step that has not ended. `idle_s` is the end of the
-    last regular step. An urgent step has the turn of the step it interrupted, so `num_turns` counts regular ones.
+    last regular step. An urgent step has the turn of the step it interrupted, so `num_turns` omits it.
     """
 
     profile: InstanceProfile
