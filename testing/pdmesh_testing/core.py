@@ -98,7 +98,7 @@ def a_report(
     pids: Mapping[str, int] | None = None,
     outdated: Iterable[str] = (),
 ) -> ActuatorReported:
-    """An actuator says that it keeps these instances running, and services that are none, with their pids."""
+    """Return an actuator's report of the instances and the other services, with pids, that it keeps running."""
     instances = [ManagedProcess(name=name, pid=(pids or {}).get(name, 1)) for name in names]
     others = [
         ManagedProcess(name=name, pid=pid, kind=ProcessKind(name.partition("-")[0]))
@@ -136,7 +136,7 @@ def step_done(
 
 
 def a_view(instance_id: str = "a", role: Role = Role.MIXED, **fields: Any) -> InstanceView:
-    """An instance with nothing on it, but for ``fields``."""
+    """Return the view of an empty instance, with ``fields`` replaced."""
     empty = InstanceView(
         instance_id=InstanceId(instance_id),
         role=role,
@@ -216,7 +216,7 @@ class CoreBench:
         return place.instance_id
 
     def operation(self, name: str) -> OperationRecord:
-        """An operator's, by its id."""
+        """Return an operator's operation by id."""
         return next(view for view in self.core.operations if view.operation_id == name)
 
     def done(self, instance_id: str, plan: StepPlan) -> list[Command]:
@@ -252,7 +252,7 @@ class CoreBench:
         return self.feed(TransferFailed(*self._transfer(instance_id, request_id), reason))
 
     def _transfer(self, instance_id: str, request_id: str) -> tuple[InstanceId, RequestId, Epoch, TransferId]:
-        """What an instance's report of a transfer begins with, in the first epoch."""
+        """Return the first fields of an instance's report of a transfer, in the first epoch."""
         return InstanceId(instance_id), RequestId(request_id), Epoch(0), self.transfers[request_id]
 
     def free_blocks(self, instance_id: str) -> int:

@@ -64,7 +64,7 @@ class Member:
         )
 
     def compute(self, first_block: int, num_blocks: int) -> None:
-        """All layers of them, as an engine would."""
+        """Begin and publish all layers of the blocks, as an engine would."""
         assert self.exchange.begin(first_block, num_blocks)
         for layer in range(NUM_LAYERS):
             self.exchange.publish(Blocks(0, layer, first_block, num_blocks))

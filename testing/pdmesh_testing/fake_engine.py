@@ -245,7 +245,7 @@ class FakeEngine:
         """Do nothing: the engine ignores grammars."""
 
     def settle(self) -> None:
-        """Steps compute as they are called."""
+        """Do nothing: steps compute as they are called."""
 
     def attend_part(self, number: int, block_ids: Sequence[int], question: PartQuestion) -> bytes:
         """Answer with the range's KV, combined with the query: the answer is useless for any other query."""
@@ -256,7 +256,7 @@ class FakeEngine:
         return (pages ^ np.frombuffer(question.query, dtype=np.uint32)).tobytes()
 
     def _answered(self, elsewhere: KvElsewhere, query: np.uint32) -> Words:
-        """The KV of a layer that others hold, from their answers in this order: (2, num_tokens, lanes)."""
+        """Return a layer's KV on shard holders, from their answers in order: (2, num_tokens, lanes)."""
         ranges = [
             np.frombuffer(answer, dtype=np.uint32).reshape(2, -1, len(self._lanes)) for answer in elsewhere.answers()
         ]

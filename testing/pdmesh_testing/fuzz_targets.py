@@ -52,14 +52,14 @@ async def _gateway(folder: Path, security: SecurityConfig | None = None) -> Asyn
 
 
 async def http(folder: Path, *, num_cases: int, seed: int) -> Report:
-    """The HTTP edge."""
+    """Fuzz the gateway's HTTP edge."""
     async with _gateway(folder) as gateway:
         report = await _watched(lambda: fuzz_http(gateway.url, num_cases=num_cases, seed=seed))
     return report
 
 
 async def grpc(folder: Path, *, num_cases: int, seed: int) -> Report:
-    """The gRPC edge: Generate, health, reflection, and methods that are none."""
+    """Fuzz the gateway's gRPC edge: Generate, health, reflection, and unknown methods."""
     sampling = pb.SamplingOptions(max_tokens=3, temperature=0.5, stop=["a"], logprobs=1, seed=3, logit_bias={1: 2.0})
     generate = [
         pb.GenerateRequest(text="abc", sampling=sampling, priority=1, slo_ttft_ms=100.0, request_id="r"),
@@ -80,7 +80,7 @@ async def grpc(folder: Path, *, num_cases: int, seed: int) -> Report:
 
 
 async def frames(folder: Path, *, num_cases: int, seed: int) -> Report:
-    """The scheduler's streams and the gateway's token port: half of the peers know the mesh token."""
+    """Fuzz the scheduler's streams and the gateway's token port: half of the peers know the mesh token."""
     security = SecurityConfig(mesh_token="secret")
     known = ((TOKEN_METADATA, b"secret".hex()),)
     report = Report()

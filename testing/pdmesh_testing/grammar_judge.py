@@ -17,7 +17,7 @@ class InProcessJudge(GrammarProcess):
         self._grammars = grammars
 
     def prepare(self) -> None:
-        """The grammars are loaded."""
+        """Do nothing: the grammars are loaded."""
 
     def problem(self, grammar: str) -> str | None:
         return self._grammars.problem(grammar)
@@ -29,4 +29,4 @@ class InProcessJudge(GrammarProcess):
         return converted(text)
 
     def give_up(self) -> None:
-        """Threads are not ended."""
+        """Do nothing: there are no threads to end."""

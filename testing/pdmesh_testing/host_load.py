@@ -93,7 +93,7 @@ class HostLoad:
 
 @contextmanager
 def log_of(hosts: Hosts, host: str, name: str) -> Generator[Callable[[], str]]:
-    """What a service logs from here on."""
+    """Yield a function that returns the log of a service from here on."""
     log = hosts[host].folder / f"{name}.log"
     begin = len(log.read_text()) if log.exists() else 0
     yield lambda: log.read_text()[begin:]

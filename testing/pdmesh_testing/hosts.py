@@ -74,7 +74,7 @@ class HostedService:
         self.process.wait(STOP_LIMIT_S)
 
     def stop(self) -> int:
-        """Drain it; its exit code."""
+        """Drain the service, and return its exit code."""
         self.process.terminate()
         return self.process.wait(STOP_LIMIT_S)
 
@@ -215,7 +215,7 @@ class Hosts:
         return ssl.create_default_context(cafile=self.folder / "ca.pem")
 
     def security(self, host: str) -> SecurityConfig:
-        """What a service on this host is configured with."""
+        """Return the security settings of a service on this host."""
         folder = self[host].folder
         return SecurityConfig(
             tls_cert=folder / "mesh.pem",

@@ -81,7 +81,7 @@ class ByteStore(HostKvStore):
 
 
 def introduce(one: KvTransport, other: KvTransport) -> None:
-    """What a scheduler does."""
+    """Let two transports admit each other, as a scheduler does."""
     one.admit(other.address)
     other.admit(one.address)
 

@@ -75,7 +75,7 @@ class StreamLoad:
         self.tell()
 
     def tell(self) -> None:
-        """Something has come of a stream."""
+        """Wake the waiters, because a stream has its first token, or has ended."""
         self._news.set()
         self._news = asyncio.Event()
 
@@ -93,7 +93,7 @@ class StreamLoad:
                 await self._news.wait()
 
     def num_tokens(self, begin_s: float, end_s: float) -> int:
-        """How many events with tokens came in between, on the clock of `time.monotonic`."""
+        """Return how many events with tokens came in between, on the clock of `time.monotonic`."""
         return sum(begin_s <= at_s < end_s for each in self.streams for at_s in each.token_times_s)
 
 

@@ -102,7 +102,7 @@ def write_mxfp4(directory: Path) -> tuple[Path, Path]:
 
 
 def pack(values: Any, bits: int) -> Any:
-    """Values along the last dimension in 32-bit words, lowest first; the last word is filled with zeros."""
+    """Pack values along the last dimension into 32-bit words, lowest first; the last word is filled with zeros."""
     import torch
 
     per_word = 32 // bits

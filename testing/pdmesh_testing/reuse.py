@@ -123,7 +123,7 @@ def tell_of_fetch(
     num_there: int = 0,
     drop: PrefixHashes = (),
 ) -> None:
-    """What a scheduler says of a fetch, to both sides."""
+    """Send both sides of a fetch the commands of a scheduler."""
     plan = plan_of_fetch(source, destination, len(chain), num_there)
     fetch = ExpectCopy(
         instance_id=destination.instance.instance_id,

@@ -106,7 +106,7 @@ class SchedulerPeer:
 
 
 def _opened(message: Any) -> Any:
-    """What a command's envelope holds, for whomever it is."""
+    """Return the command in an envelope, or the message itself if it has none."""
     if not isinstance(message, CommandMessage):
         return message
     return message.gateway_command if message.name in _GATEWAY_COMMANDS else message.command

@@ -42,7 +42,7 @@ class InstanceCounts(TypedDict, total=False):
 
 
 def without_targets(batching: str) -> PolicyConfig:
-    """Policies by `PHASES_PAY_MODEL`, whose choice of ``batching`` no target limits."""
+    """Return policies by `PHASES_PAY_MODEL` without targets that limit the choice of ``batching``."""
     never_s = 1e4
     return PolicyConfig(
         latency=PHASES_PAY_MODEL,

@@ -244,7 +244,7 @@ class RunningInstance:
         chain: PrefixHashes = (),
         num_reused: int = 0,
     ) -> None:
-        """What a scheduler says of a move to ``target``, to both sides; ``number`` names it."""
+        """Send both sides of a move to ``target`` the commands of a scheduler; ``number`` names the move."""
         plan = msgspec.structs.replace(self.plan_of_move(target, num_blocks, number), num_reused_granules=num_reused)
         what = RequestId(request_id), Epoch(epoch)
         introduce(self, target)

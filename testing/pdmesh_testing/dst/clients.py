@@ -70,7 +70,7 @@ class SimulatedClient:
             self._end()
 
     def lose_connection(self) -> None:
-        """The gateway has died."""
+        """End the request, because the gateway has died."""
         if not self.has_ended:
             self.connection_lost = True
             self._end()

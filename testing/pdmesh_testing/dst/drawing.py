@@ -155,7 +155,7 @@ def draw(seed: int) -> Plan:
 
 
 def _spread(rng: random.Random, plan: Plan) -> Plan:
-    """Most requests come to need several instances, and none more than there are."""
+    """Lengthen most requests so that they need several instances, but never more than there are."""
     num_holders = sum(role.can_decode for role in plan.roles) - (Role.PREFILL not in plan.roles)
     most = min(plan.range_tokens * num_holders, plan.max_model_len)
     asks: list[Ask] = []
@@ -187,7 +187,7 @@ def _spread(rng: random.Random, plan: Plan) -> Plan:
 
 
 def _with_conversations(rng: random.Random, swarm: _Swarm, plan: Plan) -> Plan:
-    """Prompts that begin alike, and go on where others' answers end: all is eight times as long, and KV is reused."""
+    """Give prompts equal beginnings, or let them continue earlier answers. Lengths grow eightfold, and KV is reused."""
     stems = [tuple(rng.randrange(200) for _ in range(rng.choice((120, 130, 257, 300)))) for _ in range(2)]
     asks: list[Ask] = []
     for ask in (*plan.asks, *(_ask(rng, swarm) for _ in range(rng.choice((1, 2, 4))))):
@@ -272,7 +272,7 @@ def _late_asks(rng: random.Random, swarm: _Swarm, faults: Sequence[Fault]) -> tu
 
 
 def _faults(rng: random.Random, swarm: _Swarm, asks: Sequence[Ask]) -> list[Fault]:
-    """Each near a request's hand-over, or near the fault before it."""
+    """Draw faults, each near a request's hand-over or near the fault before."""
     faults: list[Fault] = []
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6))):
         near_s = faults[-1].at_s if faults and rng.random() < 0.5 else rng.choice(asks).at_s
@@ -284,7 +284,7 @@ def _faults(rng: random.Random, swarm: _Swarm, asks: Sequence[Ask]) -> list[Faul
 
 
 def _two_absences(rng: random.Random, swarm: _Swarm, at_s: float) -> list[Fault]:
-    """Two processes are away at about the same time."""
+    """Draw faults that kill or stop two processes at about the same time."""
     first, second = rng.sample((SCHEDULER, *swarm.instances, swarm.gateways[-1]), 2)
     duration_s = rng.uniform(0.1, 10.0)
     return [

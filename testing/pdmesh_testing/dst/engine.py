@@ -248,6 +248,6 @@ async def run_for(rng: random.Random, call_s: float, call: Callable[[], T]) -> T
 
 
 async def sleep_through(seconds: float) -> None:
-    """What a thread does cannot be abandoned."""
+    """Sleep without being cancelled, since a thread's work cannot be abandoned."""
     with anyio.CancelScope(shield=True):
         await anyio.sleep(seconds)

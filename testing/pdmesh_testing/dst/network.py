@@ -102,7 +102,7 @@ class Network:
                 self.after(self.delay_s(), lambda call=call: call.break_both(RESET))  # type: ignore[misc]
 
     def stopped(self, process: Process) -> None:
-        """Peers of a stopped process hear nothing, and give it up in the end."""
+        """Break the streams of a stopped process when keepalive expires, unless it continues before."""
         since = object()
         process.parts["stopped since"] = since
 
@@ -361,7 +361,7 @@ class SimulatedCall:
         self._handler = server.begin(self)
 
     def trailing(self, status: Status) -> None:
-        """The server's handler has ended."""
+        """End the call with the status of the server's handler."""
         if not self.done():
             self._trailing = status
             self.down.send(None)

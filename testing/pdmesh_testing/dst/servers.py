@@ -94,7 +94,7 @@ class Server:
         return task
 
     async def _handler(self, details: Details, position: int = 0) -> Any:
-        """The method's handler, or what an interceptor puts in its place; None if there is no such method."""
+        """Return the method's handler, or an interceptor's replacement; None if there is no such method."""
         if position < len(self._interceptors):
             return await self._interceptors[position].intercept_service(
                 lambda details: self._handler(details, position + 1), details

@@ -82,7 +82,7 @@ class Simulation:
         self._tasks[process] = [task]
 
     async def _live(self, process: Process, context: ServiceContext) -> None:
-        """A process's whole life. What ends it, other than a kill or being told to, is a failure."""
+        """Run a process to its end. An end without a kill or a request to stop is a failure."""
         failure: BaseException | None = None
         try:
             await self._serve[process.name](context)
@@ -224,7 +224,7 @@ class Simulation:
             self.start(name)
 
     def _lose_those_away(self, fault: Fault) -> None:
-        """Keepalive has noticed, or TCP would have by now."""
+        """Break the streams between both ends of a fault that is long enough for keepalive to notice."""
         if fault.duration_s >= 15.0:
             pair = {fault.target, fault.other}
             self._network.cut(lambda c, s: {c.name, s.name} == pair, "keepalive: no answer", 1.0)
