@@ -29,4 +29,4 @@ class InProcessJudge(GrammarProcess):
         return converted(text)
 
     def give_up(self) -> None:
-        """Do nothing: there are no threads to end."""
+        """Do nothing: a judgement in this process cannot be ended."""
