@@ -18,17 +18,17 @@ from pathlib import Path
 #: The highest number allowed in each row.
 RECORDED = {
     "pairs of core folders that import each other": 0,
-    "commands": 16,
-    "KV events": 16,
+    "commands": 14,
+    "KV events": 12,
     "wire messages that accompany a command": 0,
-    "mentions of TransferPurpose outside core": 32,
-    "implementations of commands outside core": 48,
-    "product lines": 86_000,
+    "mentions of TransferPurpose outside core": 0,
+    "implementations of commands outside core": 32,
+    "product lines": 86_500,
     "lines of product, lab, testing and kubernetes": 106_000,
-    "test lines": 73_000,
+    "test lines": 70_500,
     "benchmark lines": 9_000,
-    "files over 500 lines": 25,
-    "file names that occur more than once": 49,
+    "files over 500 lines": 23,
+    "file names that occur more than once": 48,
 }
 
 ROOT = Path(__file__).parents[2]
