@@ -123,7 +123,10 @@ class Given:
         return self.flags.get(setting, ("", None))[1]
 
     def config(self, **values: object) -> MeshConfig:
-        """Build the configuration; ``values`` of top-level settings override all sources. Raises ConfigError."""
+        """Build the configuration. Raises ConfigError.
+
+        ``values`` of top-level settings override all sources, except values of None.
+        """
         from pdmesh.config_sources import load_config
 
         told: dict[str, object] = {}

@@ -128,7 +128,10 @@ class Service:
         return self._stopping.is_set()
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        """Start the child, announce that it serves, and start it again whenever it ends. Raises StartFailed."""
+        """Run the child until the service stops: announce once that the child serves, and restart a child that ends.
+
+        Raises StartFailed if the first child ends before serving.
+        """
         try:
             life = await self._run_child(lambda: task_status.started())
             if not self.facts:

@@ -27,7 +27,10 @@ class CountedMachine(InstanceMachine):
     # --- copies ---
 
     def end_copies(self) -> list[Effect]:
-        """End every copy, and free quarantined blocks."""
+        """Note that no copy is under way, free the blocks that copies kept in quarantine, and return the effects.
+
+        Later releases free their blocks at once, until ``holding.copies_run`` is set again.
+        """
         self.holding.end_copies()
         return self.done()
 

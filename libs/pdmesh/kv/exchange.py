@@ -312,7 +312,7 @@ class KvExchange:
         return [(max(0, place - own), self._peers[number]) for place, number in enumerate(line) if place != own]
 
     def _pass_on(self, peer: _Peer, blocks: Blocks) -> None:
-        """Send a member the pages of ``blocks`` that are here and were sent only to members before it."""
+        """Send ``peer`` the pages of ``blocks`` that are here and were sent only to members with lower numbers."""
         for passed in self.ledger.not_sent_to(peer.number, blocks):
             self.ledger.set_sent_to(passed, peer.number + 1)
             peer.lane.put(Outgoing(passed, peer.number + 1), self._layout.num_layers)

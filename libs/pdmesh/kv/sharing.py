@@ -154,6 +154,6 @@ def common_runs(theirs: Sequence[int], ours: Sequence[int]) -> Iterator[Run]:
 
 
 def check_blocks(block_ids: Sequence[int], num_blocks: int) -> None:
-    """Raise KvTransferError unless a peer's cache of ``num_blocks`` blocks has all blocks that the peer named."""
+    """Raise KvTransferError if a peer named a block outside its ``num_blocks`` blocks. At least one is named."""
     if not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
         raise KvTransferError(f"a block outside the peer's {num_blocks}")

@@ -83,7 +83,11 @@ class Tally(NamedTuple):
         return prompts_s + model.d_s * self.num_squares + decodes_s
 
     def decode_s(self, model: LinearLatencyModel, costs: StepCosts, lengths: LengthMoments) -> float | None:
-        """Return the seconds of a decode with its share of prompts and constants; None without a positive result."""
+        """Return the seconds per output token, including the prompt tokens to compute per output token.
+
+        The measured time beyond ``model``'s prediction is added in equal shares. None without decodes or a positive
+        result.
+        """
         if self.num_decodes <= 0:
             return None
         prompts_s = costs.prompt_token_s * lengths.mean_prompt_tokens / lengths.mean_output_tokens

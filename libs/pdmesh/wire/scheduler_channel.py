@@ -144,7 +144,11 @@ class SchedulerChannel:
 
 @asynccontextmanager
 async def open_scheduler_channel(setting: str, security: SecurityConfig) -> AsyncGenerator[SchedulerChannel]:
-    """Yield a channel to the leading scheduler, among the addresses of a `MeshConfig.scheduler_address`."""
+    """Yield a channel that is not connected yet, and close the channel at the end of the block.
+
+    `SchedulerChannel.channel_ready` connects to a scheduler among the addresses in ``setting``, a
+    `MeshConfig.scheduler_address`.
+    """
     channel = SchedulerChannel(scheduler_addresses(setting), security)
     try:
         yield channel

@@ -48,7 +48,10 @@ class PeerChecks:
         self._scope: anyio.CancelScope | None = None
 
     def begin(self, message: CheckPeers) -> None:
-        """Check all peers in the background, and cancel an earlier check."""
+        """Check the message's peers and gateways in the background, and report the problems.
+
+        A check that is still running is cut short, and reports the problems found so far.
+        """
         if self._scope is not None:
             self._scope.cancel()
         self._scope = scope = anyio.CancelScope()

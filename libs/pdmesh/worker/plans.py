@@ -87,7 +87,7 @@ class Plans:
 
     @property
     def under_way(self) -> list[StepPlan]:
-        """Waiting plans, without urgent batches."""
+        """Queued plans that have not begun, oldest first, without urgent plans that can begin at once."""
         return [*self._plans]
 
     def queue(self, plan: StepPlan) -> bool:
@@ -195,7 +195,7 @@ class Plans:
         )
 
     def _must_wait(self, plan: StepPlan) -> bool:
-        """Whether a plan draws a token under a grammar that is being compiled, or waits for frames."""
+        """Whether a plan draws under a grammar that is being compiled, or needs KV frames that requests will free."""
         if self._waits_for_frames(plan):
             return True
         if self.grammars.is_idle:

@@ -155,7 +155,7 @@ class RankProcesses:
             last = now
 
     def kill(self) -> None:
-        """Kill all other ranks now. Calls that wait for a rank then fail."""
+        """Kill all other ranks, and return once the processes have ended. Calls that wait for a rank then fail."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

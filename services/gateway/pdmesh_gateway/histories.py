@@ -113,7 +113,7 @@ class ChatTemplate:
 
     @cached_property
     def object_arguments(self) -> bool:
-        """Whether a call's arguments may be an object; otherwise the template expects JSON text."""
+        """Whether calls with an object as arguments are shown. If not, only JSON text may be shown: see `calls`."""
         return self._shows_call({"what": _VALUE})
 
     @cached_property

@@ -109,7 +109,10 @@ class RequestLimiter:
 
     @contextmanager
     def hold(self, *, num_requests: int = 0, num_bytes: int = 0) -> Generator[None]:
-        """Count requests and bytes within the block. Raises RequestRejected at a limit."""
+        """Count requests and bytes within the block. Raises RequestRejected at a limit.
+
+        At the limit of bytes, cancels the longest-running uploads if this makes enough room.
+        """
         if self.num_requests + num_requests > self._max_requests:
             raise _overloaded(f"{self._max_requests} requests are under way")
         if num_bytes:

@@ -147,7 +147,10 @@ def cache_salt(salt: str | None) -> str:
 
 
 def num_choices(fields: SamplingFields, *, best_of: int | None, max_n: int) -> int:
-    """Return the number of requested answers, 1 to ``max_n``. Raises RequestRejected naming the field."""
+    """Return the number of requested answers, 1 by default.
+
+    Raises RequestRejected if ``n`` is not from 1 to ``max_n``, or if ``best_of`` is set and differs from ``n``.
+    """
     number("n", fields.n, low=1, high=max_n)
     n = 1 if fields.n is None else fields.n
     if best_of is not None and best_of != n:

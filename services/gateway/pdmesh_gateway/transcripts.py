@@ -107,7 +107,7 @@ class Transcripts:
             transcript.fail(error)
 
     def waiting(self) -> tuple[tuple[RequestId, Epoch], ...]:
-        """Return the submitted requests and epochs that still wait, for the registration with a scheduler."""
+        """Return ids and epochs of the submitted, unfinished requests, for the registration with a scheduler."""
         return tuple(
             (t.request_id, t.epoch) for t in self._by_id.values() if not t.finished and t.submitted_on is not None
         )

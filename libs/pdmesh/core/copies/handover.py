@@ -197,9 +197,10 @@ class HandOvers:
         sums: DecodingSums | None,
         bundle: Bundle,
     ) -> bool:
-        """Whether to promise a request its room now. ``wanted`` includes the request as the last.
+        """Whether to promise a request room to decode now, because its prompt ends before room and KV can be there.
 
-        Without ``sums`` there is free room.
+        True if computing the rest takes no longer than freeing ``wanted`` and moving the KV. ``wanted`` is the demand
+        of this request and of the earlier ones. With ``sums`` None the room is free already.
         """
         ahead, request = bundle.run_ahead, state.request
         assert ahead is not None

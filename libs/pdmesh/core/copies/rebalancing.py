@@ -110,7 +110,10 @@ class Rebalancer:
     # --- time ---
 
     def speed_up(self, rule: Rebalancing, now_s: float) -> None:
-        """Move one resident from each instance that is too slow for its residents to one that has time for it."""
+        """Move one resident from each instance that is too slow for its residents to an instance that has time.
+
+        Does nothing within `LOOK_S` of the last look. Instances that a resident is leaving already are skipped.
+        """
         if now_s < self._look_s:
             return
         self._look_s = now_s + LOOK_S

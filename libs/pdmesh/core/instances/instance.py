@@ -83,7 +83,10 @@ class InstanceState(OccupiedInstance):
         self._change()
 
     def end_plan(self, plan_id: int, now_s: float) -> StepPlan | None:
-        """End a plan in flight, with its prompt tokens, and return it; None if it was not in flight."""
+        """Remove a plan in flight, and its prompt tokens from the queued ones. Return the plan; None if unknown.
+
+        ``now_s`` becomes the begin of the next plan in either case.
+        """
         self.turned_s = now_s
         if plan_id == self.urgent_plan_id:
             self.urgent_plan_id = None

@@ -18,7 +18,7 @@ class Lengths:
         insort(self._sorted, length)
 
     def remove(self, length: int) -> None:
-        """Remove one entry of this length. AssertionError if there is none."""
+        """Remove one entry of this length, which must be present."""
         index = bisect_left(self._sorted, length)
         assert self._sorted[index] == length, f"there is no {length}"
         del self._sorted[index]

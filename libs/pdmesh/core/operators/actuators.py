@@ -91,7 +91,10 @@ class Actuators:
         return not reports or any(named)
 
     def leaves_last(self, instance_id: InstanceId) -> int:
-        """Return how late an instance can leave: the higher its number, the sooner; 0 if its actuator can stop any."""
+        """Return a sort key: instances with a lower key must leave earlier.
+
+        If the actuator stops the highest number first, the key is minus the number in ``instance_id``, else 0.
+        """
         return -number_of(instance_id)[1] if self._is_ordered(instance_id) else 0
 
     def why_stays(self, leaves: Sequence[InstanceId]) -> str | None:

@@ -89,7 +89,7 @@ class AllOperations:
         )
 
     def may_instances_come(self) -> bool:
-        """Whether pools have fewer instances than wanted; also True if no resize holds, so that it is unknown."""
+        """Whether a role has fewer instances than the last resize wanted; also True if no resize is in force."""
         desired = self._pools.desired
         there = Counter([instance.role for instance in self._mesh.instances.values()])
         return desired is None or any(there[role] < desired.pools.of(role) for role in Role)

@@ -60,7 +60,11 @@ class SpreadResidents:
             found.holders[instance_id] = resident.part
 
     def _go_on(self, known: RequestState, instance_id: InstanceId, resident: Resident) -> None:
-        """Let a known request continue if the instance's part is as recorded; else free the part or restart it."""
+        """Compare a registered part of a context with the record of the request, which continues if both agree.
+
+        Free a part that the request does not use. Restart the request if its decoding instance names other shard
+        holders, or if a holder's range is missing.
+        """
         key = (resident.request_id, resident.epoch)
         if known.key != key or not known.decodes:
             self._mesh.free(instance_id, key)

@@ -58,7 +58,10 @@ class AskedRows(NamedTuple):
         return torch.cat(rows)
 
     def own_answers(self, rows: Tensor, num_rows: int, share: RankShare) -> list[bytes]:
-        """Return the answers with a rank's heads alone."""
+        """Return each answer as bytes, cut to the heads of rank ``share.rank``: outputs, then log-sum-exps.
+
+        ``rows`` are the result of `answer_rows`, with ``num_rows`` rows per answer.
+        """
         outputs, lse = rows.split((self.num_heads * self.head_dim, self.num_heads), dim=1)  # type: ignore[no-untyped-call]
         own_outputs, own_lse = (values.chunk(share.num_ranks, dim=1)[share.rank] for values in (outputs, lse))
         return [

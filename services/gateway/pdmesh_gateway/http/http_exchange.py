@@ -80,9 +80,9 @@ class Exchange:
         return int(value) if value.isdigit() else None
 
     def warn(self, *warnings: str) -> None:
-        """Add a header for each warning.
+        """Add a header for each warning to the response that is not begun.
 
-        Beyond `MAX_WARNINGS` one header counts the rest, because proxies limit headers.
+        Beyond `MAX_WARNINGS` in one call, one header counts the rest, because proxies limit headers.
         """
         if len(warnings) > MAX_WARNINGS:
             warnings = (*warnings[:MAX_WARNINGS], f"{len(warnings) - MAX_WARNINGS} more")
@@ -110,9 +110,9 @@ class Exchange:
         await self.respond(msgspec.json.encode(value), status=status)
 
     async def respond_error(self, error: RequestRejected) -> None:
-        """Send an error as a response or, after a stream has begun, as its last event.
+        """Send an error as a response or, in a stream that has begun and not ended, as the last event.
 
-        If another response has begun, nothing is sent, and the server closes the connection.
+        After any other begun response nothing is sent; if it is incomplete, the server closes the connection.
         """
         if self.started:
             if self._failure is not None and not self.ended:

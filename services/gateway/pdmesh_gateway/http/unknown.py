@@ -206,7 +206,10 @@ class _Reading:
     ignored: dict[str, None] = field(default_factory=dict[str, None])
 
     def object(self, given: Mapping[str, Any], kind: StructType) -> dict[str, Any]:
-        """Return the fields of an object that ``kind`` has."""
+        """Return the fields of an object that ``kind`` has, and note the other names in ``ignored``.
+
+        Raises RequestRejected for an unknown field that may not be ignored: see `known_fields`.
+        """
         plans = _plans_of(kind)
         own_types = getattr(kind, "OWN_TYPES", None)
         # Objects of a foreign type are skipped, with all their fields.

@@ -56,7 +56,7 @@ def literal(text: str) -> str:
 
 
 def json_value(schema: Any) -> str:
-    """Return a Lark expression of JSON that fits ``schema``."""
+    """Return a Lark expression of JSON that fits ``schema``, spaced as in `JSON_STYLE` if the schema is an object."""
     if isinstance(schema, Mapping):
         schema = {**schema, "x-guidance": JSON_STYLE}
     return "%json " + json.dumps(schema)
