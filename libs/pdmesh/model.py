@@ -276,10 +276,10 @@ class Request:
 
     @property
     def chain(self) -> PrefixHashes:
-        """Granules of the prompt that are cached once computed, and are not computed if they are cached already.
+        """Hashes of the prompt's full granules, which are cached once computed, and reused if cached already.
 
-        A granule that ends with the prompt is excluded: the last token is always computed. That granule counts as
-        drawn.
+        A granule that ends with the prompt is excluded, because the last token is always computed. That granule is
+        cached with the granules of the output.
         """
         return self.prefix[: (self.num_prompt_tokens - 1) // GRANULE_TOKENS]
 

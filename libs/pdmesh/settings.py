@@ -177,7 +177,7 @@ def _setting(name: str, hint: Any, plain: Any, default: object, meaning: str, ma
 
 
 def _plain(hint: Any) -> Any:
-    """Return a type without its marks."""
+    """Return ``X`` for a hint ``Annotated[X, ...]``, and any other hint unchanged."""
     return hint.__origin__ if hasattr(hint, "__metadata__") else hint
 
 

@@ -33,7 +33,11 @@ def base_url(http_address: str, security: SecurityConfig) -> str:
 
 
 def trust(security: SecurityConfig) -> ssl.SSLContext | bool:
-    """Return the check of the gateway's certificate: by the configured authority, else by the certificate itself."""
+    """Return httpx's ``verify`` for the gateway: True without configured TLS, which means the default authorities.
+
+    With TLS, return a context that trusts the configured authority, else the configured certificate itself. That
+    context does not compare host names.
+    """
     if security.tls_cert is None:
         return True
     context = ssl.create_default_context(cafile=str(security.tls_ca or security.tls_cert))

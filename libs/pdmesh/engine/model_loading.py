@@ -128,7 +128,10 @@ def load_model(
 
 
 def decided_dtype(checkpoint_dir: Path, options: ComputeOptions) -> str:
-    """Return the dtype that `load_model` uses for a whole model. The model is loaded if this is undecided."""
+    """Return the dtype that `load_model` uses for a whole model.
+
+    With dtype ``auto``, some quantised models on a CPU are loaded to find out: float16 if their activations fit.
+    """
     config = load_model_config(checkpoint_dir)
     if not _is_undecided(config, options):
         return config.compute_dtype(options.dtype)

@@ -144,7 +144,10 @@ class Transformer:
         attention: AttentionPlan,
         on_layer: LayerHook | None,
     ) -> Carried:
-        """Compute the layers here on the state ``before`` of the layers before. Return the state after the last."""
+        """Compute the layers here and return the state after the last. ``before`` is the state that enters the first.
+
+        Store each layer's keys and values in that layer's cache, and then call ``on_layer``.
+        """
         (hidden, delta), rotations = before, self.rotations(inputs)
         windowed = inputs.windowed or inputs
         rotations_of_windowed = [replace(rotation, slots=windowed.slots) for rotation in rotations]

@@ -142,7 +142,10 @@ class Sequence:
 
     @property
     def onward(self) -> Copy | None:
-        """The copy of the whole KV to the instance that will decode or cache it; None if the KV stays here."""
+        """The copy of a prompt's whole KV to the instance that will decode or cache it.
+
+        None if the KV stays here, and in phases other than PREFILLING and COMPUTED. For a decoding sequence see `move`.
+        """
         if self.phase is SeqPhase.PREFILLING or self.phase is SeqPhase.COMPUTED:
             return self.outgoing.get(Then.DECODE) or self.outgoing.get(Then.KEEP)
         return None

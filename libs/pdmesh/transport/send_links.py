@@ -147,7 +147,10 @@ class Links:
             self._end(send, error)
 
     def reroute(self, link: Link) -> None:
-        """Move a link's sends to a new link to the same peer. They fail if none can be opened."""
+        """Shut a link and begin its unfinished sends again on a new link to the same peer.
+
+        These sends fail if the new link cannot be opened or used. A link that is no longer in use is ignored.
+        """
         address = link.peer.address
         busy = self._links.get(address)
         if busy is None or busy.link is not link:

@@ -74,7 +74,10 @@ class RoomGrowth:
         request.state.grow(num_missing)
 
     def tell(self, requests: Iterable[LocalRequest]) -> None:
-        """Request more blocks for ``requests`` that are low. Without a scheduler, allocate locally."""
+        """Report to the scheduler each of ``requests`` that needs more blocks, or has more KV here than a range.
+
+        Each such state is reported once. Without a scheduler, allocate free blocks to all low residents.
+        """
         if self._is_alone:
             self.blocks_freed()
             return

@@ -161,7 +161,7 @@ class Plans:
 
     @property
     def _has_range(self) -> bool:
-        """Whether a lost range could be computed further."""
+        """Whether a chunk of a lost range can be computed now: a range is due, and its request is in no step."""
         sequence = self.lost_ranges.next
         request = None if sequence is None else self._sequences.get(*sequence.key)
         return request is not None and not request.in_step

@@ -86,7 +86,10 @@ class TokenLinks:
         self._links: dict[str, _GatewayLink] = {}
 
     def open(self, address: str, gateway_id: GatewayId) -> None:
-        """Connect in the background, so that the first token need not wait for the connection."""
+        """Connect to a gateway in the background, so that the first token need not wait for the connection.
+
+        Does nothing if there is a link to ``address``.
+        """
         if address not in self._links:
 
             def report(is_up: bool, unconfirmed: Unconfirmed) -> None:

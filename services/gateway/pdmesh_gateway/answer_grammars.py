@@ -84,7 +84,8 @@ class GrammarChecker:
     async def grammar(self, fields: SamplingFields) -> tuple[str, list[str]]:
         """Return the grammar that answers must obey, and warnings of dropped constraints.
 
-        The grammar is empty if the request sets no constraint. Raises RequestRejected naming the field.
+        The grammar is empty if the request sets no constraint. Raises RequestRejected, naming the field, if the
+        constraint is malformed, cannot be obeyed, or takes too long to check.
         """
         asked = asked_for(fields)
         if asked is None:

@@ -126,7 +126,7 @@ class ItemWriter:
         self.num_chars += len(drawn)
 
     def end_item(self) -> None:
-        """End the open item, if any."""
+        """End the open item, if any, with an `ItemEnded` event."""
         if self._open is not None:
             self._open = None
             self._events.append(ItemEnded(self._num_items - 1))

@@ -42,7 +42,10 @@ class TextStream:
         span: Span,
         scope: anyio.CancelScope,
     ) -> None:
-        """The deadline of ``scope`` moves with each token."""
+        """``mailbox`` delivers the transcripts of ``choices`` that have new tokens.
+
+        Each token moves the deadline of ``scope`` to ``job.max_wait_s`` from now. ``span`` records the first token.
+        """
         self._requests = requests
         self._span = span
         self._scope = scope

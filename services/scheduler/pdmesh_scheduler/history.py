@@ -108,7 +108,10 @@ class MeshHistory:
     """Bounded history of the mesh; implements `pdmesh_scheduler.observing.Observer`."""
 
     def __init__(self, core: SchedulerCore, wall_time: Callable[[float], float], began_s: float) -> None:
-        """``wall_time`` turns a time of the core's clock into Unix time."""
+        """Begin with the event that the scheduler started at ``began_s``, a time of the core's clock.
+
+        ``wall_time`` turns a time of that clock into Unix time.
+        """
         self._core = core
         self.wall_time = wall_time
         self._there: dict[InstanceId, _Instance] = {}

@@ -128,7 +128,12 @@ class HandOvers:
         bundle: Bundle,
         now_s: float,
     ) -> bool:
-        """Whether to compute a prompt on ``prefill`` now although it has no room to decode."""
+        """Whether to compute a prompt on ``prefill`` now although no instance has room to decode the request.
+
+        True if room is predicted by the end of the prompt, or if the first token would be late after a wait for room.
+        False without run-ahead, without a suitable decode instance, and if ``prefill`` also decodes or has too much
+        waiting KV.
+        """
         ahead = bundle.run_ahead
         if ahead is None or not self._may_wait(request, prefill, bundle):
             return False

@@ -169,7 +169,8 @@ class GroupPlanner:
         """Return how many of ``most`` tokens the leader's first chunk has, before helpers are asked.
 
         The first chunk is short if there may be helpers: a helper gets that chunk's KV only when the chunk's step has
-        ended. All of ``most`` for later chunks, and if no group may form.
+        ended. A short chunk ends with a block or the prompt. All of ``most`` for later chunks, and if no group may
+        form.
         """
         group_policy, start = bundle.group_policy, state.num_planned_tokens
         if (

@@ -28,7 +28,10 @@ class BundleChoice:
         mesh.broker.computed_first = bundle.sends_computed_first
 
     def joined(self, profile: InstanceProfile) -> None:
-        """Rebuild the bundle if the joined instance's own measurements changed the predictions."""
+        """Learn from the profile of an instance that joined.
+
+        Rebuild the bundle if that changed a latency model or the number of pipeline stages.
+        """
         if self.learner.joined(profile):
             self.rebuild()
 

@@ -230,7 +230,10 @@ class RollingRestarts:
         return now_s < rolling.waits_by_s
 
     def _next(self, requested: RollingRequested) -> RollingPart | None:
-        """Return the next part; None if nothing is left."""
+        """Return the next part: replace a process, or add or remove a temporary instance. None if nothing is left.
+
+        A temporary instance is added before a process that the mesh cannot serve without, unless ``force`` is set.
+        """
         instances = self._mesh.instances
         left = () if requested.ends_as is not None else requested.left
         there = {each: instances[InstanceId(each.name)] for each in left if each.name in instances}

@@ -43,7 +43,7 @@ class SpreadResidents:
 
     @property
     def next_deadline_s(self) -> float:
-        """Earliest deadline; infinite if there is no such context."""
+        """Earliest time by which a spread context must be whole; infinite if no context lacks a registration."""
         return min([found.deadline_s for found in self._found.values()], default=inf)
 
     def joined(self, instance_id: InstanceId, resident: Resident, deadline_s: float) -> None:
@@ -101,7 +101,10 @@ class SpreadResidents:
         return whole
 
     def lost(self, instance_id: InstanceId) -> None:
-        """Forget the parts of an instance that was lost or registers anew."""
+        """Forget what an instance registered of incomplete contexts, because the instance is lost or registers anew.
+
+        The contexts themselves wait for their deadlines.
+        """
         for key in self._found:
             self.released(instance_id, key)
 

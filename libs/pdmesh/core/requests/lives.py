@@ -387,7 +387,10 @@ class Lives:
                 pass
 
     def _note_class(self, life: Life, how: str, before: str, instance_id: InstanceId, found: list[Milestone]) -> None:
-        """Add a milestone if an instance's arithmetic class is another than ``before``."""
+        """Add a `CrossedClass` milestone to ``found`` if an instance's arithmetic class differs from ``before``.
+
+        ``how`` says how the request came to the instance. The class of an unknown instance is empty.
+        """
         after = self._arithmetic.get(instance_id, "")
         if after != before:
             found.append(Milestone(life, life.attempt, CrossedClass(how, instance_id, before, after)))

@@ -37,8 +37,9 @@ class StepReports:
     def done(self, instance: InstanceState, event: StepDone, now_s: float) -> None:
         """End a planned step: record its computed chunks, and restart each request whose chunk was dropped.
 
-        A request whose last chunk is computed has its first token: it becomes a resident there, or its KV may move. A
-        dropped chunk of a group in recovery restarts nothing.
+        A request whose last chunk is computed has its first token, and becomes a resident there or its KV may move. A
+        dropped chunk restarts nothing if the request's group is in recovery or no longer needs the instance. The
+        latency models learn from the step, which may rebuild the bundle. An unknown plan is ignored.
         """
         plan = instance.end_plan(event.plan_id, now_s)
         if plan is None:

@@ -159,7 +159,10 @@ class TokenCounters:
     # --- charges ---
 
     def placed(self, request: Request, num_reused_tokens: int = 0) -> None:
-        """Charge a tenant for a placed request. ``num_reused_tokens`` of the prompt are cached there."""
+        """Charge a placed request's tenant for the prompt and the expected output, divided by the share.
+
+        ``num_reused_tokens`` of the prompt are cached there and cost less. A restarted request pays for output only.
+        """
         account = self._accounts[request.tenant]
         num_expected = self._expected[request.request_id, request.epoch] = self._num_expected(request)
         account.num_running += 1

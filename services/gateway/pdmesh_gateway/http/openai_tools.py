@@ -13,7 +13,10 @@ from pdmesh_gateway.tools.tool_choice import Tool, ToolChoice
 
 
 def chat_tools(given: list[dict[str, Any]] | None) -> tuple[tuple[Tool, ...], list[str]]:
-    """Return the functions among a chat's tools, and a warning for each other tool. Raises RequestRejected."""
+    """Return the functions among a chat's tools, and a warning for each other tool.
+
+    Raises RequestRejected if a function is malformed.
+    """
     tools: list[Tool] = []
     skipped: list[str] = []
     for i, each in enumerate(given or ()):

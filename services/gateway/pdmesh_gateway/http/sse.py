@@ -106,17 +106,17 @@ class ChunkWriter:
 
 
 def text_body(text: str) -> bytes:
-    """Return the body of a completion's new text."""
+    """Return the JSON field with a completion's new text, as the ``body`` for `ChunkWriter.delta`."""
     return b'"text":' + _encode(text)
 
 
 def content_body(text: str) -> bytes:
-    """Return the body of a chat's new text."""
+    """Return the JSON field with a chat's new text, as the ``body`` for `ChunkWriter.delta`."""
     return b'"delta":{"content":' + _encode(text) + b"}"
 
 
 def delta_body(delta: ChatDelta) -> bytes:
-    """Return the body of any delta of a chat."""
+    """Return the JSON field with any delta of a chat, as the ``body`` for `ChunkWriter.delta`."""
     return b'"delta":' + _encode(delta)
 
 

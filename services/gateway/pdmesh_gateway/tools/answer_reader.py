@@ -149,7 +149,10 @@ class Reader:
         return head is not None and head.is_whole
 
     def skip(self, *parts: Part) -> Script[bool]:
-        """Take ``parts`` as markers, as far as the text has them; return whether all of them follow."""
+        """Take ``parts`` as markers if all of them follow, and return whether they do.
+
+        A text that begins differently is not taken. A text that ends within ``parts`` is taken, and False returned.
+        """
         head = yield from self.match(*parts)
         if head is None:
             return False
