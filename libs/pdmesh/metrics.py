@@ -51,7 +51,7 @@ class Slo:
     e2e_s: float | None = None
 
     def with_own(self, ttft_s: float | None, tpot_s: float | None) -> Slo:
-        """Return these targets, overridden by a request's own."""
+        """Return these targets, replaced by a request's own targets that are not None."""
         return Slo(
             ttft_s=self.ttft_s if ttft_s is None else ttft_s,
             tpot_s=self.tpot_s if tpot_s is None else tpot_s,

@@ -182,7 +182,7 @@ def _plain(hint: Any) -> Any:
 
 
 def _number_or_text(hint: Any) -> msgspec.Meta:
-    """Return a type's mark with a number's limits, or with the choices of a text."""
+    """Return the mark of a type, or of the first member of a union that has one; an empty mark without any."""
     marks = [*getattr(hint, "__metadata__", ())]
     for part in typing.get_args(_plain(hint)):
         marks += getattr(part, "__metadata__", ())

@@ -43,7 +43,7 @@ class SupervisorActuator(Actuator):
         self._supervisor.note_change()
 
     def report(self) -> ActuatorReported:
-        """Return the children that run, are being started or are ending."""
+        """Report the children that run, start or end, the latest failed starts and ends, and the free memory."""
         return ActuatorReported(
             actuator_id=self.actuator_id,
             processes=tuple(

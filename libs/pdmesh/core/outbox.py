@@ -111,7 +111,11 @@ class Outbox(Roster):
         move_id: TransferId = NO_TRANSFER,
         room: Evictions = NO_EVICTIONS,
     ) -> None:
-        """Tell an instance how many blocks a request holds there (`Hold`)."""
+        """Tell an instance to let a request hold all blocks of the request's allocation there (`Hold`).
+
+        With ``decodes``, the request decodes there from now on; ``move_id`` names a move that is over. The instance
+        evicts ``room`` first.
+        """
         allocation = instance.allocations[key]
         self.commands.append(
             Hold(

@@ -107,8 +107,9 @@ def check_cpu_level(cpu_level: str) -> None:
 def choose_kernels(dtype: str, *, cpu_level: str = "auto", ordered: bool = False) -> KernelChoice:
     """Return the fastest kernels for ``dtype`` that were compiled and that this processor can run.
 
-    ``cpu_level`` names the highest level to use. ``ordered`` excludes levels that are not ordered. Raise ConfigError
-    for a level that the processor lacks.
+    Without such kernels, the choice has no library. ``cpu_level`` names the highest level to use. ``ordered`` allows
+    only ordered levels, which all give the same bits. Raises ConfigError if kernels were compiled and the processor
+    lacks ``cpu_level``.
     """
     available = processor_levels()
     if not available:

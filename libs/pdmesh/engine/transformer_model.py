@@ -275,7 +275,10 @@ class Transformer:
         return self._linear(rows, linear, wide=self.hidden_dtype == torch.float32)
 
     def _linear(self, rows: Tensor, linear: Linear, *, wide: bool = False) -> Tensor:
-        """Multiply. In deterministic mode, a row's result depends on that row alone."""
+        """Multiply ``rows`` by a weight. The result has the rows' dtype or, if ``wide``, fp32.
+
+        In deterministic mode, a row's result depends on that row alone.
+        """
         if not self._deterministic or linear.row_by_row:
             return linear(rows, wide=wide)
         padded = functional.pad(rows, (0, 0, 0, -len(rows) % _DETERMINISTIC_ROWS))

@@ -69,7 +69,7 @@ class BlockCache:
         return tuple([granule for granule in self._owners if granule not in self._unreported])
 
     def reported(self, prefix: CachedPrefix) -> PrefixHashes:
-        """Return the cached granules of a sequence that a scheduler may know."""
+        """Return the cached granules of a sequence, except granules that no scheduler knows."""
         return tuple([granule for granule in prefix.cached if granule not in self._unreported])
 
     @property

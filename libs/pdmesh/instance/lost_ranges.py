@@ -34,7 +34,7 @@ class LostRanges:
         return self._due[0][0] if self._due else None
 
     def next_chunk(self) -> ChunkPlan:
-        """Return the chunk for the next step."""
+        """Return the next chunk of the oldest lost range. Call only after `next` has returned a range."""
         sequence, end = self._due[0]
         start = sequence.prompt.num_computed_tokens
         request_id, epoch = sequence.key

@@ -25,7 +25,10 @@ class RunningStep:
     __slots__ = ("has_share", "num_context_tokens", "num_decodes", "plan")
 
     def __init__(self, plan: StepPlan, num_decodes: int, num_context_tokens: int, has_share: bool) -> None:
-        """``has_share``: whether the step has a share of the residents, which may be empty."""
+        """``has_share``: whether the step decodes a share of the residents (`Shares`).
+
+        A share may be empty if there are fewer residents than stages.
+        """
         self.plan = plan
         self.num_decodes = num_decodes
         self.num_context_tokens = num_context_tokens

@@ -157,7 +157,7 @@ class Sequence:
 
     @property
     def move(self) -> Copy | None:
-        """The copy of a decoding sequence to the instance where it continues."""
+        """Copy of a decoding or paused sequence to the instance where the sequence continues; None without one."""
         return self.outgoing.get(Then.DECODE) if self.phase in DECODES else None
 
     @property

@@ -96,9 +96,10 @@ class ReadNote(NamedTuple):
         return cls(card_address, word_address, word, array.array("I", bytes(payload[_NOTE.size :])))
 
     def copies(self, blocks: Blocks, first_block: int, block_ids: Sequence[int], store: KvStore) -> Iterator[Copies]:
-        """Yield the copies for ``blocks``. The note and ``block_ids`` begin with ``first_block``.
+        """Yield the copies from the peer's cache into this process's cache for ``blocks``, by runs of layers.
 
-        Pages that lie outside the receiver's window have no frame there, and are left out.
+        `pages` and ``block_ids`` begin with ``first_block``. Pages outside the window of a layer have no frame here,
+        and are left out.
         """
         where = slice(blocks.first_block - first_block, blocks.end - first_block)
         ours, theirs = block_ids[where], self.pages[: len(block_ids)][where]

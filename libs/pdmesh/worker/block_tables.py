@@ -98,11 +98,12 @@ class BlockTables:
             raise
 
     def begin_windows(self, request: LocalRequest, num_coming_tokens: int) -> None:
-        """Hold the frames that a new request sees, in layers with a window, after its shared and coming tokens.
+        """Hold the frames that the next token of a new request sees, in layers with a window.
 
-        Raises OutOfFrames if there is no room. Raises StalePrefix if shared blocks have lost frames that are seen.
-        Then granules after the last resumable one are evicted, so that the scheduler learns of the loss. The source of
-        a copy of granules evicts nothing, since another request may continue from the end of the copy.
+        The next token follows the shared tokens or the coming tokens, whichever are more. Raises OutOfFrames if there
+        is no room. Raises StalePrefix if shared blocks have lost frames that the next token sees. StalePrefix also
+        evicts the granules after the last resumable one, so that the scheduler learns of the loss. The source of a copy
+        of granules evicts nothing, since another request may continue from the end of the copy.
         """
         block_table = request.sequence.block_table
         num_tokens = max(request.num_shared_tokens, num_coming_tokens)

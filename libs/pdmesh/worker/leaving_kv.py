@@ -69,7 +69,7 @@ class LeavingCopies:
         self._context.hear(request, sent)
 
     def paused(self, request: LocalRequest) -> None:
-        """Handle a pause: no piece of the copy is under way until the next grant."""
+        """Report that the current copy, if any, is paused: no piece is under way until the next grant."""
         _, transfer = _leaving(request)
         if transfer is not None:
             self._context.hear(request, CopyPaused(request.state.key, transfer.transfer_id))

@@ -154,9 +154,10 @@ class Serving:
 
     @asynccontextmanager
     async def generation(self, client: Client, job: GenerationJob) -> AsyncGenerator[TextStream]:
-        """Run a job within the block, and count it against the limits of the gateway and the client.
+        """Submit a job, count it against the limits of the gateway and the client, and yield the stream of its text.
 
-        Raises RequestRejected.
+        Leaving the block cancels the choices that have not ended. Raises RequestRejected if a limit is reached, or if
+        the mesh cannot serve the job.
         """
         num_bytes = prompt_bytes(job.num_prompt_tokens, job.n)
         with (

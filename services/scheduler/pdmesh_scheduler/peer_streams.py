@@ -120,7 +120,10 @@ class Leases(Generic[IdT]):
         return anyio.current_time() + self._lease_s - self._deadlines.get(peer_id, -math.inf)
 
     def stream_broke(self, peer_id: IdT) -> None:
-        """Shorten the peer's lease to `BROKEN_STREAM_GRACE_S`, unless this process was paused lately."""
+        """Shorten the peer's lease to at most `BROKEN_STREAM_GRACE_S`, unless this process was paused lately.
+
+        If the call finds that this process was paused, every lease is renewed.
+        """
         now_s = anyio.current_time()
         self._excuse_standing_still(now_s)
         deadline_s = self._deadlines.get(peer_id)

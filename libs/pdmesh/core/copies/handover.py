@@ -175,7 +175,11 @@ class HandOvers:
         return inf if decoding is None else decoding.room_s(*wanted)
 
     def promises_later(self, request: Request, prefill: InstanceState, num_reused_tokens: int, bundle: Bundle) -> bool:
-        """Whether a long prompt leaves the free room to requests behind it until it needs the room."""
+        """Whether to place a prompt without a decode instance, so that requests behind it may use the room to decode.
+
+        True for a long prompt on a prefill instance, while others wait, if computing takes longer than moving the KV.
+        False if too much KV would wait on ``prefill``.
+        """
         ahead = bundle.run_ahead
         if ahead is None or not bundle.is_long(request, num_reused_tokens) or len(self._mesh.queue) < 2:
             return False

@@ -136,7 +136,10 @@ class Fetches:
         return fetch is not None
 
     def end_useless(self, now_s: float) -> None:
-        """End the fetches that cannot land in time, or whose blocks are needed."""
+        """End the fetches that are past their deadline, were withdrawn, or lost an allocation, and free the blocks.
+
+        Also end a fetch whose source or destination is gone, takes no new work, or has requests that lack blocks.
+        """
         if self._all:
             for fetch in [fetch for fetch in self._all.values() if self._is_useless(fetch, now_s)]:
                 self._end(fetch)

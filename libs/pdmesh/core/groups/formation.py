@@ -23,8 +23,9 @@ class Formation:
     def awaits_members(self, state: RequestState, bundle: Bundle) -> bool:
         """Whether a prompt for a fixed-size group must wait, because no exact group has enough free instances.
 
-        Enough are the group's size, or all able instances of the exact group if these are fewer. False if no instance
-        is able to compute the prompt in a group: then the prompt is placed as if there were no groups.
+        Instances of an exact group compute the same bits. Enough are the group's size, or all able instances of the
+        exact group if these are fewer. False if no instance is able to compute the prompt in a group: then the prompt
+        is placed as if there were no groups.
         """
         size, request = _group_size(state, bundle), state.request
         if size < 2:

@@ -205,9 +205,10 @@ class Decoders:
                 del self._group_of[instance_id]
 
     def firsts(self, request: Request, depths: Mapping[int, int] = NOTHING_KEPT) -> dict[str, InstanceState]:
-        """Return the first instance with room for the whole request in each exact group that has one.
+        """Return each exact group's first instance with room for the whole request, by the group's name.
 
-        ``depths``: cached granules of the prompt, by the instance's number.
+        Groups without such an instance are left out. ``depths``: cached granules of the prompt, by the instance's
+        number.
         """
         self.catch_up()
         firsts: dict[str, InstanceState] = {}

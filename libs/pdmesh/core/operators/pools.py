@@ -310,9 +310,10 @@ class Pools:
         return True
 
     def _take_back(self, resize: _Resize, state: OperationState, reason: str, now_s: float) -> None:
-        """End the resize and undo it by another one: started instances leave, leaving ones stay or start again.
+        """End the resize in ``state``, cancel its operations under way, and request a resize that undoes it.
 
-        Changed roles stay.
+        Started instances leave, and leaving ones stay or start again. Changed roles stay. No resize is requested if no
+        instance has to start or leave.
         """
         instances, requested = self._mesh.instances, resize.requested
         self._end(resize, state, reason, now_s)

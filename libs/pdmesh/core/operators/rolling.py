@@ -214,9 +214,9 @@ class RollingRestarts:
         return False
 
     def _waits(self, rolling: _Rolling, now_s: float) -> bool:
-        """Whether to wait for absent instances, or for an actuator to report a temporary one: pools cannot change then.
+        """Whether to wait for absent instances to register, or for an actuator to report a temporary instance.
 
-        The wait is limited by the time limit of a start.
+        Pools cannot change during the wait. The first call begins the wait, which ends after the time limit of a start.
         """
         followed = self._actuators.instance_ids
         strange = [each for each in rolling.requested.beside if each in self._mesh.instances and each not in followed]

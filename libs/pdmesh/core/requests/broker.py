@@ -225,7 +225,7 @@ class TransferBroker:
     # --- preempted requests ---
 
     def interrupted(self, copy: Copy) -> None:
-        """Note that the copy's request was preempted, so that `take_back` looks at its receivers."""
+        """Have the next `take_back` look at the copy's destinations, because the copy's request was preempted."""
         self._changed.update(dict.fromkeys(copy.destination_ids))
 
     def take_back(self) -> list[Copy]:

@@ -59,7 +59,7 @@ class AwaitingDecode(Mapping[RequestKey, RequestState]):
 
     @property
     def num_kv_groups(self) -> int:
-        """Number of KV groups in which a request waits."""
+        """Number of KV groups with at least one waiting request."""
         return len(self._wanted)
 
     def in_turn(self) -> list[_Entry]:

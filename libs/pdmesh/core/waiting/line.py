@@ -128,7 +128,10 @@ class Line:
         self._unbounded.clear()
 
     def _bounded(self, buckets: Iterable[float], order: PrefillOrder) -> list[_Bound]:
-        """Return the first requests of the moving buckets among ``buckets`` and their bounds; skip changed ones."""
+        """Return a bound for the first request of each of ``buckets`` that is moving and has not changed.
+
+        A bound has the request's key at `_bounded_until_s`. Keys never grow, so the key is no smaller until then.
+        """
         moving, changed = self._moving_buckets, self._changed_buckets
         firsts = [self._buckets[bucket][0] for bucket in buckets if bucket in moving and bucket not in changed]
         keys = order.keys([state.rank for state in firsts], self._bounded_until_s)

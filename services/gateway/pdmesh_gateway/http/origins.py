@@ -62,7 +62,10 @@ class Origins:
         ]
 
     def preflight_headers(self, requested: str | None) -> list[tuple[bytes, bytes]]:
-        """Return the headers of the answer to a preflight. ``requested`` are the headers that the request will have."""
+        """Return the headers of the answer to a preflight, besides `response_headers`.
+
+        ``requested`` are the headers that the request will have. All are allowed.
+        """
         return [
             (b"access-control-allow-methods", _METHODS),
             (b"access-control-allow-headers", (requested or "").encode("latin-1")),

@@ -34,9 +34,9 @@ class FileStore:
         return await anyio.to_thread.run_sync(self._read, abandon_on_cancel=True)
 
     async def swap(self, record: LeaseRecord, version: str | None) -> str | None:
-        """Write a record if the file still has ``version``, and return the new version.
+        """Write a record if the file still has ``version`` (None: there is no file), and return the new version.
 
-        Return None if nothing was written. Raises StoreUnavailable.
+        Return None if the file has another version. Raises StoreUnavailable, also while another process writes.
         """
         return await anyio.to_thread.run_sync(partial(self._swap, record, version), abandon_on_cancel=True)
 
