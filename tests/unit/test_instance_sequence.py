@@ -11,15 +11,15 @@ import pdmesh.instance.sequence as sequences
 import pdmesh_lab.sim.instance as simulated
 import pdmesh_testing.modelled as modelled
 from pdmesh.instance.cache import CachedPrefix
-from pdmesh.instance.copy_state import Copy
+from pdmesh.instance.copy_state import LeavingCopy
 from pdmesh.instance.residents import Length
 from pdmesh.instance.sequence import PromptWork, Sequence
 from pdmesh.instance.sequence_phases import (
     COPY_TRANSITIONS,
     FACTS,
     TRANSITIONS,
-    CopyState,
     IllegalStep,
+    LeavingState,
     SeqPhase,
 )
 from pdmesh.model import Epoch, RequestId, Then
@@ -36,7 +36,7 @@ def a_sequence(phase: SeqPhase = SeqPhase.PREFILLING) -> Sequence:
 
 
 def test_a_prompt_that_is_handed_over_goes_through_its_phases() -> None:
-    source, phases = a_sequence(), list[tuple[SeqPhase, CopyState | None]]()
+    source, phases = a_sequence(), list[tuple[SeqPhase, LeavingState | None]]()
 
     def note() -> None:
         source.check_integrity()
@@ -62,9 +62,9 @@ def test_a_prompt_that_is_handed_over_goes_through_its_phases() -> None:
     source.decode()
     note()
     assert phases == [
-        (SeqPhase.PREFILLING, CopyState.WAITING),
-        (SeqPhase.PREFILLING, CopyState.SENDING),
-        (SeqPhase.COMPUTED, CopyState.OFFERED),
+        (SeqPhase.PREFILLING, LeavingState.WAITING),
+        (SeqPhase.PREFILLING, LeavingState.SENDING),
+        (SeqPhase.COMPUTED, LeavingState.OFFERED),
         (SeqPhase.DECODING, None),
         (SeqPhase.PAUSED, None),
         (SeqPhase.DECODING, None),
@@ -89,7 +89,7 @@ def test_an_illegal_transition_names_itself_and_both_phases() -> None:
     with pytest.raises(IllegalStep, match=r"'r', 0.*decode from prefilling to decoding"):
         a_sequence().decode()
     with pytest.raises(IllegalStep, match="commit of a copy from sending to committed"):
-        Copy(a_transfer(SOURCE, TARGET), CopyState.SENDING).commit()
+        LeavingCopy(a_transfer(SOURCE, TARGET), LeavingState.SENDING).commit()
 
 
 def test_a_freed_sequence_sends_nothing_and_may_be_freed_again() -> None:
@@ -123,15 +123,15 @@ def transitions_of(module: str, kind: str) -> set[object]:
 
 def test_the_tables_have_every_phase_and_every_transition() -> None:
     assert transitions_of("sequence.py", "Sequence") == TRANSITIONS.keys()
-    assert transitions_of("copy_state.py", "Copy") == COPY_TRANSITIONS.keys()
+    assert transitions_of("copy_state.py", "LeavingCopy") == COPY_TRANSITIONS.keys()
     assert FACTS.keys() == set(SeqPhase)
     assert all(hasattr(Sequence, name) for name in TRANSITIONS), "a transition is the method of its name"
-    assert all(hasattr(Copy, name) for name in COPY_TRANSITIONS), "a transition is the method of its name"
+    assert all(hasattr(LeavingCopy, name) for name in COPY_TRANSITIONS), "a transition is the method of its name"
 
 
 def test_only_their_own_modules_assign_the_fields_of_a_sequence() -> None:
     """Neither the machine nor one of its owners does."""
-    own = {name for kind in (Sequence, PromptWork, Copy) for name in kind.__slots__}
+    own = {name for kind in (Sequence, PromptWork, LeavingCopy) for name in kind.__slots__}
     in_place, change = ("given_up", "outgoing"), ("add", "update", "pop", "clear")
     found: set[str] = set()
     for path in [path for folder in FOLDERS for path in folder.glob("*.py")]:

@@ -16,7 +16,7 @@ from pdmesh.core.instances.cut_pairs import CutPairs
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.revisions import NewRequestShares
-from pdmesh.core.outbox import Outbox
+from pdmesh.core.outbox import CommandOutbox
 from pdmesh.core.requests.broker import TransferBroker
 from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.request import RequestState
@@ -39,7 +39,7 @@ from pdmesh.policy.seams import DecodePlacement
 from pdmesh.policy.views import Rank
 
 
-class MeshState(Outbox):
+class MeshState(CommandOutbox):
     """The instances, requests by id and by gateway, the queue, the broker, and the commands under way."""
 
     def __init__(

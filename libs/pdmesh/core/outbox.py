@@ -34,7 +34,7 @@ from pdmesh.model import (
 from pdmesh.plans import NO_EVICTIONS, Evictions
 
 
-class Outbox(Roster):
+class CommandOutbox(Roster):
     """The instances, and the commands that answer an event. The mesh state adds requests."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdmesh.core.events import TransferOffered
 from pdmesh.instance.floor import Floor
 from pdmesh.instance.sequence import Sequence
-from pdmesh.instance.sequence_phases import CopyState
+from pdmesh.instance.sequence_phases import LeavingState
 from pdmesh.model import GRANULE_TOKENS
 from pdmesh.plans import ChunkPlan
 
@@ -19,7 +19,7 @@ class Chunks:
     def begin(self, sequence: Sequence) -> None:
         """Offer the KV of a prompt when its first chunk begins."""
         onward = sequence.onward
-        if onward is not None and onward.state is CopyState.WAITING:
+        if onward is not None and onward.state is LeavingState.WAITING:
             onward.offer()
             floor = self._floor
             floor.effects.append(TransferOffered(floor.instance_id, *sequence.key, onward.transfer_id))

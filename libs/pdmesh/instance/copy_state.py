@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdmesh.instance.sequence_phases import COPY_TRANSITIONS, CopyState, IllegalStep
+from pdmesh.instance.sequence_phases import COPY_TRANSITIONS, IllegalStep, LeavingState
 from pdmesh.model import NO_TRANSFER, InstanceId, TransferId
 from pdmesh.plans import TransferPlan
 
@@ -16,12 +16,12 @@ def range_at(transfer: TransferPlan, instance_id: InstanceId) -> int | None:
     return ids.index(instance_id) - 1 if instance_id in ids[1:] else None
 
 
-class Copy:
+class LeavingCopy:
     """A copy of a sequence's KV from this instance. Its methods are its transitions."""
 
     __slots__ = ("state", "transfer")
 
-    def __init__(self, transfer: TransferPlan | None, state: CopyState = CopyState.WAITING) -> None:
+    def __init__(self, transfer: TransferPlan | None, state: LeavingState = LeavingState.WAITING) -> None:
         """``transfer`` is None while no instance is to receive the KV."""
         self.transfer = transfer
         self.state = state
@@ -32,55 +32,55 @@ class Copy:
 
     @property
     def is_sending(self) -> bool:
-        return self.state is CopyState.SENDING
+        return self.state is LeavingState.SENDING
 
     @property
     def is_frozen(self) -> bool:
         """Whether the sequence draws no more because of this copy."""
-        return self.state in (CopyState.FROZEN, CopyState.COMMITTED, CopyState.ABANDONED)
+        return self.state in (LeavingState.FROZEN, LeavingState.COMMITTED, LeavingState.ABANDONED)
 
     @property
     def may_have_begun(self) -> bool:
         """Whether the destination may have begun to decode."""
-        return self.state in (CopyState.COMMITTED, CopyState.ABANDONED)
+        return self.state in (LeavingState.COMMITTED, LeavingState.ABANDONED)
 
     @property
     def is_abandoned(self) -> bool:
-        return self.state is CopyState.ABANDONED
+        return self.state is LeavingState.ABANDONED
 
     # --- transitions ---
 
     def offer(self) -> None:
         """Offer the KV, because the first chunk has begun."""
-        self._go("offer", CopyState.OFFERED)
+        self._go("offer", LeavingState.OFFERED)
 
     def grant(self, transfer: TransferPlan) -> None:
         """Send to the destinations of ``transfer``."""
-        self._go("grant", CopyState.SENDING)
+        self._go("grant", LeavingState.SENDING)
         self.transfer = transfer
 
     def stop(self) -> None:
         """Send nothing until the next grant."""
-        self._go("stop", CopyState.OFFERED)
+        self._go("stop", LeavingState.OFFERED)
 
     def lose_receiver(self) -> None:
         """Keep the KV for another receiver."""
-        self._go("lose_receiver", CopyState.OFFERED if self.is_sending else self.state)
+        self._go("lose_receiver", LeavingState.OFFERED if self.is_sending else self.state)
         self.transfer = None
 
     def freeze(self) -> None:
         """Record that the sequence draws no more tokens here."""
-        self._go("freeze", CopyState.FROZEN)
+        self._go("freeze", LeavingState.FROZEN)
 
     def commit(self) -> None:
         """Record that the destination may decode from now on."""
-        self._go("commit", CopyState.COMMITTED)
+        self._go("commit", LeavingState.COMMITTED)
 
     def abandon(self) -> None:
         """Stop waiting for an acknowledgement."""
-        self._go("abandon", CopyState.ABANDONED)
+        self._go("abandon", LeavingState.ABANDONED)
 
-    def _go(self, transition: str, state: CopyState) -> None:
+    def _go(self, transition: str, state: LeavingState) -> None:
         """Change the state. Raises IllegalStep if the table does not allow the transition."""
         begins, leads = COPY_TRANSITIONS[transition]
         if self.state not in begins or state not in leads:

@@ -9,7 +9,7 @@ from pdmesh.instance.copy_state import range_at
 from pdmesh.instance.effects import Expect, SendKv
 from pdmesh.instance.floor import Floor
 from pdmesh.instance.sequence import Sequence
-from pdmesh.instance.sequence_phases import CopyState, SeqPhase
+from pdmesh.instance.sequence_phases import LeavingState, SeqPhase
 from pdmesh.model import PartMember, Then
 from pdmesh.plans import TransferPlan
 
@@ -47,7 +47,7 @@ class NewCopies:
         prefix = CachedPrefix(command.chain)
         num_blocks = transfer.sources[0].num_blocks
         sequence = Sequence(key, SeqPhase.COMPUTED, num_blocks, prefix=prefix, leads=False, incoming=transfer)
-        sequence.send_on(transfer, Then.KEEP, CopyState.SENDING)
+        sequence.send_on(transfer, Then.KEEP, LeavingState.SENDING)
         if self._floor.take(sequence, command, len(command.chain)):
             self._effects.append(SendKv(sequence, transfer))
 

@@ -6,14 +6,14 @@ Each transition of `pdmesh.instance.sequence_phases` is a method. No other modul
 from __future__ import annotations
 
 from pdmesh.instance.cache import CachedPrefix
-from pdmesh.instance.copy_state import Copy
+from pdmesh.instance.copy_state import LeavingCopy
 from pdmesh.instance.residents import Length
 from pdmesh.instance.sequence_phases import (
     DECODES,
     FACTS,
     TRANSITIONS,
-    CopyState,
     IllegalStep,
+    LeavingState,
     SeqPhase,
     SequenceFacts,
 )
@@ -101,7 +101,7 @@ class Sequence:
         self.length = length
         self.leads = leads
         self.incoming = incoming
-        self.outgoing: dict[Then, Copy] = {}
+        self.outgoing: dict[Then, LeavingCopy] = {}
         self.part = part
         self.members = members
         self.next_members: tuple[PartMember, ...] | None = None
@@ -141,7 +141,7 @@ class Sequence:
         return self.part is not None
 
     @property
-    def onward(self) -> Copy | None:
+    def onward(self) -> LeavingCopy | None:
         """The copy of a prompt's whole KV to the instance that will decode or cache it.
 
         None if the KV stays here, and in phases other than PREFILLING and COMPUTED. For a decoding sequence see `move`.
@@ -156,12 +156,12 @@ class Sequence:
         return Then.DECODE in self.outgoing and self.phase in (SeqPhase.PREFILLING, SeqPhase.COMPUTED)
 
     @property
-    def move(self) -> Copy | None:
+    def move(self) -> LeavingCopy | None:
         """Copy of a decoding or paused sequence to the instance where the sequence continues; None without one."""
         return self.outgoing.get(Then.DECODE) if self.phase in DECODES else None
 
     @property
-    def handing(self) -> Copy | None:
+    def handing(self) -> LeavingCopy | None:
         """The copy of a range to the instance that holds it next."""
         return self.outgoing.get(Then.HOLD)
 
@@ -241,20 +241,20 @@ class Sequence:
 
     # --- KV that leaves ---
 
-    def send_on(self, transfer: TransferPlan | None, then: Then, state: CopyState = CopyState.WAITING) -> None:
+    def send_on(self, transfer: TransferPlan | None, then: Then, state: LeavingState = LeavingState.WAITING) -> None:
         """Let the KV be sent to another instance; ``transfer`` is None as long as there is no receiver."""
         self._go("send_on", self.phase)
-        self.outgoing[then] = Copy(transfer, state)
+        self.outgoing[then] = LeavingCopy(transfer, state)
 
     def keep(self) -> None:
         """Let the sequence decode here, and not on another instance."""
         self._go("keep", self.phase)
         del self.outgoing[Then.DECODE]
 
-    def begin_move(self, transfer: TransferPlan) -> Copy:
+    def begin_move(self, transfer: TransferPlan) -> LeavingCopy:
         """Begin to copy the KV to another instance, where the sequence continues."""
         self._go("begin_move", SeqPhase.DECODING)
-        copy = self.outgoing[Then.DECODE] = Copy(transfer, CopyState.SENDING)
+        copy = self.outgoing[Then.DECODE] = LeavingCopy(transfer, LeavingState.SENDING)
         return copy
 
     def end_move(self) -> None:
@@ -262,10 +262,10 @@ class Sequence:
         self._go("end_move", self.phase)
         del self.outgoing[Then.DECODE]
 
-    def hand_range(self, transfer: TransferPlan) -> Copy:
+    def hand_range(self, transfer: TransferPlan) -> LeavingCopy:
         """Begin to copy a range, or the tokens of a lost one, to the instance that holds it next."""
         self._go("hand_range", self.phase)
-        copy = self.outgoing[Then.HOLD] = Copy(transfer, CopyState.SENDING)
+        copy = self.outgoing[Then.HOLD] = LeavingCopy(transfer, LeavingState.SENDING)
         return copy
 
     def end_hand_range(self) -> None:

@@ -88,7 +88,7 @@ FACTS: dict[SeqPhase, SequenceFacts] = {
 }
 
 
-class CopyState(StrEnum):
+class LeavingState(StrEnum):
     """State of a copy that leaves the instance.
 
     WAITING: no chunk has begun.
@@ -107,17 +107,17 @@ class CopyState(StrEnum):
 
 
 #: For each transition of a copy that leaves an instance: the states before it, and the states after it.
-COPY_TRANSITIONS: dict[str, tuple[tuple[CopyState, ...], tuple[CopyState, ...]]] = {
-    "offer": ((CopyState.WAITING,), (CopyState.OFFERED,)),
-    "grant": ((CopyState.WAITING, CopyState.OFFERED), (CopyState.SENDING,)),
-    "stop": ((CopyState.SENDING,), (CopyState.OFFERED,)),
+COPY_TRANSITIONS: dict[str, tuple[tuple[LeavingState, ...], tuple[LeavingState, ...]]] = {
+    "offer": ((LeavingState.WAITING,), (LeavingState.OFFERED,)),
+    "grant": ((LeavingState.WAITING, LeavingState.OFFERED), (LeavingState.SENDING,)),
+    "stop": ((LeavingState.SENDING,), (LeavingState.OFFERED,)),
     "lose_receiver": (
-        (CopyState.WAITING, CopyState.OFFERED, CopyState.SENDING),
-        (CopyState.WAITING, CopyState.OFFERED),
+        (LeavingState.WAITING, LeavingState.OFFERED, LeavingState.SENDING),
+        (LeavingState.WAITING, LeavingState.OFFERED),
     ),
-    "freeze": ((CopyState.SENDING,), (CopyState.FROZEN,)),
-    "commit": ((CopyState.FROZEN,), (CopyState.COMMITTED,)),
-    "abandon": ((CopyState.COMMITTED, CopyState.ABANDONED), (CopyState.ABANDONED,)),
+    "freeze": ((LeavingState.SENDING,), (LeavingState.FROZEN,)),
+    "commit": ((LeavingState.FROZEN,), (LeavingState.COMMITTED,)),
+    "abandon": ((LeavingState.COMMITTED, LeavingState.ABANDONED), (LeavingState.ABANDONED,)),
 }
 
 

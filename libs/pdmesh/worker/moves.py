@@ -6,7 +6,7 @@ commit may the source decode on by itself.
 
 from __future__ import annotations
 
-from pdmesh.instance.copy_state import Copy
+from pdmesh.instance.copy_state import LeavingCopy
 from pdmesh.instance.effects import CopyCaughtUp
 from pdmesh.kv.copy_out import KvSource
 from pdmesh.kv.piece import FirstToken, KvDestination
@@ -84,7 +84,7 @@ class MovingDecodes:
         )
 
 
-def _sending(request: LocalRequest) -> tuple[Copy | None, KvSource | None]:
+def _sending(request: LocalRequest) -> tuple[LeavingCopy | None, KvSource | None]:
     """Return a move that is not frozen yet, and its sender; else two Nones."""
     copy = request.state.move
     return (copy, request.move) if copy is not None and copy.is_sending else (None, None)

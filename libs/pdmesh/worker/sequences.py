@@ -16,7 +16,7 @@ import anyio
 from pdmesh.engine.base import EngineSequence
 from pdmesh.instance.room import RoomReports
 from pdmesh.instance.sequence import Sequence as SequenceState
-from pdmesh.instance.sequence_phases import CopyState, SeqPhase
+from pdmesh.instance.sequence_phases import LeavingState, SeqPhase
 from pdmesh.kv.blocks import BlockGuard, BlockPool
 from pdmesh.kv.copy_out import KvSource
 from pdmesh.kv.exchange import KvExchange
@@ -167,7 +167,7 @@ class LocalRequest:
     def note_commit(self) -> None:
         """Commit a frozen move whose last message has left, since the target may decode from then on."""
         move = self.state.move
-        if move is not None and move.state is CopyState.FROZEN and self.move is not None and self.move.committed:
+        if move is not None and move.state is LeavingState.FROZEN and self.move is not None and self.move.committed:
             move.commit()
 
     @property

@@ -32,7 +32,7 @@ from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
 from pdmesh_gateway.protocol.sampling_fields import SamplingFields
 from pdmesh_gateway.request_failures import UNFORESEEN, failure_of
-from pdmesh_gateway.request_jobs import Caller, generation_job, job_of
+from pdmesh_gateway.request_jobs import RequestCaller, generation_job, job_of
 from pdmesh_gateway.sampling import number, target_s
 from pdmesh_gateway.serving import Serving, check_label
 from pdmesh_gateway.text_stream import TextStream
@@ -218,12 +218,12 @@ class _Inference(pb_grpc.InferenceServicer):
 
     def _caller(
         self, context: Any, dialect: Dialect, fields: SamplingFields, request_id: str, received_at: float
-    ) -> Caller:
+    ) -> RequestCaller:
         """Return the caller of a method. Raises RequestRejected if its key or one of its targets is not accepted."""
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         client = self._serving.keys.check(metadata.get("authorization"))
         client.check_scope("generate")
-        return Caller(
+        return RequestCaller(
             client=client,
             dialect=dialect,
             request_id=request_id,

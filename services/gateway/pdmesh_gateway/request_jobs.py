@@ -17,7 +17,7 @@ from pdmesh_gateway.serving import Serving, check_traceparent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
+class RequestCaller:
     """The client of a request, and the fields that its transport carries besides the body.
 
     ``request_id`` is the gateway's own, ``label`` the client's. ``received_at`` is Unix time in seconds.
@@ -35,7 +35,7 @@ class Caller:
 async def generation_job(
     serving: Serving,
     fields: SamplingFields,
-    caller: Caller,
+    caller: RequestCaller,
     prompts: Sequence[Sequence[int]],
     *,
     what: str,
@@ -75,7 +75,7 @@ async def generation_job(
 def job_of(
     serving: Serving,
     fields: SamplingFields,
-    caller: Caller,
+    caller: RequestCaller,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     *,

@@ -17,7 +17,7 @@ from pdmesh_gateway.http.http_exchange import Exchange
 from pdmesh_gateway.http.request_intake import decode_request, read_body
 from pdmesh_gateway.protocol.sampling_fields import SamplingFields
 from pdmesh_gateway.reject_cache import RequestKind
-from pdmesh_gateway.request_jobs import Caller
+from pdmesh_gateway.request_jobs import RequestCaller
 from pdmesh_gateway.sampling import target_s
 from pdmesh_gateway.serving import Serving, check_label
 
@@ -109,11 +109,11 @@ class ComputingEndpoint(ABC, Generic[RequestT]):
         serving = self._serving
         await self.answer(await decode_request(exchange, serving, self._request_type, body), exchange)
 
-    def caller(self, fields: SamplingFields, exchange: Exchange) -> Caller:
+    def caller(self, fields: SamplingFields, exchange: Exchange) -> RequestCaller:
         """Return the caller of a request; headers override ``fields``. Raises RequestRejected."""
         if fields.request_id is not None and not exchange.label:
             exchange.label = check_label(fields.request_id, param="request_id")
-        return Caller(
+        return RequestCaller(
             client=exchange.known_client,
             dialect=self.dialect,
             request_id=exchange.request_id,
