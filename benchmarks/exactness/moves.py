@@ -28,7 +28,7 @@ import anyio
 
 from benchmarks.harness.report import heading
 from pdmesh.errors import PdmeshError
-from pdmesh.model import OperationKind
+from pdmesh.operations import OperationKind
 from pdmesh.wire.messages import (
     ListRequests,
     OperationStatus,

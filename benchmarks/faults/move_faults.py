@@ -43,7 +43,7 @@ from benchmarks.faults.answers import (
 )
 from benchmarks.harness.report import Limits, heading
 from pdmesh.errors import PdmeshError
-from pdmesh.model import OperationKind
+from pdmesh.operations import OperationKind
 from pdmesh_testing.checkpoints import write_checkpoint
 from pdmesh_testing.mesh import RunningMesh, running_mesh
 from pdmesh_testing.operating import operator_of

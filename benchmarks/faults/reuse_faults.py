@@ -45,7 +45,8 @@ from benchmarks.faults.answers import (
 from benchmarks.harness.report import Limits, heading
 from pdmesh.cli.state_folder import MeshRecord
 from pdmesh.errors import PdmeshError
-from pdmesh.model import OperationKind, Role
+from pdmesh.model import Role
+from pdmesh.operations import OperationKind
 from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
 from pdmesh_testing.mesh import RunningMesh, running_mesh
 from pdmesh_testing.operating import operator_of

@@ -26,7 +26,8 @@ from pdmesh.core.operator_events import UNKNOWN_PID, ActuatorReported, EndedProc
 from pdmesh.core.operators.actuators import number_of
 from pdmesh.errors import ConfigError
 from pdmesh.failures import describe_exit
-from pdmesh.model import InstanceId, ManagedProcess, Role
+from pdmesh.model import InstanceId, Role
+from pdmesh.operations import ManagedProcess
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
 from pdmesh_kubernetes.api import Forbidden, KubernetesApi, KubernetesError, open_kubernetes

@@ -23,7 +23,8 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.errors import ProtocolError
-from pdmesh.model import InstanceId, InstanceProfile, PoolCounts, Role
+from pdmesh.model import InstanceId, InstanceProfile, Role
+from pdmesh.operations import PoolCounts
 from pdmesh.plans import NO_EVICTIONS
 
 #: Seconds for which decisions are kept.

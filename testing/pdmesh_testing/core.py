@@ -35,16 +35,13 @@ from pdmesh.model import (
     GatewayId,
     InstanceId,
     InstanceProfile,
-    ManagedProcess,
-    OperationId,
-    OperationKind,
-    ProcessKind,
     Request,
     RequestId,
     Role,
     Then,
     TransferId,
 )
+from pdmesh.operations import ManagedProcess, OperationId, OperationKind, ProcessKind
 from pdmesh.plans import ChunkDone, PrefillGroup, StepPlan
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig

@@ -13,7 +13,8 @@ import anyio
 from pdmesh.config import SecurityConfig
 from pdmesh.core.operator_events import OperationRequested
 from pdmesh.errors import InstanceUnavailable, PdmeshError
-from pdmesh.model import InstanceId, OperationId, OperationKind, RequestId, Role
+from pdmesh.model import InstanceId, RequestId, Role
+from pdmesh.operations import OperationId, OperationKind
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import (
     AdminRequest,

@@ -18,7 +18,8 @@ import pytest
 from pdmesh.cli.process_id import process_id
 from pdmesh.config import InstanceDegrees
 from pdmesh.errors import PdmeshError
-from pdmesh.model import OperationKind, Role
+from pdmesh.model import Role
+from pdmesh.operations import OperationKind
 from pdmesh_testing.checkpoints import TINY, write_checkpoint
 from pdmesh_testing.exactness import Reference, complete, mismatches, random_prompts, reference
 from pdmesh_testing.mesh import RunningMesh, running_mesh

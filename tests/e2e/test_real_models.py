@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from pdmesh.errors import PdmeshError
-from pdmesh.model import OperationKind
+from pdmesh.operations import OperationKind
 from pdmesh_testing.exactness import Reference, complete, mismatches, reference, streamed_while
 from pdmesh_testing.mesh import PATIENT, RunningMesh, running_mesh
 from pdmesh_testing.operating import operator_of

@@ -12,7 +12,7 @@ import anyio
 import httpx
 import pytest
 
-from pdmesh.model import OperationKind
+from pdmesh.operations import OperationKind
 from pdmesh.wire.messages import RequestRecord
 from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
 from pdmesh_testing.exactness import random_prompts

@@ -78,13 +78,6 @@ from pdmesh.model import (
     GatewayId,
     InstanceId,
     InstanceProfile,
-    ManagedProcess,
-    OperationId,
-    OperationKind,
-    OperationState,
-    PoolCounts,
-    PoolMember,
-    ProcessKind,
     RejectReason,
     Request,
     RequestId,
@@ -93,6 +86,15 @@ from pdmesh.model import (
     Then,
     TransferId,
     num_blocks_for,
+)
+from pdmesh.operations import (
+    ManagedProcess,
+    OperationId,
+    OperationKind,
+    OperationState,
+    PoolCounts,
+    PoolMember,
+    ProcessKind,
 )
 from pdmesh.plans import StepPlan
 from pdmesh.policy.batching import Mode

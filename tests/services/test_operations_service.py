@@ -23,7 +23,8 @@ from pdmesh.core.operator_events import (
     RollingRequested,
 )
 from pdmesh.errors import ConfigError
-from pdmesh.model import InstanceId, ManagedProcess, OperationId, OperationKind, PoolCounts, ProcessKind, Role
+from pdmesh.model import InstanceId, Role
+from pdmesh.operations import ManagedProcess, OperationId, OperationKind, PoolCounts, ProcessKind
 from pdmesh.wire.endpoint import OPERATOR_METADATA
 from pdmesh.wire.messages import (
     AdminError,

@@ -22,7 +22,8 @@ from pdmesh.cli.app import app
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.core.operator_events import OperationRequested
 from pdmesh.errors import InstanceUnavailable, PdmeshError
-from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, Role
+from pdmesh.model import InstanceId, Role
+from pdmesh.operations import OperationId, OperationKind, OperationState, PoolCounts
 from pdmesh.wire.messages import (
     MAX_WAIT_S,
     AdminError,

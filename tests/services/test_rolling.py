@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from pdmesh.core.commands import StopInstance
-from pdmesh.model import InstanceId, OperationId, PoolMember, Role
+from pdmesh.model import InstanceId, Role
+from pdmesh.operations import OperationId, PoolMember
 from pdmesh.wire.messages import (
     FollowPools,
     GetStatus,

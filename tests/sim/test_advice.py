@@ -21,7 +21,8 @@ from pdmesh.decisions import Decision, RecentDecisions, decode_decision
 from pdmesh.errors import ConfigError
 from pdmesh.eventlog import EventLogWriter, Header
 from pdmesh.metrics import Slo
-from pdmesh.model import InstanceId, OperationKind, PoolCounts, Role
+from pdmesh.model import InstanceId, Role
+from pdmesh.operations import OperationKind, PoolCounts
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.wire.messages import InstanceStatus
 from pdmesh_lab.cli.advise import advise, apply_advice, command_of, next_flip, read_log

@@ -8,7 +8,7 @@ from pdmesh.core.commands import Command, Outcome, Restart, StopInstance
 from pdmesh.core.events import Event
 from pdmesh.core.operator_events import OperationCancelled, RollingRequested
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import OperationId, OperationState
+from pdmesh.operations import OperationId, OperationState
 from pdmesh.policy.config import PolicyConfig
 from pdmesh_lab.sim.mesh import study_core
 from pdmesh_lab.sim.result import SimResult

@@ -25,7 +25,8 @@ from pdmesh.cli.supervisor import Backoff, MeshPlan, StartFailed, Supervisor
 from pdmesh.cli.supervisor_actuator import follow_scheduler
 from pdmesh.config import SecurityConfig
 from pdmesh.core.commands import DesiredProcesses
-from pdmesh.model import InstanceId, ManagedProcess, PoolMember, Role
+from pdmesh.model import InstanceId, Role
+from pdmesh.operations import ManagedProcess, PoolMember
 from pdmesh.wire.messages import FollowPools, PoolsDesired
 from pdmesh_testing.processes import is_running, write_stand_in
 

@@ -11,7 +11,8 @@ import pytest
 
 from pdmesh.cli.compose_actuator import ComposeActuator, DockerError
 from pdmesh.core.commands import DesiredProcesses
-from pdmesh.model import InstanceId, PoolMember, Role
+from pdmesh.model import InstanceId, Role
+from pdmesh.operations import PoolMember
 
 pytestmark = pytest.mark.anyio
 

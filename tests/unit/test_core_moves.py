@@ -22,16 +22,8 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.operator_events import OperationCancelled, OperationRequested
 from pdmesh.core.operators.operation_records import OperationRecord
-from pdmesh.model import (
-    Epoch,
-    InstanceId,
-    OperationId,
-    OperationKind,
-    OperationState,
-    RequestId,
-    Resident,
-    Role,
-)
+from pdmesh.model import Epoch, InstanceId, RequestId, Resident, Role
+from pdmesh.operations import OperationId, OperationKind, OperationState
 from pdmesh_testing.core import GATEWAY, CoreBench, bench_of, named_profile, of, resumed, stopped
 from pdmesh_testing.modelled import modelled_profile
 

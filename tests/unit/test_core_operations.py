@@ -21,7 +21,8 @@ from pdmesh.core.events import InstanceJoined, InstanceLost, Tick
 from pdmesh.core.operator_events import OperationCancelled, OperationRequested
 from pdmesh.core.operators.instance_operations import COME_BACK_S
 from pdmesh.core.operators.operation_records import MAX_ENDED
-from pdmesh.model import Epoch, InstanceId, OperationId, OperationKind, OperationState, RequestId, Resident, Role
+from pdmesh.model import Epoch, InstanceId, RequestId, Resident, Role
+from pdmesh.operations import OperationId, OperationKind, OperationState
 from pdmesh_testing.core import GATEWAY, CoreBench, bench_of, named_profile, of
 
 

@@ -21,7 +21,8 @@ from pdmesh.core.operator_events import (
 )
 from pdmesh.core.operators.actuators import host_bytes
 from pdmesh.core.operators.pools import GONE_S, plan_pools
-from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, Role
+from pdmesh.model import InstanceId, Role
+from pdmesh.operations import OperationId, OperationKind, OperationState, PoolCounts
 from pdmesh_testing.core import CoreBench, a_report, bench_of, named_profile, of
 
 PAIR = ("prefill-0", "decode-0")

@@ -17,7 +17,8 @@ from pdmesh.core.operator_events import (
 )
 from pdmesh.core.operators.operation_records import TAKEN_BACK
 from pdmesh.core.operators.replacements import SILENCE_LIMIT_S
-from pdmesh.model import InstanceId, InstanceProfile, ManagedProcess, OperationId, OperationKind, OperationState, Role
+from pdmesh.model import InstanceId, InstanceProfile, Role
+from pdmesh.operations import ManagedProcess, OperationId, OperationKind, OperationState
 from pdmesh_testing.core import CoreBench, a_report, bench_of, named_profile, of
 
 ROLLING = RollingRequested(operation_id=OperationId("x"), timeout_s=10.0, start_timeout_s=100.0, began_at=1000.0)

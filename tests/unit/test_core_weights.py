@@ -11,15 +11,8 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import DrainRequested, InstanceJoined, InstanceLost, RequestArrived, Tick
 from pdmesh.core.instances.revisions import several_revisions
 from pdmesh.core.operator_events import OperationRequested
-from pdmesh.model import (
-    InstanceId,
-    InstanceProfile,
-    OperationId,
-    OperationKind,
-    PrefixHash,
-    RejectReason,
-    RequestId,
-)
+from pdmesh.model import InstanceId, InstanceProfile, PrefixHash, RejectReason, RequestId
+from pdmesh.operations import OperationId, OperationKind
 from pdmesh.policy.config import PolicyConfig
 from pdmesh_testing.core import CoreBench, a_request, named_profile, of
 

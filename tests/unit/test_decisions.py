@@ -13,7 +13,8 @@ from pdmesh.core.events import InstanceJoined, InstanceLost, KvReleased, Request
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.decisions import PAGE_DECISIONS, RECENT_S, Decision, MeshMembers, RecentDecisions, decode_decision
 from pdmesh.errors import ProtocolError
-from pdmesh.model import Epoch, GatewayId, InstanceId, PoolCounts, PrefixHash, RequestId, Resident, Role
+from pdmesh.model import Epoch, GatewayId, InstanceId, PrefixHash, RequestId, Resident, Role
+from pdmesh.operations import PoolCounts
 from pdmesh.plans import Evictions
 from pdmesh_testing.core import a_request
 from pdmesh_testing.modelled import modelled_profile

@@ -23,7 +23,8 @@ import pytest
 from pdmesh.config_sources import CONFIG_FILE_VARIABLE, load_config
 from pdmesh.core.commands import DesiredProcesses
 from pdmesh.engine.known_models import KNOWN_MODELS
-from pdmesh.model import InstanceId, PoolMember, Role
+from pdmesh.model import InstanceId, Role
+from pdmesh.operations import PoolMember
 from pdmesh_kubernetes.actuator import KubernetesActuator
 from pdmesh_kubernetes.lease_store import KubernetesStore
 from pdmesh_scheduler.standby.leadership import LeaseRecord

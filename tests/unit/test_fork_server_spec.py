@@ -11,7 +11,7 @@ from pdmesh.cli import plan
 from pdmesh.cli.plan import WorkerSpecs, fork_server_spec
 from pdmesh.cli.state_folder import StateFolder
 from pdmesh.config import MeshConfig, PoolConfig, SecurityConfig, WorkerConfig
-from pdmesh.model import PoolCounts
+from pdmesh.operations import PoolCounts
 
 POOLS = PoolCounts(prefill=1, decode=1, mixed=0)
 ENVIRON = {"OMP_WAIT_POLICY": "passive", "PDMESH_LOG": "x"}

@@ -14,7 +14,8 @@ import pytest
 from pdmesh.core.commands import DesiredProcesses
 from pdmesh.core.operator_events import MAX_ENDED
 from pdmesh.core.operators.actuators import number_of
-from pdmesh.model import InstanceId, PoolMember, Role
+from pdmesh.model import InstanceId, Role
+from pdmesh.operations import PoolMember
 from pdmesh_kubernetes.actuator import KubernetesActuator
 from pdmesh_kubernetes.api import KubernetesError
 from pdmesh_testing.kubernetes import PODS, FakeCluster, Rule, asking

@@ -6,7 +6,8 @@ from pdmesh.core.commands import Command, Reject
 from pdmesh.core.events import InstanceJoined, InstanceLost, RequestArrived, Tick
 from pdmesh.core.operator_events import OperationRequested, ResizeRequested
 from pdmesh.core.operators.instance_operations import COME_BACK_S
-from pdmesh.model import InstanceId, InstanceProfile, OperationId, OperationKind, PoolCounts, RejectReason, Role
+from pdmesh.model import InstanceId, InstanceProfile, RejectReason, Role
+from pdmesh.operations import OperationId, OperationKind, PoolCounts
 from pdmesh_scheduler.longest_context import LongestContext
 from pdmesh_testing.core import CoreBench, a_report, a_request, named_profile
 

@@ -18,7 +18,8 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.operator_events import UNKNOWN_PID, BundleChangeRequested, EndedProcess, OperationRequested
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import InstanceId, OperationId, OperationKind, Role
+from pdmesh.model import InstanceId, Role
+from pdmesh.operations import OperationId, OperationKind
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.wire.messages import InstanceNote

@@ -19,7 +19,7 @@ from pdmesh.cli.state_folder import StateFolder
 from pdmesh.config import MeshConfig, WorkerConfig
 from pdmesh.config_sources import load_config
 from pdmesh.errors import ConfigError
-from pdmesh.model import PoolCounts
+from pdmesh.operations import PoolCounts
 from pdmesh.worker.cores import (
     FIRST_PAUSE_NS,
     IDLE_AFTER_NS,

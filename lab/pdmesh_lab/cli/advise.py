@@ -25,7 +25,8 @@ from pdmesh.errors import ConfigError, ProtocolError
 from pdmesh.eventlog import EventLogReader, Header, core_of
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import NO_SLO, Slo
-from pdmesh.model import InstanceId, OperationKind, PoolCounts, Role
+from pdmesh.model import InstanceId, Role
+from pdmesh.operations import OperationKind, PoolCounts
 from pdmesh.wire.messages import GetDecisions, InstanceStatus, LatestDecisions
 from pdmesh_lab.cli.options import AdviceOptions
 from pdmesh_lab.cli.replay import Replay

@@ -21,7 +21,8 @@ from pdmesh.core.config import KvReservation
 from pdmesh.errors import ConfigError
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import Slo
-from pdmesh.model import InstanceProfile, PoolCounts, Role
+from pdmesh.model import InstanceProfile, Role
+from pdmesh.operations import PoolCounts
 from pdmesh.policy.batching import NOTHING_EXCLUSIVE
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig

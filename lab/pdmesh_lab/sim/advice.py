@@ -12,7 +12,8 @@ from math import inf
 from typing import NamedTuple
 
 from pdmesh.metrics import Slo
-from pdmesh.model import InstanceId, InstanceProfile, PoolCounts, Role
+from pdmesh.model import InstanceId, InstanceProfile, Role
+from pdmesh.operations import PoolCounts
 from pdmesh.policy.latency import LatencyModel
 from pdmesh_lab.sim.report import SimReport, report
 from pdmesh_lab.sim.result import RequestRun

@@ -24,7 +24,8 @@ from pdmesh.core.commands import DesiredProcesses
 from pdmesh.core.operator_events import ActuatorReported
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.host import free_host_bytes
-from pdmesh.model import InstanceId, ManagedProcess, PoolMember, Role
+from pdmesh.model import InstanceId, Role
+from pdmesh.operations import ManagedProcess, PoolMember
 from pdmesh.service import ServiceContext, run_service
 
 log = structlog.get_logger()

@@ -15,7 +15,8 @@ from pdmesh.cli.options import Asked, Output, new_operation_id
 from pdmesh.cli.tables import Column, Table, duration
 from pdmesh.core.operator_events import OperationRequested
 from pdmesh.errors import InstanceUnavailable
-from pdmesh.model import OperationId, OperationKind, OperationState, PoolCounts, Role
+from pdmesh.model import Role
+from pdmesh.operations import OperationId, OperationKind, OperationState, PoolCounts
 from pdmesh.wire.messages import (
     MAX_WAIT_S,
     AdminRequest,

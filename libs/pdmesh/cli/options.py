@@ -19,7 +19,7 @@ from pdmesh.errors import ConfigError, ProtocolError
 
 if TYPE_CHECKING:  # ``--help`` needs no configuration
     from pdmesh.config import MeshConfig
-    from pdmesh.model import OperationId
+    from pdmesh.operations import OperationId
     from pdmesh.wire.messages import AdminRequest
 
 
@@ -170,7 +170,7 @@ class Asked:
 
 def new_operation_id() -> OperationId:
     """Return an id for an operation. Repeated requests with one id start the operation once."""
-    from pdmesh.model import OperationId
+    from pdmesh.operations import OperationId
 
     return OperationId(secrets.token_hex(4))
 

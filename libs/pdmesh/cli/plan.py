@@ -15,7 +15,8 @@ from pdmesh.config_sources import PREFIX, environment_of
 from pdmesh.engine.devices import may_have_device
 from pdmesh.errors import ConfigError
 from pdmesh.host import num_usable_cores
-from pdmesh.model import PoolCounts, PoolMember, Role
+from pdmesh.model import Role
+from pdmesh.operations import PoolCounts, PoolMember
 
 
 def make_pools(prefill: int | None, decode: int | None, mixed: int) -> PoolCounts:

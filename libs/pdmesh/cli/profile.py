@@ -18,7 +18,7 @@ from pdmesh.config import MeshConfig
 from pdmesh.engine.base import Engine
 from pdmesh.errors import PdmeshError
 from pdmesh.host import num_usable_cores
-from pdmesh.model import PoolCounts
+from pdmesh.operations import PoolCounts
 from pdmesh.policy.fit import fit
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.latency_profile import Subject

@@ -25,7 +25,7 @@ from pdmesh.core.operator_events import MAX_ENDED, EndedProcess
 from pdmesh.errors import PdmeshError, leaves
 from pdmesh.failures import describe_exit
 from pdmesh.host import memory_limit_bytes, num_oom_kills
-from pdmesh.model import PoolMember, ProcessKind
+from pdmesh.operations import PoolMember, ProcessKind
 from pdmesh.service import ENDING_LIMIT_S
 from pdmesh.wire.messages import FollowPools, PoolsDesired
 

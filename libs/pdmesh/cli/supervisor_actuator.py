@@ -12,7 +12,8 @@ from pdmesh.core.commands import DesiredProcesses
 from pdmesh.core.operator_events import ActuatorReported
 from pdmesh.errors import PdmeshError
 from pdmesh.host import free_host_bytes
-from pdmesh.model import InstanceId, ManagedProcess, PoolMember
+from pdmesh.model import InstanceId
+from pdmesh.operations import ManagedProcess, PoolMember
 
 
 async def follow_scheduler(supervisor: Supervisor, tasks: anyio.abc.TaskGroup) -> None:

@@ -45,7 +45,8 @@ from pdmesh.config_sources import PREFIX, environment_of, to_dict
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.failures import describe_exit, sentence
 from pdmesh.host import num_usable_cores
-from pdmesh.model import PoolCounts, Role
+from pdmesh.model import Role
+from pdmesh.operations import PoolCounts
 from pdmesh.rotation import cut_off
 from pdmesh.telemetry.log_lines import UnfailingStream
 from pdmesh.wire.admin import ask_scheduler

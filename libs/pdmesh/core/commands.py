@@ -17,15 +17,14 @@ from pdmesh.model import (
     Epoch,
     GatewayId,
     InstanceId,
-    ManagedProcess,
     PartMember,
-    PoolMember,
     PrefixHashes,
     RejectReason,
     RequestId,
     Role,
     TransferId,
 )
+from pdmesh.operations import ManagedProcess, PoolMember
 from pdmesh.plans import NO_EVICTIONS, Evictions, KvShard, PrefillGroup, StepPlan, TransferPlan
 
 

@@ -7,17 +7,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from pdmesh.model import (
-    InstanceId,
-    ManagedProcess,
-    OperationId,
-    OperationKind,
-    OperationState,
-    PoolCounts,
-    PoolMember,
-    RequestId,
-    Role,
-)
+from pdmesh.model import InstanceId, RequestId, Role
+from pdmesh.operations import ManagedProcess, OperationId, OperationKind, OperationState, PoolCounts, PoolMember
 from pdmesh.ranges import ANY_COUNT, SECONDS
 
 #: Pid of a process in a container, which has pids of its own.

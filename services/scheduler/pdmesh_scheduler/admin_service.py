@@ -30,7 +30,8 @@ from pdmesh.core.operator_events import (
 )
 from pdmesh.errors import ConfigError
 from pdmesh.host import is_loopback
-from pdmesh.model import OperationKind, PoolCounts, RequestId, Role
+from pdmesh.model import RequestId, Role
+from pdmesh.operations import OperationKind, PoolCounts
 from pdmesh.policy.batching import NOTHING_EXCLUSIVE
 from pdmesh.policy.bundles import BATCHINGS, installed_bundles, make_batching, make_bundle
 from pdmesh.policy.config import PolicyConfig

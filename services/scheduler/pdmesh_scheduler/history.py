@@ -29,7 +29,8 @@ from pdmesh.core.operator_events import (
 )
 from pdmesh.core.operators.operation_records import OperationRecord
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import InstanceId, InstanceProfile, OperationId, OperationKind, OperationState
+from pdmesh.model import InstanceId, InstanceProfile
+from pdmesh.operations import OperationId, OperationKind, OperationState
 from pdmesh.policy.views import InstanceView
 from pdmesh.wire.messages import GoneInstance, InstanceNote, MeshEvent
 from pdmesh_scheduler.observing import Handled

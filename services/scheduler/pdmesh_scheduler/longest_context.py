@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from pdmesh.core.operators.instance_operations import COME_BACK_S
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import InstanceId, InstanceProfile, OperationKind, Role
+from pdmesh.model import InstanceId, InstanceProfile, Role
+from pdmesh.operations import OperationKind
 
 
 class LongestContext:

@@ -8,7 +8,8 @@ import anyio
 
 from pdmesh.core.operators.operation_records import OperationRecord
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import OperationId, PoolCounts, Role
+from pdmesh.model import Role
+from pdmesh.operations import OperationId, PoolCounts
 from pdmesh.wire.messages import OperationStatus
 from pdmesh_scheduler.observing import Handled
 

@@ -9,7 +9,8 @@ from functools import partial
 
 from pdmesh.core.operator_events import BundleChangeRequested, OperationRequested
 from pdmesh.errors import InstanceUnavailable
-from pdmesh.model import InstanceId, OperationId, OperationKind, RequestId, Role
+from pdmesh.model import InstanceId, RequestId, Role
+from pdmesh.operations import OperationId, OperationKind
 from pdmesh.service import ServiceContext
 from pdmesh.worker.instance import Instance
 from pdmesh_scheduler.driver import Driver

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import ActuatorLost, ActuatorReported
-from pdmesh.model import InstanceId, InstanceProfile, ManagedProcess, PoolMember, ProcessKind
+from pdmesh.model import InstanceId, InstanceProfile
+from pdmesh.operations import ManagedProcess, PoolMember, ProcessKind
 
 _BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -25,7 +25,8 @@ from pdmesh.core.operators.pools import Pools
 from pdmesh.core.operators.replacements import Replacements
 from pdmesh.core.operators.request_moves import RequestMoves
 from pdmesh.core.operators.rolling import RollingRestarts
-from pdmesh.model import OperationKind, Role
+from pdmesh.model import Role
+from pdmesh.operations import OperationKind
 
 
 class AllOperations:

@@ -20,15 +20,8 @@ from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import ActuatorReported, FailedStart, OperationRequested
 from pdmesh.core.operators.actuators import Actuators
 from pdmesh.core.operators.operation_records import TAKEN_BACK, OperationRecord, OperationRecords
-from pdmesh.model import (
-    InstanceId,
-    ManagedProcess,
-    OperationId,
-    OperationKind,
-    OperationState,
-    RequestKey,
-    Role,
-)
+from pdmesh.model import InstanceId, RequestKey, Role
+from pdmesh.operations import ManagedProcess, OperationId, OperationKind, OperationState
 
 #: Time limit for a stopped process to start again, including the load of a large model.
 COME_BACK_S = 600.0

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, RequestId, Role
+from pdmesh.model import InstanceId, RequestId, Role
+from pdmesh.operations import OperationId, OperationKind, OperationState, PoolCounts
 
 #: Number of ended operations that are remembered.
 MAX_ENDED = 256

@@ -23,7 +23,8 @@ from pdmesh.core.operator_events import FailedStart, OperationRequested, ResizeR
 from pdmesh.core.operators.actuators import Actuators
 from pdmesh.core.operators.instance_operations import Operations
 from pdmesh.core.operators.operation_records import TAKEN_BACK, OperationRecord, OperationRecords
-from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, PoolMember, Role
+from pdmesh.model import InstanceId, Role
+from pdmesh.operations import OperationId, OperationKind, OperationState, PoolCounts, PoolMember
 
 #: Time limit for an empty process to end once its actuator has been told, in addition to its grace.
 GONE_S = 60.0

@@ -10,7 +10,7 @@ from pdmesh.core.operator_events import ActuatorReported, OperationRequested
 from pdmesh.core.operators.actuators import Actuators
 from pdmesh.core.operators.instance_operations import COME_BACK_S
 from pdmesh.core.operators.operation_records import TAKEN_BACK, OperationRecord, OperationRecords
-from pdmesh.model import ManagedProcess, OperationId, OperationState
+from pdmesh.operations import ManagedProcess, OperationId, OperationState
 
 #: A replacement fails after this time without a report of any actuator.
 SILENCE_LIMIT_S = 60.0

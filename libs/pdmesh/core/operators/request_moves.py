@@ -11,7 +11,8 @@ from pdmesh.core.operator_events import OperationRequested
 from pdmesh.core.operators.operation_records import OperationRecord, OperationRecords
 from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.request import RequestState
-from pdmesh.model import OperationId, OperationState, RequestId
+from pdmesh.model import RequestId
+from pdmesh.operations import OperationId, OperationState
 
 
 @dataclass(slots=True, eq=False)

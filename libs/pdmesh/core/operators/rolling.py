@@ -29,7 +29,8 @@ from pdmesh.core.operators.instance_operations import Operations
 from pdmesh.core.operators.operation_records import TAKEN_BACK, OperationRecord, OperationRecords
 from pdmesh.core.operators.pools import Pools
 from pdmesh.core.operators.replacements import Replacements
-from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, ProcessKind, Role
+from pdmesh.model import InstanceId, Role
+from pdmesh.operations import OperationId, OperationKind, OperationState, PoolCounts, ProcessKind
 
 _ROLES, _KINDS = tuple(Role), tuple(ProcessKind)
 

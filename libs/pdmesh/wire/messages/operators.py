@@ -7,16 +7,8 @@ from typing import Annotated
 import msgspec
 
 from pdmesh.core.operator_events import OperationRequested, OperationTime
-from pdmesh.model import (
-    GatewayId,
-    InstanceId,
-    InstanceProfile,
-    OperationId,
-    OperationKind,
-    PoolCounts,
-    RequestId,
-    Role,
-)
+from pdmesh.model import GatewayId, InstanceId, InstanceProfile, RequestId, Role
+from pdmesh.operations import OperationId, OperationKind, PoolCounts
 from pdmesh.wire.messages.actuator_messages import MAX_WAIT_S, FollowPools, PoolsDesired
 from pdmesh.wire.messages.envelope import Message, StandingBy
 from pdmesh.wire.messages.status_messages import MeshStatus

@@ -8,14 +8,8 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from pdmesh.model import (
-    ComputePath,
-    InstanceId,
-    ManagedProcess,
-    PoolCounts,
-    RequestId,
-    Role,
-)
+from pdmesh.model import ComputePath, InstanceId, RequestId, Role
+from pdmesh.operations import ManagedProcess, PoolCounts
 from pdmesh.wire.messages.envelope import Message
 
 
