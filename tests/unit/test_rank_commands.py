@@ -3,6 +3,7 @@
 import array
 import gc
 import random
+from dataclasses import dataclass
 
 import msgspec
 import pytest
@@ -10,12 +11,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.engine.base import EngineSequence, SequenceSlice
-from pdmesh.engine.ranks.rank_commands import Command, Deltas, Replicas, Step, ToldElsewhere, frame
+from pdmesh.engine.ranks.rank_commands import Command, Deltas, Replicas, Step, frame
 from pdmesh.errors import ProtocolError
+from pdmesh.kv.elsewhere import PartQuestion
 from pdmesh.model import num_blocks_for
 from pdmesh_testing.stepping import new_sequence
 
 BLOCK_SIZE = 16
+
+
+@dataclass
+class SilentKv:
+    """`KvElsewhere` that has no holders to ask."""
+
+    num_tokens: int
+
+    def ask(self, question: PartQuestion, *, more: bool = False) -> None:
+        pass
+
+    def answers(self) -> list[bytes]:
+        return []
+
+
+def silent_kv(_index: int, num_tokens: int) -> SilentKv:
+    return SilentKv(num_tokens)
 
 
 def sent(command: Step) -> Step:
@@ -75,7 +94,7 @@ def test_the_others_know_of_each_sequence_what_its_steps_need(seed: int) -> None
             batch.append(SequenceSlice(sequence=sequence, start=start, num_tokens=num_tokens, sample=False))
             if rng.random() < 0.9:  # else the step is given up, and comes again
                 computed[id(sequence)] = start + num_tokens
-        found = replicas.batch(sent(deltas.step(batch, BLOCK_SIZE, hooked=False)))
+        found = replicas.batch(sent(deltas.step(batch, BLOCK_SIZE, hooked=False)), silent_kv)
         for part, theirs in zip(batch, found, strict=True):
             end = part.start + part.num_tokens
             assert (theirs.start, theirs.num_tokens) == (part.start, part.num_tokens)
@@ -89,7 +108,7 @@ def test_the_others_know_of_each_sequence_what_its_steps_need(seed: int) -> None
             if num_full > 0 and rng.random() < 0.3:  # others hold what is full by now, or some of it
                 num_given_back = rng.randint(1, num_full)
                 del sequence.block_table[:num_given_back]
-                sequence.elsewhere = ToldElsewhere(sequence.num_elsewhere_tokens + num_given_back * BLOCK_SIZE)
+                sequence.elsewhere = SilentKv(sequence.num_elsewhere_tokens + num_given_back * BLOCK_SIZE)
         if rng.random() < 0.2:
             sequences.pop(rng.randrange(len(sequences)))
 
@@ -97,7 +116,7 @@ def test_the_others_know_of_each_sequence_what_its_steps_need(seed: int) -> None
 def test_ended_sequences_are_forgotten() -> None:
     deltas, replicas = Deltas(), Replicas()
     for _ in range(50):
-        replicas.batch(sent(deltas.step([decode_of(sequence_of(40))], BLOCK_SIZE, hooked=False)))
+        replicas.batch(sent(deltas.step([decode_of(sequence_of(40))], BLOCK_SIZE, hooked=False)), silent_kv)
     gc.collect()
     assert len(replicas) == 1  # the last one's end comes with the next step
     assert len(deltas._known) == 0
@@ -110,5 +129,5 @@ def test_a_step_that_does_not_follow_is_refused() -> None:
     second = deltas.step([decode_of(sequence)], BLOCK_SIZE, hooked=False)
     replicas = Replicas()
     with pytest.raises(ProtocolError, match="does not follow"):
-        replicas.batch(second)
-    assert [part.sequence.token_ids for part in Replicas().batch(first)] == [sequence.token_ids]
+        replicas.batch(second, silent_kv)
+    assert [part.sequence.token_ids for part in Replicas().batch(first, silent_kv)] == [sequence.token_ids]

@@ -12,7 +12,7 @@ import torch
 from pdmesh.engine.forward import Forward, StepOutput, step_spans
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.engine.ranks.rank_commands import Abandon, Command, EndStep, Go, Replicas, Score, Step
-from pdmesh.engine.ranks.rank_elsewhere import AskedRows, asked_by_ranks
+from pdmesh.engine.ranks.rank_elsewhere import AskedRows, ElsewhereOfRanks
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.kv.elsewhere import KvElsewhereLost
 
@@ -69,8 +69,8 @@ class Follower(RankFollower):
                 raise unexpected(other)
 
     def _step(self, step: Step) -> None:
-        batch = self._replicas.batch(step)
-        spans = asked_by_ranks(step_spans(batch), self._group, self._asked)
+        batch = self._replicas.batch(step, lambda _, num_tokens: ElsewhereOfRanks(num_tokens, self._group, self._asked))
+        spans = step_spans(batch)
         with (
             suppress(Abandoned, KvElsewhereLost),
             self._forward.step(batch, spans, self._layer_done if step.hooked else None) as output,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice
 from pdmesh.engine.forward import Forward, Rows, StepOutput
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.engine.ranks.rank_commands import Abandon, Command, Deltas, EndStep, Go, Ready, Score
-from pdmesh.engine.ranks.rank_elsewhere import AskedRows, asked_by_ranks
+from pdmesh.engine.ranks.rank_elsewhere import AskedRows, ElsewhereOfRanks
 
 
 class Followers(Protocol):
@@ -71,10 +72,19 @@ class LeadingForward:
             followers.tell(Go())
 
         followers.tell(self._deltas.step(batch, self._block_size, hooked=on_layer is not None))
-        spans = asked_by_ranks(spans, followers.group, self._asked)
-        with self._own.step(batch, spans, None if on_layer is None else hook) as output:
+        with self._own.step(
+            batch, [self._asked_by_ranks(span) for span in spans], None if on_layer is None else hook
+        ) as output:
             yield _LeadingOutput(output, followers)
             followers.tell(EndStep())
+
+    def _asked_by_ranks(self, span: QuerySpan) -> QuerySpan:
+        """Return a span whose KV on other instances is asked for by all ranks together."""
+        if (own := span.elsewhere) is None:
+            return span
+        return replace(
+            span, elsewhere=ElsewhereOfRanks(own.num_tokens, self._followers.group, self._asked, leaders=own)
+        )
 
     def settle(self) -> None:
         self._own.settle()

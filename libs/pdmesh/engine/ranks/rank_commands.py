@@ -10,15 +10,15 @@ import array
 import socket
 import struct
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
 from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.errors import InstanceUnavailable, ProtocolError
-from pdmesh.kv.elsewhere import PartQuestion
+from pdmesh.kv.elsewhere import KvElsewhere, PartQuestion
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 
 _LENGTH = struct.Struct("<I")
@@ -275,19 +275,6 @@ class Deltas:
         return _Known(key, 0, sequence.num_elsewhere_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class ToldElsewhere:
-    """`KvElsewhere` without a connection, as steps describe it. `pdmesh.engine.ranks.rank_elsewhere` asks instead."""
-
-    num_tokens: int
-
-    def ask(self, question: PartQuestion, *, more: bool = False) -> None:
-        raise NotImplementedError("the leader asks")
-
-    def answers(self) -> Sequence[bytes]:
-        raise NotImplementedError("the leader is answered")
-
-
 class Replicas:
     """The other ranks' copies of the sequences, updated by steps."""
 
@@ -297,13 +284,16 @@ class Replicas:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def batch(self, step: Step) -> list[SequenceSlice]:
-        """Return a step's slices with updated sequences. Raise ProtocolError if it does not follow the last step."""
+    def batch(self, step: Step, elsewhere_of: Callable[[int, int], KvElsewhere]) -> list[SequenceSlice]:
+        """Return a step's slices with updated sequences. Raise ProtocolError if it does not follow the last step.
+
+        ``elsewhere_of`` makes the `KvElsewhere` of a slice, given the slice's index and the number of tokens there.
+        """
         for key in step.ended:
             self._sequences.pop(key, None)
-        return [self._slice(delta) for delta in step.slices]
+        return [self._slice(delta, partial(elsewhere_of, index)) for index, delta in enumerate(step.slices)]
 
-    def _slice(self, delta: SliceDelta) -> SequenceSlice:
+    def _slice(self, delta: SliceDelta, elsewhere_of: Callable[[int], KvElsewhere]) -> SequenceSlice:
         key, start, num_prompt_tokens, num_elsewhere_tokens, num_given_back, num_known = _SLICE_NUMBERS.unpack(
             delta.numbers
         )
@@ -315,7 +305,7 @@ class Replicas:
                 token_ids=array.array("i"),
                 num_prompt_tokens=num_prompt_tokens,
             )
-        sequence.elsewhere = ToldElsewhere(num_elsewhere_tokens) if num_elsewhere_tokens else None
+        sequence.elsewhere = elsewhere_of(num_elsewhere_tokens) if num_elsewhere_tokens else None
         del sequence.block_table[:num_given_back]
         if len(sequence.block_table) != num_known:
             raise ProtocolError("a step of ranks that does not follow the last one")

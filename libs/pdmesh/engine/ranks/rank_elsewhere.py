@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.model_config import DecoderShape
 from pdmesh.engine.ranks.group import RankGroup
@@ -73,16 +71,12 @@ class AskedRows(NamedTuple):
 class _OfRanks(ABC):
     """`KvElsewhere` on each rank that computes a layer. It remembers the last question's size and range."""
 
-    def __init__(self, elsewhere: KvElsewhere, group: RankGroup, asked: AskedRows) -> None:
-        self._elsewhere = elsewhere
+    def __init__(self, num_tokens: int, group: RankGroup, asked: AskedRows) -> None:
+        self.num_tokens = num_tokens
         self._group = group
         self._asked = asked
         self._num_rows = 0
         self._first_range = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return self._elsewhere.num_tokens
 
     def ask(self, question: PartQuestion, *, more: bool = False) -> None:
         share = self._group.share
@@ -108,17 +102,23 @@ class _OfRanks(ABC):
 class ElsewhereOfRanks(_OfRanks):
     """`KvElsewhere` on each rank of an instance of one stage. The leader asks, and shares the answers."""
 
+    def __init__(self, num_tokens: int, group: RankGroup, asked: AskedRows, leaders: KvElsewhere | None = None) -> None:
+        """``leaders`` is the sequence's own `KvElsewhere`, on the leader. The leader is the first rank."""
+        super().__init__(num_tokens, group, asked)
+        self._leaders = leaders
+
     def _ask(self, question: PartQuestion, *, more: bool) -> None:
-        self._elsewhere.ask(question, more=more)
+        assert self._leaders is not None, "the leader alone asks"
+        self._leaders.ask(question, more=more)
 
     def _answer_rows(self) -> Tensor:
         share, num_values = self._group.share, self._asked.answer_values
         num_rows = (self.num_tokens // self._asked.range_tokens - self._first_range) * self._num_rows
         given = torch.zeros(1 + num_rows, num_values if share.rank == 0 else 0)  # row 0: whether all answered
-        lost = KvElsewhereLost(self._elsewhere, "the leader has no answers")
-        if share.rank == 0:
+        lost = KvElsewhereLost(self, "the leader has no answers")
+        if self._leaders is not None:
             try:
-                given[1:] = self._asked.answer_rows(self._elsewhere.answers(), self._num_rows, self._elsewhere)
+                given[1:] = self._asked.answer_rows(self._leaders.answers(), self._num_rows, self._leaders)
                 given[0] = 1
             except KvElsewhereLost as error:
                 lost = error
@@ -128,20 +128,12 @@ class ElsewhereOfRanks(_OfRanks):
         return rows[1:]
 
 
-def asked_by_ranks(spans: Sequence[QuerySpan], group: RankGroup, asked: AskedRows) -> list[QuerySpan]:
-    """Return a step's spans with `KvElsewhere` that the ranks of an instance of one stage can ask together."""
-    return [
-        span if span.elsewhere is None else replace(span, elsewhere=ElsewhereOfRanks(span.elsewhere, group, asked))
-        for span in spans
-    ]
-
-
 class ElsewhereOfStage(_OfRanks):
     """`KvElsewhere` on each rank of a stage. The first rank asks the leader, which answers all ranks."""
 
     def __init__(
         self,
-        elsewhere: KvElsewhere,
+        num_tokens: int,
         group: RankGroup,
         asked: AskedRows,
         *,
@@ -149,7 +141,7 @@ class ElsewhereOfStage(_OfRanks):
         answer: Callable[[], bytes | None],
     ) -> None:
         """``answer`` waits for `AskedRows.answer_rows` as bytes, or None if there are none."""
-        super().__init__(elsewhere, group, asked)
+        super().__init__(num_tokens, group, asked)
         self._ask_leader = ask
         self._answer = answer
 
@@ -159,5 +151,5 @@ class ElsewhereOfStage(_OfRanks):
 
     def _answer_rows(self) -> Tensor:
         if (answer := self._answer()) is None:
-            raise KvElsewhereLost(self._elsewhere, "the leader has no answers")
+            raise KvElsewhereLost(self, "the leader has no answers")
         return torch.frombuffer(bytearray(answer), dtype=torch.float32).view(-1, self._asked.answer_values)

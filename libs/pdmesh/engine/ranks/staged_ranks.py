@@ -10,11 +10,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
-from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.base import LayerHook, SequenceSlice
 from pdmesh.engine.forward import DirectForward, HiddenOutput, StepOutput, step_spans
 from pdmesh.engine.ranks.channel import StageChannel
@@ -101,7 +100,7 @@ class StageFollower(RankFollower):
             raise InstanceUnavailable("the leader is gone") from error
 
     def _compute(self, command: StageStep) -> None:
-        batch = self._replicas.batch(command.step)
+        batch = self._replicas.batch(command.step, partial(self._elsewhere, command.number))
         num_rows = sum(part.num_tokens for part in batch)
         before = None if self._inlet is None else self._carried(self._inlet, num_rows)
         if self._inlet is not None and before is None:
@@ -113,7 +112,7 @@ class StageFollower(RankFollower):
         began_s, self._waited_s = time.perf_counter(), 0.0
         carried: Carried | None = None
         with suppress(Abandoned, KvElsewhereLost):
-            carried = self._through(command.number, batch, before, self._hook(command))
+            carried = self._through(batch, before, self._hook(command))
         busy_s = time.perf_counter() - began_s - self._waited_s
         if not self._share.is_last or carried is None:
             self._pass_on(carried)
@@ -122,21 +121,16 @@ class StageFollower(RankFollower):
         hidden, delta = carried
         self._score(command, HiddenOutput(self._transformer, hidden if delta is None else hidden + delta), busy_s)
 
-    def _through(
-        self, number: int, batch: Sequence[SequenceSlice], before: Carried | None, on_layer: LayerHook | None
-    ) -> Carried:
+    def _through(self, batch: Sequence[SequenceSlice], before: Carried | None, on_layer: LayerHook | None) -> Carried:
         """Compute the layers here from the state of the layers before. None means that the step's tokens enter here."""
         forward, transformer = self._forward, self._transformer
-        spans = [self._asked_by_stage(number, place, span) for place, span in enumerate(step_spans(batch))]
-        inputs, plan = forward.inputs(batch), forward.attention.plan(spans)
+        inputs, plan = forward.inputs(batch), forward.attention.plan(step_spans(batch))
         if before is None:
             before = Carried(transformer.embed_tokens(inputs), None)
         return transformer.through(before, inputs, forward.caches, plan, on_layer)
 
-    def _asked_by_stage(self, number: int, place: int, span: QuerySpan) -> QuerySpan:
-        """Return a span whose KV on other instances is asked through the leader."""
-        if span.elsewhere is None:
-            return span
+    def _elsewhere(self, number: int, place: int, num_tokens: int) -> ElsewhereOfStage:
+        """Return the KV on other instances of slice ``place`` of step ``number``, which is asked through the leader."""
 
         def ask(question: PartQuestion) -> None:
             layer = self._transformer.first_layer + question.layer
@@ -152,8 +146,7 @@ class StageFollower(RankFollower):
                 case other:
                     raise unexpected(other)
 
-        elsewhere = ElsewhereOfStage(span.elsewhere, self._group, self._asked, ask=ask, answer=answer)
-        return replace(span, elsewhere=elsewhere)
+        return ElsewhereOfStage(num_tokens, self._group, self._asked, ask=ask, answer=answer)
 
     def _carried(self, inlet: StageChannel, num_rows: int) -> Carried | None:
         dtype = self._transformer.hidden_dtype
