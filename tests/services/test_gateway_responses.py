@@ -222,6 +222,11 @@ async def test_bad_requests_are_refused_by_field(model: Path) -> None:
             "tools of type custom are skipped",
             "tools of type name??space are skipped",
         ]
+        of_call = [{"type": f"call_{i}"} for i in range(9)]
+        of_part = {"role": "assistant", "content": [{"type": f"part_{i}"} for i in range(9)]}
+        many = {"input": [*of_call, of_part, *skipped], "tools": [{"type": f"tool_{i}"} for i in range(9)]}
+        warned = (await http.post("/v1/responses", json={**BODY, **many})).headers.get_list("x-pdmesh-warning")
+        assert (len(warned), warned[-1]) == (17, "12 more")
         response_id = response.json()["id"]
         for query, status in (("limit=0", 400), ("limit=1&order=asc", 200), ("limit=99999", 400), ("after=x", 200)):
             listed = await http.get(f"/v1/responses/{response_id}/input_items?{query}")

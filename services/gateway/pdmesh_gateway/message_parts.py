@@ -27,9 +27,6 @@ _OUTPUTS = ("stdout", "stderr")
 #: Depth to which a part is searched for text.
 _MAX_DEPTH = 8
 
-#: Limit of the kinds that one request's warnings name.
-_MAX_WARNINGS = 8
-
 
 def text_of(content: Any, where: str, *, param: str, skipped: set[str] | None = None) -> str:
     """Return a message's content as text.
@@ -53,8 +50,8 @@ def reasoning_of(part: Mapping[str, Any]) -> str:
 
 
 def skip_warnings(skipped: Collection[str], what: str) -> tuple[str, ...]:
-    """Return a warning for each skipped kind of ``what``, at most `_MAX_WARNINGS`."""
-    return tuple(f"{what} of type {kind[:64]} are skipped" for kind in sorted(skipped)[:_MAX_WARNINGS])
+    """Return a warning for each skipped kind of ``what``."""
+    return tuple(f"{what} of type {kind[:64]} are skipped" for kind in sorted(skipped))
 
 
 def _text_of_part(part: Any, where: str, param: str, skipped: set[str] | None) -> str | None:

@@ -133,7 +133,7 @@ class GenerationEndpoint(ComputingEndpoint[StreamableT]):
             shown_ids=prepared.shown_ids,
             call_parser=prepared.call_parser,
         )
-        exchange.warn(*dict.fromkeys(prepared.warnings))
+        exchange.warn(*prepared.warnings)
         return job, [prepared.answer(job, index) for index in range(n)]
 
 

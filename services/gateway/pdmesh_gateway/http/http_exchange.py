@@ -58,6 +58,8 @@ class Exchange:
     status: int = 0
     received_at: float = field(default_factory=time.time)
     extra_headers: list[tuple[bytes, bytes]] = field(default_factory=list[tuple[bytes, bytes]])
+    # Warnings of the response, without repetitions.
+    _warnings: dict[str, None] = field(default_factory=dict[str, None])
 
     def header(self, name: str) -> str | None:
         value = self.headers.get(name.encode())
@@ -80,15 +82,11 @@ class Exchange:
         return int(value) if value.isdigit() else None
 
     def warn(self, *warnings: str) -> None:
-        """Add a header for each warning to the response that is not begun.
+        """Add a header for each warning, other than earlier ones, to the response that is not begun.
 
-        Beyond `MAX_WARNINGS` in one call, one header counts the rest, because proxies limit headers.
+        Beyond `MAX_WARNINGS`, one header counts the rest, because proxies limit headers.
         """
-        if len(warnings) > MAX_WARNINGS:
-            warnings = (*warnings[:MAX_WARNINGS], f"{len(warnings) - MAX_WARNINGS} more")
-        self.extra_headers += [
-            (b"x-pdmesh-warning", warning.encode("latin-1", "replace").translate(_PRINTABLE)) for warning in warnings
-        ]
+        self._warnings |= dict.fromkeys(warnings)
 
     async def respond(
         self,
@@ -163,6 +161,13 @@ class Exchange:
         all_headers = [
             *headers,
             *self.extra_headers,
+            *_warning_headers(list(self._warnings)),
             *((name, (self.label or self.request_id).encode("latin-1")) for name in self.dialect.errors.id_headers),
         ]
         await self.send({"type": "http.response.start", "status": status, "headers": all_headers})
+
+
+def _warning_headers(warnings: list[str]) -> list[tuple[bytes, bytes]]:
+    if len(warnings) > MAX_WARNINGS:
+        warnings = [*warnings[:MAX_WARNINGS], f"{len(warnings) - MAX_WARNINGS} more"]
+    return [(b"x-pdmesh-warning", warning.encode("latin-1", "replace").translate(_PRINTABLE)) for warning in warnings]
