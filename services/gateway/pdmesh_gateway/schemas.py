@@ -6,13 +6,13 @@ constraints until none is refused (`_Repair`). The result names them, so that ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
-from urllib.parse import unquote
 
 from pdmesh_gateway.patterns import portable
+from pdmesh_gateway.schema_references import escaped, found_at, target_of
 
 ANY_OBJECT = {"type": "object"}
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -127,7 +127,7 @@ class _Rewriter:
         while len(self.definitions) < len(self._names):
             (path, is_open), name = list(self._names.items())[len(self.definitions)]
             self.paths[name] = path
-            self.definitions[name] = self._node(_found(self._schema, path), path, is_open=is_open)
+            self.definitions[name] = self._node(found_at(self._schema, path), path, is_open=is_open)
 
     def _node(self, schema: Any, path: str, *, is_open: bool) -> Any:
         if not isinstance(schema, Mapping):
@@ -139,11 +139,11 @@ class _Rewriter:
         for key, value in schema.items():
             if _says_nothing(schema, key, value):
                 continue
-            where = f"{path}/{_escaped(key)}"
+            where = f"{path}/{escaped(key)}"
             if key in _OF_SCHEMAS and isinstance(value, Mapping):
                 result[key] = {
                     portable(name) if key == "patternProperties" else name: self._node(
-                        inner, f"{where}/{_escaped(name)}", is_open=False
+                        inner, f"{where}/{escaped(name)}", is_open=False
                     )
                     for name, inner in value.items()
                 }
@@ -152,7 +152,7 @@ class _Rewriter:
                 result[key] = [self._node(each, f"{where}/{i}", is_open=is_part) for i, each in enumerate(value)]
             elif key in _SCHEMAS:
                 result[key] = self._node(value, where, is_open=False)
-            elif key == "$ref" and (target := self._target(value)) is not None:
+            elif key == "$ref" and (target := target_of(self._schema, value)) is not None:
                 result[key] = f"#/$defs/{self._name(target, is_open=is_merged)}"
             elif key in ("minimum", "exclusiveMinimum") and isinstance(value, float | int) and value < -MAX_BOUND:
                 result[key] = -MAX_BOUND
@@ -206,9 +206,9 @@ class _Rewriter:
             return None
         names: dict[str, None] = {}
         parts: list[Any] = [part for key in _PARTS if isinstance(schema.get(key), list) for part in schema[key]]
-        if (target := self._target(schema.get("$ref"))) is not None and target not in seen:
+        if (target := target_of(self._schema, schema.get("$ref"))) is not None and target not in seen:
             seen |= {target}
-            parts.insert(0, _found(self._schema, target))
+            parts.insert(0, found_at(self._schema, target))
         for part in parts:
             found = self._property_names(part, seen)
             if found is None:
@@ -280,9 +280,9 @@ class _Rewriter:
         References beside a keyword that their target has, too, are left.
         """
         for _ in range(8):
-            if not isinstance(schema, Mapping) or (target := self._target(schema.get("$ref"))) is None:
+            if not isinstance(schema, Mapping) or (target := target_of(self._schema, schema.get("$ref"))) is None:
                 break
-            found = _found(self._schema, target)
+            found = found_at(self._schema, target)
             beside = {
                 key: schema[key] for key in schema.keys() - {"$ref"} if not _says_nothing(schema, key, schema[key])
             }
@@ -315,22 +315,6 @@ class _Rewriter:
             if not (isinstance(each, Mapping) and each.get("type") == "string" and "pattern" in each)
             or self._objection(each) is None
         ]
-
-    def _target(self, reference: Any) -> str | None:
-        """Return the pointer of a reference within the schema; None for other references, or if there is no
-        such value.
-        """
-        if not isinstance(reference, str):
-            return None
-        own_id = self._schema.get("$id") if isinstance(self._schema, Mapping) else None
-        base, _, pointer = reference.partition("#")
-        if base and base != own_id:
-            return None
-        if pointer and not pointer.startswith("/"):
-            found = next((path for path in _anchored(self._schema, "#", pointer)), None)
-            return found
-        path = "#" + unquote(pointer)
-        return None if _found(self._schema, path) is _MISSING else path
 
     def _name(self, path: str, *, is_open: bool) -> str:
         return self._names.setdefault((path, is_open), f"pdmesh-{len(self._names)}")
@@ -371,7 +355,7 @@ class _Repair:
                     _is_refused(self._problem({key: node[key]})) if alone else not _is_refused(self._problem(rest))
                 )
                 if refused:
-                    self._drop(f"{path}/{_escaped(key)}", problem, is_malformed=_is_malformed(key, node[key]))
+                    self._drop(f"{path}/{escaped(key)}", problem, is_malformed=_is_malformed(key, node[key]))
                     node = rest
         if _is_refused(problem := self._problem(node)) and self._num_left > 0:
             self._drop(path, problem)
@@ -380,9 +364,9 @@ class _Repair:
 
     def _child(self, key: str, value: Any, path: str) -> Any:
         """Return a keyword's value with its schemas repaired."""
-        path = f"{path}/{_escaped(key)}"
+        path = f"{path}/{escaped(key)}"
         if key in _OF_SCHEMAS and isinstance(value, Mapping):
-            return {name: self.node(inner, f"{path}/{_escaped(name)}") for name, inner in value.items()}
+            return {name: self.node(inner, f"{path}/{escaped(name)}") for name, inner in value.items()}
         if key in _LISTS_OF_SCHEMAS and isinstance(value, list):
             return [self.node(each, f"{path}/{i}") for i, each in enumerate(value)]
         if key in _SCHEMAS:
@@ -429,13 +413,6 @@ class _Repair:
         self.dropped.append(dropped)
 
 
-class _Missing:
-    """Type of `_MISSING`, the value at a path that does not exist."""
-
-
-_MISSING = _Missing()
-
-
 def _is_inexact(value: Any) -> bool:
     return isinstance(value, int) and abs(value) > 2**53 and (value.bit_length() > 1000 or int(float(value)) != value)
 
@@ -477,32 +454,3 @@ def _says_nothing(schema: Mapping[str, Any], key: str, value: Any) -> bool:
     if key in ("unevaluatedItems", "contains"):
         return "array" not in kinds or (key == "unevaluatedItems" and value in ({}, True))
     return key == "not" and value is False
-
-
-def _found(schema: Any, path: str) -> Any:
-    """Return the value at a pointer; `_MISSING` if there is none."""
-    for part in path.split("/")[1:]:
-        part = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(schema, Mapping) and part in schema:
-            schema = schema[part]
-        elif isinstance(schema, list) and part.isdecimal() and len(part) < 6 and int(part) < len(schema):
-            schema = schema[int(part)]
-        else:
-            return _MISSING
-    return schema
-
-
-def _anchored(schema: Any, path: str, anchor: str) -> Iterator[str]:
-    """Yield the paths of schemas with the given ``$anchor``."""
-    if isinstance(schema, Mapping):
-        if schema.get("$anchor") == anchor:
-            yield path
-        for key, value in schema.items():
-            yield from _anchored(value, f"{path}/{_escaped(key)}", anchor)
-    elif isinstance(schema, list):
-        for i, value in enumerate(schema):
-            yield from _anchored(value, f"{path}/{i}", anchor)
-
-
-def _escaped(key: str) -> str:
-    return key.replace("~", "~0").replace("/", "~1")
