@@ -29,8 +29,8 @@ PAGES = ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 RECORDED = {"docstring": 1, "comment": 1, "page": 2, "trailing comments": 400}
 
 #: The first commit whose descendants have subjects of the form that `SUBJECT` and `MAX_SUBJECT` ask for.
-FIRST_CHECKED = "e985b1eb"
-SUBJECT = re.compile(r"[\w/., -]+: [A-Za-z`]")
+FIRST_CHECKED = "a9b5e909"
+SUBJECT = re.compile(r"[\w/.,-]+: [A-Za-z`]")
 MAX_SUBJECT = 72
 
 
