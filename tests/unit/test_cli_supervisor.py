@@ -425,7 +425,6 @@ import sys
 import anyio
 from pathlib import Path
 from pdmesh.cli.processes import ChildSpec, start_child
-from pdmesh.model import InstanceId, PoolMember, Role
 from pdmesh_testing.processes import write_stand_in
 
 async def main(folder):
