@@ -309,6 +309,31 @@ async def test_a_range_that_is_lost_is_computed_again(instances: list[RunningIns
     await check_end(instances, tokens(one), prompt, max_tokens)
 
 
+async def test_a_lost_member_that_is_named_again_is_asked_again(instances: list[RunningInstance]) -> None:
+    """A new scheduler has not heard of the loss, and names the members that the home registered."""
+    one, two, three, _ = instances
+    (prompt,) = random_prompts([20], TINY.vocab_size, seed=1)
+    max_tokens = 150
+    start(one, prompt, max_tokens)
+    await one.until(lambda: len(one.tokens_of(KEY[0])) > RANGE + 4)
+    scheduler = Scheduler(one)
+    await scheduler.hand_on(one, two, 0)
+    one.mover.parts.forget(two.address)
+    assert (await one.reported(PartLost, KEY[0])).number == 0
+    move = plan(one, three, IndexRange(RANGE // BLOCK, 2 * RANGE // BLOCK), Then.DECODE, 77)
+    scheduler.grant(one, three, move)
+    failed = await one.reported(TransferFailed, KEY[0])
+    assert (failed.transfer_id, failed.committed) == (move.transfer_id, False), "no scheduler waits for the move"
+    num_drawn = len(one.tokens_of(KEY[0]))
+    assert num_drawn < max_tokens
+    scheduler.set_members()
+    await one.reported(MembersSet, KEY[0], count=2)
+    await one.reported(RequestFinished, KEY[0])
+    assert len(one.reports_of(PartLost, KEY[0])) == 1
+    two.free(KEY[0])
+    await check_end(instances, tokens(one), prompt, max_tokens)
+
+
 async def test_members_that_are_named_while_a_step_asks_a_lost_one_are_asked_next(
     instances: list[RunningInstance],
 ) -> None:

@@ -90,7 +90,8 @@ class CopyRules:
             sequence.hand_range(transfer)
         elif transfer.is_move:
             if sequence.has_lost_range:
-                # The lost range was reported, and the request starts again.
+                # The scheduler may not know of the loss yet, so this is no disagreement.
+                self._fail(sequence, transfer.transfer_id, "a range of its context was lost", committed=False)
                 return
             if not reason and sequence.move is not None and not sequence.move.may_have_begun:
                 # Another target replaces the first one.
