@@ -47,6 +47,7 @@ from pdmesh.instance.effects import (
     StopSending,
     WaitNoLonger,
 )
+from pdmesh.instance.lost_ranges import LostRanges
 from pdmesh.instance.residents import Length
 from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.model import InstanceId, InstanceProfile, RequestKey, Then
@@ -97,7 +98,7 @@ class SimInstance:
             go_on=self._go_on,
         )
         self._loads = SimulatedLoads(profile, agenda=agenda, end=self._end_step)
-        self._lost_ranges = machine.lost_ranges
+        self._lost_ranges = LostRanges()
         self._range_step: Appointment | None = None  # end of the step
         self._num_turns = 0
         self._busy = False
@@ -241,9 +242,7 @@ class SimInstance:
         return self._drawn_s(key, run, bisect_right(self._running_s, self._agenda.now_s))
 
     def _drawn_s(self, key: RequestKey, run: RequestRun, num_running: int) -> Sequence[float]:
-        """Return the times of a request's tokens in all ended steps, and in the first ``num_running`` of the running
-        ones.
-        """
+        """Return the times of a request's tokens in all ended steps and the first ``num_running`` running ones."""
         joined_step = self._residents.joined_step(key)
         if joined_step is None:
             return [*run.token_times_s]

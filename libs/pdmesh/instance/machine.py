@@ -39,7 +39,6 @@ from pdmesh.instance.effects import (
 )
 from pdmesh.instance.endings import Endings
 from pdmesh.instance.floor import Floor, PlanQueue
-from pdmesh.instance.lost_ranges import LostRanges
 from pdmesh.instance.new_copies import NewCopies
 from pdmesh.instance.sequence import PromptWork, Sequence
 from pdmesh.instance.sequence_phases import DECODES, SeqPhase
@@ -57,7 +56,6 @@ class InstanceMachine:
         self.is_told_to_stop = False
         self.sequences = floor.sequences
         self.endings = Endings(floor)
-        self.lost_ranges = LostRanges()
         self._floor = floor
         self._plans = plans
         self._chunks = Chunks(floor)

@@ -182,8 +182,7 @@ class Instance:
         floor = RequestFloor(context, intake=intake, growth=growth, moves=moves, own=own, carry_out=self._carry_out)
         self._machine = InstanceMachine(floor, self.plans, role)
         self._copies = LeavingCopies(context, moves=moves)
-        lost_ranges = RecomputedRanges(context, self._machine.lost_ranges)
-        self.plans.lost_ranges = self._machine.lost_ranges
+        lost_ranges = RecomputedRanges(context, self.plans.lost_ranges)
         self._arrivals = Arrivals(context, intake=intake, growth=growth, lost_ranges=lost_ranges)
         self.results = Results(
             context,
