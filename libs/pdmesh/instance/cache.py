@@ -6,6 +6,7 @@ and the tier has the granules to load.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from pdmesh.model import PrefixHash, PrefixHashes, blocks_of_granule
@@ -179,17 +180,22 @@ class BlockCache:
 
         Sequences that own such granules keep the blocks to their end.
         """
-        while headless := [granule for granule in self.granules if not self._has_head(granule)]:
-            for granule in headless:
+        after: defaultdict[PrefixHash | None, list[PrefixHash]] = defaultdict(list)
+        for granule, before in self._before.items():
+            after[before].append(granule)
+        headless = [before for before in after if before is not None and not self._is_reported(before)]
+        while headless:
+            followers = after.pop(headless.pop(), [])
+            for granule in followers:
                 if self._owners[granule]:
                     self._unreported.add(granule)
                 else:
                     del self._owners[granule]
                     self._forget(granule)
+            headless += followers
 
-    def _has_head(self, granule: PrefixHash) -> bool:
-        before = self._before[granule]
-        return before is None or (before in self._owners and before not in self._unreported)
+    def _is_reported(self, granule: PrefixHash) -> bool:
+        return granule in self._owners and granule not in self._unreported
 
     def _forget(self, granule: PrefixHash) -> None:
         del self._before[granule]

@@ -6,6 +6,7 @@ it. If the two disagree, this table counts.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from pdmesh.kv.blocks import BlockPool
@@ -90,10 +91,14 @@ class KeptGranules:
 
     def drop_headless(self) -> None:
         """Evict granules without the beginning of their chains, which a new scheduler could not use."""
-        while headless := [
-            each for each, before in self._before.items() if before is not None and before not in self._blocks
-        ]:
-            self.drop(headless)
+        after: defaultdict[PrefixHash | None, list[PrefixHash]] = defaultdict(list)
+        for granule, before in self._before.items():
+            after[before].append(granule)
+        headless = [before for before in after if before is not None and before not in self._blocks]
+        while headless:
+            followers = after[headless.pop()]
+            self.drop(followers)
+            headless += followers
 
     def make_room(self, num_blocks: int) -> bool:
         """Evict the longest unused granules that no request uses, until ``num_blocks`` blocks are free.
