@@ -360,7 +360,7 @@ class CopyOut:
             async with anyio.create_task_group() as self._tasks:
                 for lane in self._lanes:
                     self._tasks.start_soon(lane.run)
-                await self._send()
+                self._tasks.start_soon(self._send)
                 await self._until(lambda: not self._unlanded)
                 landed_s = self._context.clock()
                 for lane in self._lanes:
