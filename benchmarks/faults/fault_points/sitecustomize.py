@@ -98,7 +98,7 @@ def _worker_arrivals(module: ModuleType) -> None:
 
     @functools.wraps(expect)
     def expecting(self: Any, request: Any, command: Any) -> None:
-        is_move = command.transfer.purpose.name == "MOVE"
+        is_move = command.transfer.is_move
         if is_move:
             at("target: asked")
         expect(self, request, command)
