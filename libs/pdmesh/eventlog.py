@@ -38,7 +38,7 @@ from pdmesh.rotation import set_aside
 
 log = structlog.get_logger()
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 #: Largest record. A greater length is corruption.
 MAX_RECORD_BYTES = 64 * 1024 * 1024

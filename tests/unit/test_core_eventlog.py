@@ -25,7 +25,7 @@ from pdmesh.core.events import (
     StepDone,
 )
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.eventlog import EventLogError, EventLogReader, EventLogWriter, Header, replay
+from pdmesh.eventlog import FORMAT_VERSION, EventLogError, EventLogReader, EventLogWriter, Header, replay
 from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Resident, Role
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
@@ -123,6 +123,15 @@ def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "events.log"
     path.write_bytes(content)
     with pytest.raises(EventLogError, match=r"events\.log"):
+        EventLogReader(path)
+
+
+def test_a_log_of_another_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "events.log"
+    with EventLogWriter(path, replace(HEADER, version=FORMAT_VERSION - 1)) as log:
+        log.record(6.0, GatewayJoined(GATEWAY, ()))
+    says = rf"events\.log has format {FORMAT_VERSION - 1}, this pdmesh reads {FORMAT_VERSION}$"
+    with pytest.raises(EventLogError, match=says):
         EventLogReader(path)
 
 
