@@ -361,6 +361,8 @@ def test_each_key_sees_its_own_responses() -> None:
     assert store.item("alice", "msg_a") == b"{}"
     assert store.get("bob", "a") is None
     assert store.item("bob", "msg_a") is None
+    store.put("alice", kept("a"))  # as a response that is cancelled when it has just ended
+    assert store.num_bytes == kept("a").num_bytes
     assert not store.delete("bob", "a")
     assert store.delete("alice", "a")
     assert store.get("alice", "a") is None

@@ -284,7 +284,7 @@ class _Rewriter:
                 break
             found = found_at(self._schema, target)
             beside = {
-                key: schema[key] for key in schema.keys() - {"$ref"} if not _says_nothing(schema, key, schema[key])
+                key: value for key, value in schema.items() if key != "$ref" and not _says_nothing(schema, key, value)
             }
             if beside and (not isinstance(found, Mapping) or found.keys() & beside.keys()):
                 break

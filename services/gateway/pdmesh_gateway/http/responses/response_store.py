@@ -63,10 +63,12 @@ class ResponseStore:
         return self._num_bytes.total()
 
     def put(self, tenant: str, kept: KeptResponse) -> None:
-        """Store a response, unless it alone is too large. Remove old responses to make room."""
+        """Store a response in place of one with its id, unless it alone is too large. Remove old ones to make room."""
         if kept.num_bytes > self._max_bytes:
             return
-        self._responses[tenant, kept.response_id] = (self._clock(), kept)
+        if (key := (tenant, kept.response_id)) in self._responses:
+            self._remove(key)
+        self._responses[key] = (self._clock(), kept)
         self._items.update(((tenant, item_id), kept.response_id) for item_id in kept.output_items)
         self._num_bytes[tenant] += kept.num_bytes
         while next(iter(self._responses.values()))[0] < self._oldest_s:
@@ -77,12 +79,8 @@ class ResponseStore:
 
     def put_events(self, tenant: str, response_id: str, events: EventLog) -> None:
         """Store the events of a stored response, if there is room for both."""
-        if (kept := self.get(tenant, response_id)) is None:
-            return
-        whole = replace(kept, events=events)
-        if whole.num_bytes <= self._max_bytes:
-            self._remove((tenant, response_id))
-            self.put(tenant, whole)
+        if (kept := self.get(tenant, response_id)) is not None:
+            self.put(tenant, replace(kept, events=events))
 
     def get(self, tenant: str, response_id: str) -> KeptResponse | None:
         """Return a response of the tenant; None if it is not stored or too old."""
