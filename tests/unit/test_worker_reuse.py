@@ -395,6 +395,17 @@ async def test_what_an_instance_tells_when_it_registers_again() -> None:
         await instance.reported(KvReleased, "r")
 
 
+async def test_granules_without_the_beginning_of_their_chain_are_not_registered() -> None:
+    prompt, other = random_tokens(600), random_tokens(200, seed=1)
+    async with one() as instance:
+        await run(instance, a_generation("first", prompt))
+        await run(instance, a_generation("other", other))
+        instance.instance._tables.kept.drop(granules_of(prompt)[1:2])
+        await instance.instance.drop_all_but_decoding()
+        assert set(instance.instance.kept) == {granules_of(prompt)[0], granules_of(other)[0]}
+        instance.assert_all_free(num_kept=2)
+
+
 async def test_without_a_root_nothing_is_kept() -> None:
     async with one() as instance:
         await run(instance, make_generation("r", random_tokens(300), SamplingParams(max_tokens=200, temperature=0)))
