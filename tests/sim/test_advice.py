@@ -13,6 +13,8 @@ from typing import cast
 import pytest
 
 from pdmesh.cli.options import Asked, Output
+from pdmesh.cli.state_folder import StateFolder
+from pdmesh.config import MeshConfig
 from pdmesh.core.commands import Command
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import Event
@@ -213,7 +215,8 @@ def test_the_advice_is_followed_by_one_instance_at_a_time() -> None:
     assert next_flip(there, PoolCounts(prefill=1, decode=3)) is None, "it is there"
 
 
-def test_advice_that_is_applied_asks_for_one_change_of_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_that_is_applied_asks_for_one_change_of_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(MeshConfig(), StateFolder("mesh", tmp_path), Output.TABLE)
     there = SimpleNamespace(instances=[row("prefill-0"), row("decode-0"), row("decode-1")])
     now = foretold(PoolCounts(prefill=1, decode=2), 0.5, 0.02)
     best = foretold(PoolCounts(prefill=2, decode=1), 0.9, 0.02)
@@ -227,14 +230,14 @@ def test_advice_that_is_applied_asks_for_one_change_of_roles(monkeypatch: pytest
     monkeypatch.setattr("pdmesh_lab.cli.advise.recording_of", lambda *_: None)
     monkeypatch.setattr("pdmesh_lab.cli.advise.advise", lambda *_, **__: SimpleNamespace(best=best, now=now))
     monkeypatch.setattr("pdmesh_lab.cli.advise.start", start)
-    assert apply_advice(cast(Asked, None), OPTIONS, timeout_s=1.0) == 1
+    assert apply_advice(asked, OPTIONS, timeout_s=1.0) == 1
     (requested,) = requests
     assert (requested.kind, requested.instance_id) == (OperationKind.ROLE, "decode-0")
     assert (requested.role, requested.timeout_s) == (Role.PREFILL, 1.0)
 
 
 def test_it_says_where_the_pools_are_as_advised_already(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its log is of the minutes before."""
     there = SimpleNamespace(instances=[row("prefill-0"), row("prefill-1"), row("decode-0")])
@@ -242,5 +245,9 @@ def test_it_says_where_the_pools_are_as_advised_already(
     monkeypatch.setattr("pdmesh_lab.cli.advise.current_state", lambda *_: there)
     monkeypatch.setattr("pdmesh_lab.cli.advise.recording_of", lambda *_: None)
     monkeypatch.setattr("pdmesh_lab.cli.advise.advise", lambda *_, **__: SimpleNamespace(best=better, now=better))
-    assert apply_advice(cast(Asked, None), OPTIONS, timeout_s=1.0) == 0
-    assert "2 prefill + 1 decode, the better pools, are already running" in capsys.readouterr().out
+    said = "pdmesh: 2 prefill + 1 decode, the better pools, are already running\n"
+    asked = Asked(MeshConfig(), StateFolder("mesh", tmp_path), Output.TABLE)
+    assert apply_advice(asked, OPTIONS, timeout_s=1.0) == 0
+    assert capsys.readouterr() == (said, "")
+    assert apply_advice(replace(asked, output=Output.JSON), OPTIONS, timeout_s=1.0) == 0
+    assert capsys.readouterr() == ("", said), "standard output is for JSON"

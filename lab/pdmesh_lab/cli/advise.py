@@ -234,18 +234,19 @@ def apply_advice(asked: Asked, options: AdviceOptions, *, timeout_s: float) -> i
     advice = advise(recording_of(asked, options), options, Output.JSON, same_bundle=True)
     now = advice.now.proposal.pools
     if (best := advice.best) is None:
-        typer.echo(f"pdmesh: no proposal is better by {options.min_gain_points:g} points than {now}")
+        _say(asked, f"no proposal is better by {options.min_gain_points:g} points than {now}")
         return 0
     wanted = best.proposal.pools
     if all(wanted.of(role) == sum(row.role is role for row in there) for role in Role):
-        typer.echo(f"pdmesh: {wanted}, the better pools, are already running")
+        _say(asked, f"{wanted}, the better pools, are already running")
         return 0
     if (flip := next_flip(there, wanted)) is None:
-        typer.echo(f"pdmesh: {wanted} would be better, but no instance can change its role now")
+        _say(asked, f"{wanted} would be better, but no instance can change its role now")
         return 0
-    typer.echo(
-        f"pdmesh: {wanted} would have had {best.attainment:.1%} of requests within targets, "
-        f"{now} {advice.now.attainment:.1%}: {flip.instance_id} becomes {flip.role}"
+    _say(
+        asked,
+        f"{wanted} would have had {best.attainment:.1%} of requests within targets, "
+        f"{now} {advice.now.attainment:.1%}: {flip.instance_id} becomes {flip.role}",
     )
     requested = OperationRequested(
         operation_id=new_operation_id(),
@@ -255,6 +256,11 @@ def apply_advice(asked: Asked, options: AdviceOptions, *, timeout_s: float) -> i
         role=flip.role,
     )
     return start(asked, requested)
+
+
+def _say(asked: Asked, what: str) -> None:
+    """Print a message; to standard error if standard output is for JSON."""
+    typer.echo(f"pdmesh: {what}", err=asked.output is Output.JSON)
 
 
 def command_of(now: Proposal, best: Proposal) -> list[str]:
