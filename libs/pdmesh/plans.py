@@ -109,11 +109,6 @@ class TransferPlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.then is Then.HOLD
 
     @property
-    def is_of_lost_range(self) -> bool:
-        """Whether the transfer brings the tokens of a lost range."""
-        return self.computes
-
-    @property
     def source_ids(self) -> tuple[InstanceId, ...]:
         return tuple([shard.instance_id for shard in self.sources])
 

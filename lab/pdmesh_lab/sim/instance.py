@@ -492,7 +492,7 @@ class SimInstance:
         num_tokens = num_bytes = 0
         if transfer.then is Then.KEEP:
             num_bytes = self.copies.fetches.num_bytes(sequence, transfer)
-        elif transfer.is_of_lost_range:
+        elif transfer.computes:
             size = self.profile.max_kv_tokens
             assert sequence.part is not None, f"{key} is no range"
             self._lost_ranges.begin(sequence, sequence.part * size, (sequence.part + 1) * size)

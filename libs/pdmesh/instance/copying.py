@@ -76,7 +76,7 @@ class CopyRules:
         if transfer.is_of_part:
             lost_range = self._lost_range(sequence, transfer)
             handed = None if sequence.handing is None else sequence.handing.transfer
-            if lost_range is not None and handed is not None and handed.is_of_lost_range:
+            if lost_range is not None and handed is not None and handed.computes:
                 # Another target replaces the first one.
                 self._stop_handing(sequence)
             is_here = lost_range is not None or self._is_of_range(sequence, transfer)
@@ -117,11 +117,11 @@ class CopyRules:
     def _is_of_range(self, sequence: Sequence, transfer: TransferPlan) -> bool:
         """Return whether a transfer is for a range whose KV is here."""
         has_kv = sequence.phase in DECODES or sequence.phase is SeqPhase.HOLDING
-        return transfer.is_of_part and not transfer.is_of_lost_range and has_kv
+        return transfer.is_of_part and not transfer.computes and has_kv
 
     def _lost_range(self, sequence: Sequence, transfer: TransferPlan) -> int | None:
         """Return the number of the lost range for which a transfer is; None if no member held such a range."""
-        if not transfer.is_of_lost_range or sequence.phase not in DECODES:
+        if not transfer.computes or sequence.phase not in DECODES:
             return None
         number = range_at(transfer, transfer.destination_ids[0])
         return number if number is not None and number < len(sequence.members) else None

@@ -54,7 +54,7 @@ class Arrivals:
             num_context_tokens = None
         if members:
             self._ask(request, members, blocks.start * self._context.block_size)
-        if transfer.is_of_lost_range:
+        if transfer.computes:
             return
         expected: Expected = {
             "capability": transfer.capability,
@@ -74,7 +74,7 @@ class Arrivals:
         """Register a range, for which this instance answers once the KV has landed."""
         transfer = command.transfer
         (home_address,) = self._context.addresses.of([command.home_id or transfer.destination_ids[0]])
-        is_lost = transfer.is_of_lost_range
+        is_lost = transfer.computes
         self._context.mover.parts.hold(
             request.request_id,
             request.epoch,

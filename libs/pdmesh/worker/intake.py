@@ -156,7 +156,7 @@ class Intake:
             return
         if command.instance_id not in transfer.destination_ids:
             raise ProtocolError("the instance is no destination of the transfer")
-        if not transfer.is_of_lost_range:
+        if not transfer.computes:
             addresses.of(transfer.source_ids)
         num_tokens = command.num_blocks * self._context.block_size
         if num_tokens <= num_shared_granules * GRANULE_TOKENS:

@@ -98,7 +98,7 @@ class LeavingCopies:
                 self._send_blocks(request, transfer, request.sequence.block_table, len(request.chain) * GRANULE_TOKENS)
             case Then.DECODE if request.state.move is not None:
                 self._moves.begin(request, self._destinations(transfer)[0], transfer)
-            case Then.HOLD if transfer.is_of_lost_range:
+            case Then.HOLD if transfer.computes:
                 self._send_tokens(request, transfer)
             case Then.HOLD:
                 blocks, table = transfer.sources[0].part.blocks, request.sequence.block_table

@@ -176,7 +176,7 @@ class RequestFloor:
             return str(error)
         if sequence.is_decoding and len(transfer.destinations) != 1:
             return "it would move to several instances"
-        if transfer.is_of_part and not transfer.is_of_lost_range and not _has_range(request, transfer):
+        if transfer.is_of_part and not transfer.computes and not _has_range(request, transfer):
             return "the range is not here"
         return ""
 
