@@ -39,7 +39,7 @@ BATCH = 20
 
 
 @dataclass(slots=True)
-class Tally:
+class StepTotals:
     """What some seeds came to."""
 
     num_seeds: int = 0
@@ -49,7 +49,7 @@ class Tally:
     virtual_s: float = 0.0
     broken: dict[int, str] = field(default_factory=dict[int, str])  # seeds, and what they broke
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: StepTotals) -> None:
         self.num_seeds += other.num_seeds
         self.num_faults += other.num_faults
         self.num_events += other.num_events
@@ -65,7 +65,7 @@ def main() -> int:
         _print_run(result)
         return int(result.broken is not None)
     began_s = time.monotonic()
-    total = Tally()
+    total = StepTotals()
     with ExitStack() as stack:
         for tally in _tallies(arguments, stack):
             total.add(tally)
@@ -88,7 +88,7 @@ def main() -> int:
     return int(bool(total.broken))
 
 
-def _tallies(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Tally]:
+def _tallies(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[StepTotals]:
     """Of batches of seeds, in order, by as many processes as asked for, which end with ``stack``."""
     seeds: Iterator[int] = count(arguments.first)
     if arguments.tiers:
@@ -102,7 +102,7 @@ def _tallies(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Tally]
         return
     executor = ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn"))
     stack.callback(executor.shutdown, cancel_futures=True)
-    under_way: deque[Future[Tally]] = deque()
+    under_way: deque[Future[StepTotals]] = deque()
     for batch in batches:
         under_way.append(executor.submit(_tally, batch))
         if len(under_way) > 2 * arguments.processes:
@@ -121,8 +121,8 @@ def spreads_contexts(seed: int) -> bool:
     return draw(seed).range_tokens > 0
 
 
-def _tally(seeds: Iterable[int]) -> Tally:
-    tally = Tally()
+def _tally(seeds: Iterable[int]) -> StepTotals:
+    tally = StepTotals()
     for seed in seeds:
         result = run(draw(seed))
         tally.num_seeds += 1

@@ -104,7 +104,7 @@ class TransferPlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.then is Then.DECODE and self.decoding
 
     @property
-    def is_of_part(self) -> bool:
+    def is_of_range(self) -> bool:
         """Whether the transfer brings a range of a decoding context: its KV, or its tokens if the KV was lost."""
         return self.then is Then.HOLD
 

@@ -34,7 +34,7 @@ from pdmesh.engine.base import (
     with_draft,
 )
 from pdmesh.engine.ranks.share import RankShare
-from pdmesh.kv.elsewhere import KvElsewhere, PartQuestion
+from pdmesh.kv.remote_kv import RangeQuestion, RemoteKv
 from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import ComputePath, KvLayout, RequestId, SamplingParams, num_blocks_for
@@ -198,7 +198,7 @@ class FakeEngine:
             self.batches.append(tuple((s.sequence.request_id, s.start, s.num_tokens) for s in batch))
         step = _FakeStep(
             hidden=[np.zeros(part.num_tokens, dtype=np.uint32) for part in batch],
-            elsewhere=[self._no_kv(part.sequence.num_elsewhere_tokens) for part in batch],
+            elsewhere=[self._no_kv(part.sequence.num_remote_tokens) for part in batch],
         )
         number, num_stages, stage = self._turns.enter(), self._turns.num_stages, 0
         try:
@@ -227,7 +227,7 @@ class FakeEngine:
                 queries = [self._write(layer, *each) for each in zip(batch, step.hidden, strict=True)]
                 for part, query in zip(batch, queries, strict=True):
                     if part.sequence.elsewhere is not None:
-                        part.sequence.elsewhere.ask(PartQuestion(layer, part.start, query.tobytes()))
+                        part.sequence.elsewhere.ask(RangeQuestion(layer, part.start, query.tobytes()))
             if on_layer is not None:
                 on_layer(layer)
             if self._checks_kv:
@@ -247,7 +247,7 @@ class FakeEngine:
     def settle(self) -> None:
         """Do nothing: steps compute as they are called."""
 
-    def attend_part(self, number: int, block_ids: Sequence[int], question: PartQuestion) -> bytes:
+    def attend_part(self, number: int, block_ids: Sequence[int], question: RangeQuestion) -> bytes:
         """Answer with the range's KV, combined with the query: the answer is useless for any other query."""
         del number
         if len(question.query) != _WORD_BYTES:
@@ -255,7 +255,7 @@ class FakeEngine:
         pages = self.kv.words[question.layer, list(block_ids)].swapaxes(0, 1)
         return (pages ^ np.frombuffer(question.query, dtype=np.uint32)).tobytes()
 
-    def _answered(self, elsewhere: KvElsewhere, query: np.uint32) -> Words:
+    def _answered(self, elsewhere: RemoteKv, query: np.uint32) -> Words:
         """Return a layer's KV on shard holders, from their answers in order: (2, num_tokens, lanes)."""
         ranges = [
             np.frombuffer(answer, dtype=np.uint32).reshape(2, -1, len(self._lanes)) for answer in elsewhere.answers()
@@ -272,7 +272,7 @@ class FakeEngine:
         end = part.start + part.num_tokens
         block_size = self.kv.layout.block_size
         positions = np.arange(part.start, end)
-        own = positions - part.sequence.num_elsewhere_tokens
+        own = positions - part.sequence.num_remote_tokens
         blocks = np.asarray(part.sequence.block_table)[own // block_size]
         tokens = np.asarray(part.token_ids, dtype=np.uint32)
         keys = (tokens * np.uint32(_MIX) + np.uint32(layer))[:, None] + self._lanes

@@ -60,8 +60,8 @@ def admit_member(
     granules of the prompt are cached on ``member``.
     """
     leads = member is members[0]
-    num_kept = generation.max_tokens_left - 1 if leads and decode is None else 0
-    shard = member.shard(num_blocks_for(generation.num_tokens + num_kept, member.block_size))
+    num_cached = generation.max_tokens_left - 1 if leads and decode is None else 0
+    shard = member.shard(num_blocks_for(generation.num_tokens + num_cached, member.block_size))
     num_blocks = num_blocks_for(generation.num_tokens, member.block_size)
     command = AdmitPrefill(
         instance_id=member.instance.instance_id,

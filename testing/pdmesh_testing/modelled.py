@@ -124,7 +124,9 @@ class ModelledInstance:
         command = self.commands.popleft()
         if isinstance(command, SendCopy) and (held := self.sequences.get((command.request_id, command.epoch))):
             onward = held.onward
-            assert onward is not None or command.transfer.is_of_part or held.move is None, f"{command} of a second move"
+            assert onward is not None or command.transfer.is_of_range or held.move is None, (
+                f"{command} of a second move"
+            )
             assert onward is None or onward.state is LeavingState.OFFERED, f"{command} without an offer"
             assert onward is None or onward.transfer in (command.transfer, None), f"{command} of another transfer"
         self.do(self.machine.obey(command))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.kv.elsewhere import PartQuestion
+from pdmesh.kv.remote_kv import RangeQuestion
 from pdmesh_testing.stepping import SteppedRequest
 
 RANGE_TOKENS = 64
@@ -17,13 +17,13 @@ class HeldByEngines:
     """Ranges of one sequence on other engines, each in blocks of its own."""
 
     members: Sequence[tuple[TorchEngine, list[int]]]
-    asked: list[PartQuestion] = field(default_factory=list[PartQuestion])
+    asked: list[RangeQuestion] = field(default_factory=list[RangeQuestion])
 
     @property
     def num_tokens(self) -> int:
         return len(self.members) * RANGE_TOKENS
 
-    def ask(self, question: PartQuestion, *, more: bool = False) -> None:
+    def ask(self, question: RangeQuestion, *, more: bool = False) -> None:
         self.asked.append(question)
 
     def answers(self) -> list[bytes]:

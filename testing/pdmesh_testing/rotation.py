@@ -87,10 +87,10 @@ def left_out(tests: Sequence[str], record: Record, day: int) -> set[str]:
         each_s = record.functions.get(name, 0.0)
         if each_s * len(calls) <= FUNCTION_CPU_S:
             continue
-        num_kept = 0 if each_s > TEST_CPU_S else max(1, int(FUNCTION_CPU_S / each_s))
-        first = day * num_kept % len(calls)
+        num_cached = 0 if each_s > TEST_CPU_S else max(1, int(FUNCTION_CPU_S / each_s))
+        first = day * num_cached % len(calls)
         turned = [*calls[first:], *calls[:first]]
-        out.update(turned[num_kept:])
+        out.update(turned[num_cached:])
     return out
 
 

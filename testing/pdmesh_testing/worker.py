@@ -154,8 +154,8 @@ class RunningInstance:
         The first ``num_reused`` granules are reused, the last ``num_loaded`` of them from the tier. Granules to
         ``drop``, ``offload`` and ``evict`` make room before.
         """
-        num_kept = 0 if kv_moves else generation.max_tokens_left - 1
-        shard = self.shard(num_blocks or num_blocks_for(generation.num_tokens + num_kept, self.block_size))
+        num_cached = 0 if kv_moves else generation.max_tokens_left - 1
+        shard = self.shard(num_blocks or num_blocks_for(generation.num_tokens + num_cached, self.block_size))
         command = AdmitPrefill(
             instance_id=self.instance.instance_id,
             request_id=generation.request_id,
@@ -315,12 +315,14 @@ class RunningInstance:
     def block_size(self) -> int:
         return self.engine.kv.layout.block_size
 
-    def assert_all_free(self, *, num_kept: int = 0) -> None:
-        """Assert that no block is held, that ``num_kept`` granules are cached, and that the counts of blocks agree."""
+    def assert_all_free(self, *, num_cached: int = 0) -> None:
+        """Assert that no block is held, ``num_cached`` granules are cached, and the counts of blocks agree."""
         self.instance.check_integrity()
-        assert self.pool.num_kept == num_kept * blocks_of_granule(self.block_size), f"{self.pool.num_kept} blocks kept"
+        assert self.pool.num_cached == num_cached * blocks_of_granule(self.block_size), (
+            f"{self.pool.num_cached} blocks kept"
+        )
         mesh = (self.pool.num_free, self.pool.num_held, self.pool.num_quarantined)
-        assert mesh == (self.pool.num_blocks - self.pool.num_kept, 0, 0), f"free, held, quarantined: {mesh}"
+        assert mesh == (self.pool.num_blocks - self.pool.num_cached, 0, 0), f"free, held, quarantined: {mesh}"
 
 
 @asynccontextmanager

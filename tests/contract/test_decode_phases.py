@@ -48,12 +48,12 @@ def a_plan(
 #: Two prompts while decodes are held, then decode on.
 PHASES = (a_plan(0, A, holds=True), a_plan(1, B, holds=True), a_plan(2, with_decodes=True))
 
-Told = tuple[object, ...]
+ResidentReports = tuple[object, ...]
 
 
-def told(events: Sequence[Event]) -> list[Told]:
+def told(events: Sequence[Event]) -> list[ResidentReports]:
     """All of the reports but times."""
-    found: list[Told] = []
+    found: list[ResidentReports] = []
     for event in events:
         match event:
             case StepDone():
@@ -80,7 +80,7 @@ def context(first: int, num_steps: int) -> int:
 
 
 #: Of PHASES: `b` has 38 tokens to go after its prompt and the planned decode step, `a` 68.
-TOLD_OF_PHASES: list[Told] = [
+TOLD_OF_PHASES: list[ResidentReports] = [
     ("step", 0, 0, 0, None),
     ("step", 1, 0, 0, None),
     ("step", 2, 2, 6 + 4, None),
@@ -199,7 +199,7 @@ async def test_an_urgent_plan_does_not_end_a_phase() -> None:
 
 
 async def test_residents_go_on_if_the_scheduler_has_forgotten_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected: list[Told] = [
+    expected: list[ResidentReports] = [
         *TOLD_OF_PHASES[:2],
         ("decodes", (32, 64, context(6, 32) + context(4, 32))),
         ("b", 40, (7, 14, context(38, 7) + context(36, 7))),

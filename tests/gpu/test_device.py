@@ -19,7 +19,7 @@ from pdmesh.engine.cuda.kv_store import DeviceKvStore
 from pdmesh.engine.cuda.page_tables import PageTables
 from pdmesh.engine.cuda.staging import PLAN_BYTES, Staging
 from pdmesh.engine.cuda.streams import CudaStreams
-from pdmesh.engine.guide import Guide
+from pdmesh.engine.grammar_state import GrammarState
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.engine.sampler import draw, sample
 from pdmesh.grammars import Grammars
@@ -197,7 +197,7 @@ def test_a_device_draws_what_the_host_does(streams: CudaStreams, bf16_checkpoint
         for row, choice in zip(range(48), itertools.cycle(choices), strict=False)
     ]
     for sequence in sequences[::3]:
-        sequence.guide = Guide(grammars.matcher(LLMatcher.grammar_from_regex("[0-9]+|[a-z]{3}")), (258, 256))
+        sequence.guide = GrammarState(grammars.matcher(LLMatcher.grammar_from_regex("[0-9]+|[a-z]{3}")), (258, 256))
     on_device = logits.to(streams.device)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -494,7 +494,9 @@ class MeshMachine(RuleBasedStateMachine):
                     target = mesh.instances[command.instance_id]
                     if source.arithmetic == target.arithmetic:
                         continue
-                    of_class = [each for each in mesh.instances.values() if each.exact_group == source.exact_group]
+                    of_class = [
+                        each for each in mesh.instances.values() if each.arithmetic_class == source.arithmetic_class
+                    ]
                     if transfer.is_hand_over:
                         request = mesh.requests[command.request_id].request
                         able = [each for each in of_class if each.takes_new and each.can_decode(request)]

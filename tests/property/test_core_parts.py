@@ -113,7 +113,7 @@ class Driver:
                 case ExpectCopy(transfer=transfer) if transfer.is_hand_over:
                     self.most_members = max(self.most_members, len(transfer.destinations) - 1)
                     self.check(command)
-                case ExpectCopy(transfer=transfer) if transfer.is_of_part and not transfer.computes:
+                case ExpectCopy(transfer=transfer) if transfer.is_of_range and not transfer.computes:
                     self.num_part_moves += 1
                 case ExpectCopy(transfer=transfer) if transfer.computes:
                     self.num_computed_again += 1

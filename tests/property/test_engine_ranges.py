@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.levels import CpuLevel
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.kv.elsewhere import PartQuestion
+from pdmesh.kv.remote_kv import RangeQuestion
 from pdmesh.model import SamplingParams
 from pdmesh_testing.architectures import NUM_OUTPUT_TOKENS, PARAMS, assert_equal, prompt_of
 from pdmesh_testing.checkpoints import write_checkpoint
@@ -179,10 +179,10 @@ def test_only_members_whose_range_is_seen_are_asked(tmp_path: Path) -> None:
 
 def test_a_question_from_inside_a_range_is_refused(engines: list[TorchEngine]) -> None:
     rows = bytes(6 * 64 * TORCH_DTYPES[engines[0].kv.layout.dtype].itemsize)
-    assert engines[0].attend_part(1, [0, 1, 2, 3], PartQuestion(0, 2 * RANGE_TOKENS, rows))
+    assert engines[0].attend_part(1, [0, 1, 2, 3], RangeQuestion(0, 2 * RANGE_TOKENS, rows))
     for start in (0, 2 * RANGE_TOKENS - 1):
         with pytest.raises(ValueError, match="behind which it is not"):
-            engines[0].attend_part(1, [0, 1, 2, 3], PartQuestion(0, start, rows))
+            engines[0].attend_part(1, [0, 1, 2, 3], RangeQuestion(0, start, rows))
 
 
 def test_all_kv_is_held_where_contexts_are_spread(tmp_path: Path) -> None:

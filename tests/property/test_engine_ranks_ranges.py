@@ -13,7 +13,7 @@ import torch
 
 from pdmesh.engine.base import SliceResult, StepFlight
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.kv.elsewhere import KvElsewhereLost
+from pdmesh.kv.remote_kv import RemoteKvLost
 from pdmesh.model import SamplingParams
 from pdmesh_testing.architectures import prompt_of
 from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
@@ -121,9 +121,9 @@ def test_whoever_asks_whom_changes_no_bit(
         while left := [request for request in requests if not request.done]:
             step(engines[0], [(request, 1) for request in left])
             if requests[1].sequence.num_output_tokens == 8:
-                assert requests[1].sequence.num_elsewhere_tokens == RANGE_TOKENS
+                assert requests[1].sequence.num_remote_tokens == RANGE_TOKENS
                 spread(requests[1], engines, 24)
-                assert requests[1].sequence.num_elsewhere_tokens == 2 * RANGE_TOKENS
+                assert requests[1].sequence.num_remote_tokens == 2 * RANGE_TOKENS
         assert [drawn(request) for request in requests] == expected
 
 
@@ -171,11 +171,11 @@ def test_ranks_ask_only_whose_range_is_seen(windowed: Path, home: Layout) -> Non
             for first_block, request in zip((0, 24), requests, strict=False):
                 spread(request, engines, first_block)
         assert [drawn(request) for request in requests] == expected
-        assert [request.sequence.num_elsewhere_tokens for request in requests] == [192, 128, 0]
+        assert [request.sequence.num_remote_tokens for request in requests] == [192, 128, 0]
 
 
 def one_silent(held: HeldByEngines) -> list[bytes]:
-    raise KvElsewhereLost(held, "silent")
+    raise RemoteKvLost(held, "silent")
 
 
 def one_short(held: HeldByEngines) -> list[bytes]:
@@ -209,7 +209,7 @@ def test_a_lost_member_ends_the_step_on_all_ranks_and_leaves_them_in_step(
         assert isinstance(held, HeldByEngines)
         first.elsewhere = Losing(held.members)
         for _ in range(2):
-            with pytest.raises(KvElsewhereLost) as lost:
+            with pytest.raises(RemoteKvLost) as lost:
                 step(home, [(request, 1) for request in requests])
             assert lost.value.elsewhere is first.elsewhere
             step(home, [(request, 1) for request in requests[1:]])
@@ -224,7 +224,7 @@ def test_a_step_inside_another_loses_a_member(checkpoint: Path, num_ranks: int) 
 
     class Silent(HeldByEngines):
         def answers(self) -> list[bytes]:
-            raise KvElsewhereLost(self, "silent")
+            raise RemoteKvLost(self, "silent")
 
     with ranked_engine(checkpoint, num_ranks, **BF16) as home, ranked_engine(checkpoint, 1, **BF16) as member:
         expected = [drawn(generate(member, prompt_of(length), 8, params=ALL)) for length in (200, 150)]
@@ -236,7 +236,7 @@ def test_a_step_inside_another_loses_a_member(checkpoint: Path, num_ranks: int) 
 
         def run_inside(layer: int) -> None:
             inner.sequence.elsewhere = Silent(held.members)
-            with pytest.raises(KvElsewhereLost):
+            with pytest.raises(RemoteKvLost):
                 step(home, [(inner, 1)])
             inner.sequence.elsewhere = held
             if layer == 1:
@@ -255,7 +255,7 @@ def test_a_step_of_stages_that_waits_may_lose_a_member(checkpoint: Path, layout:
     class Losing(HeldByEngines):
         def answers(self) -> list[bytes]:
             if self.asked[-1].layer == 1:
-                raise KvElsewhereLost(self, "silent")
+                raise RemoteKvLost(self, "silent")
             return super().answers()
 
     with (
@@ -269,7 +269,7 @@ def test_a_step_of_stages_that_waits_may_lose_a_member(checkpoint: Path, layout:
         assert isinstance(held, HeldByEngines)
         part, seen = request.next_slice(1), list[int]()
         request.sequence.elsewhere = Losing(held.members)
-        with pytest.raises(KvElsewhereLost):
+        with pytest.raises(RemoteKvLost):
             home.execute([part], on_layer=seen.append, flight=StepFlight(waits=True))
         assert seen == [0, 1]
         request.sequence.elsewhere = held

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from pdmesh.core.instances.kept import HeldGranules, KeptHere
-from pdmesh.core.instances.kept_where import KeptWhere
+from pdmesh.core.instances.cache_index import CacheIndex
+from pdmesh.core.instances.prefix_cache import HeldGranules, PrefixCache
 from pdmesh.instance.cache import BlockCache, CachedPrefix
 from pdmesh.model import PrefixHash
 from pdmesh.plans import Evictions
@@ -31,8 +31,8 @@ def share_all(store: BlockCache, prefix: CachedPrefix, num_reused: int) -> None:
 class Both:
     """The same requests on both sides; the tier holds ``capacity`` granules."""
 
-    def __init__(self, number: int, where: KeptWhere, capacity: int) -> None:
-        self.core = KeptHere(where, number, BLOCK_SIZE, capacity)
+    def __init__(self, number: int, where: CacheIndex, capacity: int) -> None:
+        self.core = PrefixCache(where, number, BLOCK_SIZE, capacity)
         self.store = BlockCache(BLOCK_SIZE, capacity)
         self.live: dict[int, tuple[HeldGranules, CachedPrefix]] = {}
         self._num_begun = 0
@@ -97,7 +97,7 @@ class Both:
 @pytest.mark.parametrize("seed", range(40))
 def test_the_core_knows_what_an_instance_keeps(seed: int) -> None:
     """Whatever begins, is computed, ends, is dropped, offloaded, loaded, lost or reported."""
-    rng, where = random.Random(seed), KeptWhere()
+    rng, where = random.Random(seed), CacheIndex()
     sides = [Both(number, where, rng.choice((0, 1, 3, 50))) for number in (1, 2)]
     for _ in range(120):
         both = rng.choice(sides)
@@ -136,7 +136,7 @@ class Apart(Both):
     """The same, with commands and reports that cross on their way."""
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(1, KeptWhere(), capacity)
+        super().__init__(1, CacheIndex(), capacity)
         self.commands, self.reports = deque[Callable[[], object]](), deque[Callable[[], object]]()
         self.here: set[int] = set()  # requests that the store has heard of, and not ended
 
@@ -225,10 +225,10 @@ def test_commands_and_reports_may_cross(seed: int) -> None:
 
 def test_depths_are_told_for_every_instance_that_keeps_a_beginning() -> None:
     """One walk finds how far each goes."""
-    where = KeptWhere()
+    where = CacheIndex()
     chain = a_chain([0, 1, 2, 3, 4, 5])
     for number, depth in ((1, 6), (2, 2), (7, 3)):
-        here = KeptHere(where, number, BLOCK_SIZE)
+        here = PrefixCache(where, number, BLOCK_SIZE)
         here.computed(here.begin(chain, 0), depth)
     assert where.depths(chain, 6) == {1: 6, 2: 2, 7: 3}
     assert where.depths(chain, 2) == {1: 2, 2: 2, 7: 2}
@@ -238,8 +238,8 @@ def test_depths_are_told_for_every_instance_that_keeps_a_beginning() -> None:
 
 def test_leaves_go_before_what_they_follow_and_the_oldest_chain_first() -> None:
     """A chain that is used again is young, with all that is before it."""
-    where = KeptWhere()
-    here = KeptHere(where, 1, BLOCK_SIZE)
+    where = CacheIndex()
+    here = PrefixCache(where, 1, BLOCK_SIZE)
     old, young = a_chain([0, 1, 2]), a_chain([0, 5])
     for chain in (young, old):
         held = here.begin(chain, here.depth(chain, len(chain)))
@@ -251,7 +251,7 @@ def test_leaves_go_before_what_they_follow_and_the_oldest_chain_first() -> None:
 
 def test_what_somebody_uses_is_not_dropped() -> None:
     """Nor what a live request computes that another did before it."""
-    here = KeptHere(KeptWhere(), 1, BLOCK_SIZE)
+    here = PrefixCache(CacheIndex(), 1, BLOCK_SIZE)
     chain = a_chain([0, 1])
     first, second = here.begin(chain, 0), here.begin(chain, 0)
     here.computed(first, 2)
@@ -262,7 +262,7 @@ def test_what_somebody_uses_is_not_dropped() -> None:
     assert here.make_room(9).drop == (chain[1], chain[0])
 
 
-def keep(here: KeptHere, tenant: str, numbers: Sequence[int], share: int = 1) -> tuple[PrefixHash, ...]:
+def keep(here: PrefixCache, tenant: str, numbers: Sequence[int], share: int = 1) -> tuple[PrefixHash, ...]:
     """A request of a tenant computes a chain there, and ends."""
     chain = a_chain(numbers)
     held = here.begin(chain, here.depth(chain, len(chain)), tenant, share)
@@ -274,7 +274,7 @@ def keep(here: KeptHere, tenant: str, numbers: Sequence[int], share: int = 1) ->
 @pytest.mark.parametrize("seed", range(60))
 def test_a_tenant_is_left_its_share_of_what_stays(seed: int) -> None:
     """Whatever is dropped, and whoever sends how much: nobody is below its share who was not before."""
-    rng, here = random.Random(seed), KeptHere(KeptWhere(), 1, BLOCK_SIZE)
+    rng, here = random.Random(seed), PrefixCache(CacheIndex(), 1, BLOCK_SIZE)
     shares = [rng.randint(1, 4) for _ in range(rng.randint(2, 5))]
     of: dict[PrefixHash, int] = {}
     for _ in range(60):
@@ -296,7 +296,7 @@ def test_a_tenant_is_left_its_share_of_what_stays(seed: int) -> None:
 
 def test_who_floods_flushes_itself() -> None:
     """A stranger's prompts without end leave another tenant half of the room, and its youngest half."""
-    here = KeptHere(KeptWhere(), 1, BLOCK_SIZE)
+    here = PrefixCache(CacheIndex(), 1, BLOCK_SIZE)
     chains = [keep(here, "victim", [1, number]) for number in range(50)]
     for number in range(1000):
         keep(here, "flood", [2, number % 250, number // 250])
@@ -308,7 +308,7 @@ def test_who_floods_flushes_itself() -> None:
 
 def test_what_several_tenants_use_goes_after_what_follows_it() -> None:
     """Where tenants share, a chain's end is one's alone, below its share, and its beginning another's, above it."""
-    here = KeptHere(KeptWhere(), 1, BLOCK_SIZE)
+    here = PrefixCache(CacheIndex(), 1, BLOCK_SIZE)
     keep(here, "a", [0, 1])
     keep(here, "b", [0])
     for number in range(20):
@@ -321,7 +321,7 @@ def test_what_several_tenants_use_goes_after_what_follows_it() -> None:
 
 def test_what_nobody_is_known_to_have_used_goes_first_and_is_whose_uses_it() -> None:
     """As an instance registers it says what it keeps, and not whose that is."""
-    here = KeptHere(KeptWhere(), 1, BLOCK_SIZE)
+    here = PrefixCache(CacheIndex(), 1, BLOCK_SIZE)
     old, used = a_chain([0, 1]), a_chain([2, 1])
     here.replace([*reversed(old), *reversed(used)], [])
     keep(here, "a", [2, 1])
@@ -330,8 +330,8 @@ def test_what_nobody_is_known_to_have_used_goes_first_and_is_whose_uses_it() -> 
     assert set(here.make_room(3).drop) == {*used, *mine}
 
 
-def a_tiered(capacity: int) -> KeptHere:
-    return KeptHere(KeptWhere(), 1, BLOCK_SIZE, capacity)
+def a_tiered(capacity: int) -> PrefixCache:
+    return PrefixCache(CacheIndex(), 1, BLOCK_SIZE, capacity)
 
 
 def test_what_the_cache_gives_up_goes_to_the_tier_and_stays_there_when_it_comes_back() -> None:
@@ -385,10 +385,10 @@ def test_who_floods_the_tier_flushes_itself() -> None:
 
 
 def test_one_walk_finds_what_cache_and_tier_keep_together() -> None:
-    where = KeptWhere()
+    where = CacheIndex()
     chain = a_chain([0, 1, 2, 3])
     for number, depth in ((1, 3), (2, 4)):
-        here = KeptHere(where, number, BLOCK_SIZE, 9)
+        here = PrefixCache(where, number, BLOCK_SIZE, 9)
         here.computed(held := here.begin(chain[:depth], 0), depth)
         here.end(held)
         here.make_room(number)

@@ -123,8 +123,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert self.pool.references == Counter(block for blocks in self.held for block in blocks)
         assert self.pool.num_held == len(self.held_blocks())
         assert self.pool.num_free == len(self.free_blocks())
-        assert self.pool.num_kept == len(self.kept - self.held_blocks())
-        num_used = self.pool.num_held + self.pool.num_kept + self.pool.num_quarantined
+        assert self.pool.num_cached == len(self.kept - self.held_blocks())
+        num_used = self.pool.num_held + self.pool.num_cached + self.pool.num_quarantined
         assert self.pool.num_free + num_used == NUM_BLOCKS
         for blocks in self.releasing:
             assert set(blocks) & self.pinned(), "released late"

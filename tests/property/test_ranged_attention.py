@@ -17,7 +17,7 @@ from pdmesh.engine.levels import load_library
 from pdmesh.engine.native import NativeAttention
 from pdmesh.engine.ranged_attention import RangedAttention
 from pdmesh.engine.tiled_attention import TiledAttention
-from pdmesh.kv.elsewhere import PartQuestion
+from pdmesh.kv.remote_kv import RangeQuestion
 from pdmesh.model import KvLayout
 from pdmesh_testing.examples import examples
 from pdmesh_testing.levels import ordered_levels
@@ -71,20 +71,20 @@ def backends(layout: KvLayout, score_cap: float | None) -> list[PartialBackend]:
 
 @dataclass(slots=True)
 class HeldHere:
-    """`KvElsewhere` of ranges that lie in one cache; in other blocks than the sequence's own."""
+    """`RemoteKv` of ranges that lie in one cache; in other blocks than the sequence's own."""
 
     attention: RangedAttention
     cache: Tensor
     window: int | None
     tables: Sequence[Sequence[int]]
     asked: list[int] = field(default_factory=list[int])
-    question: PartQuestion | None = None
+    question: RangeQuestion | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.tables) * self.attention.range_tokens
 
-    def ask(self, question: PartQuestion, *, more: bool = False) -> None:
+    def ask(self, question: RangeQuestion, *, more: bool = False) -> None:
         self.question = question
         self.asked = list(range(question.first_range, len(self.tables)))
 

@@ -181,7 +181,7 @@ async def test_a_lost_token_resumes_the_request(model: Path, monkeypatch: pytest
         assert await complete(running) == WHOLE
         assert mesh.cancelled == [(mesh.submitted[0].generation.request_id, Epoch(0))]
         assert mesh.submitted[1].generation.num_output_tokens == 2
-        assert [submit.unheard_id for submit in mesh.submitted] == [None, "scripted"]  # so that it goes elsewhere
+        assert [submit.silent_source_id for submit in mesh.submitted] == [None, "scripted"]  # so that it goes elsewhere
 
 
 async def test_a_broken_worker_stream_resumes_its_requests(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,7 +484,7 @@ async def test_a_worker_of_whom_nothing_is_heard_is_done_without(model: Path, mo
         await delivered(running, 2)
         mesh.worker_beats = False
         resumed = await mesh.next_submit(1)
-        assert (resumed.generation.epoch, resumed.unheard_id) == (1, "scripted")
+        assert (resumed.generation.epoch, resumed.silent_source_id) == (1, "scripted")
         mesh.worker_beats = True
         await mesh.connect_worker(generation.token_address)
         mesh.send_tokens(*first_tokens(resumed.generation, 4))

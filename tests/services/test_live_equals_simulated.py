@@ -36,7 +36,7 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import Event, InstanceEvent, KvExpected, LoadReported
-from pdmesh.core.requests.lives import Lives
+from pdmesh.core.requests.histories import RequestHistories
 from pdmesh.decisions import Decision
 from pdmesh.eventlog import EventLogReader, EventLogWriter, Header, replay
 from pdmesh.model import (
@@ -370,7 +370,7 @@ def serve(
             clock=lambda: agenda.now_s,
             workers=workers,
             gateways=gateways,
-            lives=Lives(len(arrivals)),
+            lives=RequestHistories(len(arrivals)),
             activity=ActivityFeed(core, gateways, clock=lambda: agenda.now_s, label=records.label),
             history=MeshHistory(core, lambda at_s: at_s, agenda.now_s),
             observers=(

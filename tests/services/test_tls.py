@@ -33,7 +33,7 @@ from pdmesh.wire import endpoint
 from pdmesh.wire.endpoint import MeshChannel, open_channel, serving
 from pdmesh.wire.link import FrameLink, open_link, serve_link
 from pdmesh.wire.messages import CommandMessage, EventMessage, WorkerDown, WorkerUp
-from pdmesh.wire.rejected_peers import HANDSHAKE_S, MAX_REMEMBERED, StrangerKind, Strangers
+from pdmesh.wire.rejected_peers import HANDSHAKE_S, MAX_REMEMBERED, RejectedPeerKind, RejectedPeers
 from pdmesh.wire.roles import RoleRule, ServiceRole
 from pdmesh_gateway.http.server import serve_http
 from pdmesh_testing.certificates import make_expired
@@ -69,10 +69,10 @@ def security_of(folder: Path, name: str = "mesh") -> SecurityConfig:
 
 @asynccontextmanager
 async def service(
-    security: SecurityConfig, role: tuple[ServiceRole, bool] | None = None, strangers: Strangers | None = None
+    security: SecurityConfig, role: tuple[ServiceRole, bool] | None = None, rejected_peers: RejectedPeers | None = None
 ) -> AsyncGenerator[str]:
     """Answers each frame; yields its address. With a ``role``, to those of it, and whether they must name it."""
-    strangers = strangers or Strangers()
+    rejected_peers = rejected_peers or RejectedPeers()
 
     async def serve(link: FrameLink[WorkerDown, WorkerUp], _peer: str) -> None:
         async with anyio.create_task_group() as tasks:
@@ -81,9 +81,11 @@ async def service(
                 link.post(ANSWER)
             link.close()
 
-    rule = None if role is None else RoleRule(*role, strangers)
+    rule = None if role is None else RoleRule(*role, rejected_peers)
     methods = {"Echo": serve_link(serve, WorkerUp, rule)}
-    async with serving(SERVICE, methods, host="127.0.0.1", port=0, security=security, strangers=strangers) as port:
+    async with serving(
+        SERVICE, methods, host="127.0.0.1", port=0, security=security, rejected_peers=rejected_peers
+    ) as port:
         yield f"127.0.0.1:{port}"
 
 
@@ -139,17 +141,17 @@ async def test_strangers_are_counted_and_disturb_nobody(certificates: Path) -> N
     for role in ServiceRole:
         make_certificates(folder, hosts=LOCAL_HOSTS, days=2, role=role)
     right, other = security_of(folder, "worker"), security_of(certificates / "other")
-    strangers = Strangers(lambda: now_s)
+    rejected_peers = RejectedPeers(lambda: now_s)
     refused = {
-        StrangerKind.HANDSHAKE: (
+        RejectedPeerKind.HANDSHAKE: (
             replace(right, tls_cert=None, tls_key=None),
             replace(other, tls_ca=right.tls_ca),
             security_of(folder, "expired"),
         ),
-        StrangerKind.TOKEN: (replace(right, mesh_token="another"),),
-        StrangerKind.ROLE: (security_of(folder, "gateway"), security_of(folder)),
+        RejectedPeerKind.TOKEN: (replace(right, mesh_token="another"),),
+        RejectedPeerKind.ROLE: (security_of(folder, "gateway"), security_of(folder)),
     }
-    async with service(right, (ServiceRole.WORKER, True), strangers) as address:
+    async with service(right, (ServiceRole.WORKER, True), rejected_peers) as address:
 
         async def knock() -> None:
             for securities in refused.values():
@@ -158,30 +160,34 @@ async def test_strangers_are_counted_and_disturb_nobody(certificates: Path) -> N
 
         await hold_a_stream(address, right, knock)
         assert await is_answered(address, right)
-        assert strangers.refused == {StrangerKind.HANDSHAKE: 0, StrangerKind.TOKEN: 1, StrangerKind.ROLE: 2}
+        assert rejected_peers.refused == {
+            RejectedPeerKind.HANDSHAKE: 0,
+            RejectedPeerKind.TOKEN: 1,
+            RejectedPeerKind.ROLE: 2,
+        }
         now_s = HANDSHAKE_S
-        assert strangers.refused.pop(StrangerKind.HANDSHAKE) >= len(
-            refused[StrangerKind.HANDSHAKE]
+        assert rejected_peers.refused.pop(RejectedPeerKind.HANDSHAKE) >= len(
+            refused[RejectedPeerKind.HANDSHAKE]
         )  # gRPC may try again
 
 
 def test_a_call_answers_for_one_handshake() -> None:
     now_s = 0.0
-    strangers = Strangers(lambda: now_s)
+    rejected_peers = RejectedPeers(lambda: now_s)
     for peer in ("a", None, "b", None):
-        strangers.connected()
+        rejected_peers.connected()
         if peer is not None:
-            strangers.called(peer)
-            strangers.called(peer)  # on the same connection
+            rejected_peers.called(peer)
+            rejected_peers.called(peer)  # on the same connection
     now_s = HANDSHAKE_S
-    assert strangers.refused[StrangerKind.HANDSHAKE] == 2
+    assert rejected_peers.refused[RejectedPeerKind.HANDSHAKE] == 2
 
 
 def test_a_flood_of_handshakes_is_counted_and_not_kept() -> None:
-    strangers = Strangers(lambda: 0.0)
+    rejected_peers = RejectedPeers(lambda: 0.0)
     for _ in range(MAX_REMEMBERED + 5):
-        strangers.connected()
-    assert strangers.refused[StrangerKind.HANDSHAKE] == 5
+        rejected_peers.connected()
+    assert rejected_peers.refused[RejectedPeerKind.HANDSHAKE] == 5
 
 
 async def test_a_service_may_go_by_a_name_that_is_not_its_address(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from pdmesh.policy.config import PolicyConfig
 from pdmesh.wire.messages import InstanceStatus
 from pdmesh_lab.cli.advise import advise, apply_advice, command_of, next_flip, read_log
 from pdmesh_lab.cli.options import AdviceOptions
-from pdmesh_lab.sim.advice import Foretold, Proposal, ranked, recent, splits, tpot_limit_s
+from pdmesh_lab.sim.advice import PoolForecast, Proposal, ranked, recent, splits, tpot_limit_s
 from pdmesh_lab.sim.mesh import MeshShape
 from pdmesh_lab.sim.recorded import recorded_run
 from pdmesh_lab.sim.report import SimReport
@@ -122,14 +122,14 @@ def test_memory_gives_the_advice_that_the_log_gives(tmp_path: Path) -> None:
     assert from_memory.best == from_log.best is not None
 
 
-def foretold(pools: PoolCounts, attainment: float, tpot_s: float, bundle: str = "fcfs") -> Foretold:
+def foretold(pools: PoolCounts, attainment: float, tpot_s: float, bundle: str = "fcfs") -> PoolForecast:
     figures = SimpleNamespace(
         all=SimpleNamespace(
             slo_attainment=attainment, tpot_s=SimpleNamespace(p99=tpot_s), ttft_s=SimpleNamespace(p99=0.1)
         ),
         goodput_per_s=attainment,
     )
-    return Foretold(Proposal(pools, bundle), cast(SimReport, figures))
+    return PoolForecast(Proposal(pools, bundle), cast(SimReport, figures))
 
 
 def test_of_what_is_alike_the_least_change_is_first_and_what_makes_tokens_slow_is_last() -> None:

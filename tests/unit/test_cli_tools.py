@@ -131,7 +131,7 @@ async def test_a_scheduler_that_is_not_there() -> None:
 
 def test_the_status_table_fits_a_terminal_of_80_columns() -> None:
     (one,) = STATE.instances
-    kept = msgspec.structs.replace(one, num_kept_blocks=312)
+    kept = msgspec.structs.replace(one, num_cached_blocks=312)
     header, row = instances_table(msgspec.structs.replace(STATE, instances=(kept,))).lines(80)
     assert row.split() == ["prefill-0", "prefill", "drained", "cpu", "1234567", "0", "0", "0", "8192/8192", "312"]
     assert header.split()[0] == "instance"

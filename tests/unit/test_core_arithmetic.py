@@ -7,7 +7,7 @@ import pytest
 from pdmesh.core.commands import AdmitPrefill, ExpectCopy, Reject
 from pdmesh.core.events import DrainRequested, InstanceJoined, InstanceLost, RequestArrived
 from pdmesh.core.instances.arithmetic import several_classes, why_not_joins
-from pdmesh.core.requests.lives import CrossedClass, Lives
+from pdmesh.core.requests.histories import CrossedClass, RequestHistories
 from pdmesh.model import InstanceId, InstanceProfile
 from pdmesh_testing.core import CoreBench, a_request, named_profile, of
 
@@ -97,7 +97,7 @@ def test_who_decodes_for_its_class_is_waited_for_by_no_move_of_another() -> None
 
 def test_lives_tell_of_each_crossing() -> None:
     bench = bench_with(p0=ORDERED, d0=DOT)
-    lives, found = Lives(), []
+    lives, found = RequestHistories(), []
     for profile in profiles(p0=ORDERED, d0=DOT):
         lives.observe(InstanceJoined(profile, ()), (), 0.0)
     for request in (a_request("a"), a_request("b", epoch=1, arithmetic=DOT)):

@@ -106,7 +106,7 @@ def test_it_is_tried_again_where_there_is_no_other_way(how: str) -> None:
 def test_a_request_that_its_gateway_did_not_hear_of_goes_elsewhere_and_so_do_others_of_that_gateway() -> None:
     bench = bench_of("p0", "p1", "d0", "d1")
     failed = decodes_on(bench.arrive("r"))
-    arrived = RequestArrived(a_request("r", epoch=1), unheard_id=InstanceId(failed))
+    arrived = RequestArrived(a_request("r", epoch=1), silent_source_id=InstanceId(failed))
     (other,) = {"d0", "d1"} - {failed}
     assert decodes_on(bench.feed(arrived)) == other
     assert decodes_on(bench.arrive("s")) == other
@@ -116,14 +116,14 @@ def test_nor_is_a_prompt_computed_where_its_gateway_does_not_hear_of_it() -> Non
     bench = bench_of("p0", "p1", "d")
     (admitted,) = of(AdmitPrefill, bench.arrive("r"))
     (other,) = {"p0", "p1"} - {admitted.instance_id}
-    again = RequestArrived(a_request("r", epoch=1), unheard_id=admitted.instance_id)
+    again = RequestArrived(a_request("r", epoch=1), silent_source_id=admitted.instance_id)
     assert [each.instance_id for each in of(AdmitPrefill, bench.feed(again))] == [other]
 
 
 def test_who_does_not_reach_a_gateway_holds_ranges_of_its_contexts() -> None:
     """Of three, one computes the prompt, one decodes, and the third only answers the second."""
     bench = CoreBench(*(named_profile(f"m{number}", max_kv_tokens=16) for number in range(3)))
-    again = RequestArrived(a_request("r", prompt=20, epoch=1), unheard_id=InstanceId("m0"))
+    again = RequestArrived(a_request("r", prompt=20, epoch=1), silent_source_id=InstanceId("m0"))
     home, member = [place.instance_id for place in of(ExpectCopy, bench.feed(again))]
     (admitted,) = of(AdmitPrefill, bench.commands)
     assert member == "m0"
@@ -144,7 +144,7 @@ def test_a_context_that_is_spread_does_not_decode_where_its_prompt_is_computed()
 
 def test_an_instance_that_nobody_knows_is_not_remembered() -> None:
     bench = bench_of("p", "d")
-    bench.feed(RequestArrived(a_request("r", epoch=1), unheard_id=InstanceId("no such")))
+    bench.feed(RequestArrived(a_request("r", epoch=1), silent_source_id=InstanceId("no such")))
     assert not bench.core._mesh.cut
     assert GATEWAY not in bench.core._mesh.cut.of("no such")
 

@@ -212,4 +212,4 @@ def test_who_wanted_it_may_go_away() -> None:
     bench.feed(RequestCancelled(a_request("second").gateway_id, a_request("second").request_id, fetch.epoch))
     bench.reserve(fetch)
     bench.feed(TransferLanded(OTHER, fetch.request_id, fetch.epoch, fetch.transfer.transfer_id, 1 << 20, 0.01))
-    assert bench.core._mesh.instances[OTHER].num_kept_granules(a_prompt("third", 1100)) == 7
+    assert bench.core._mesh.instances[OTHER].num_cached_granules(a_prompt("third", 1100)) == 7

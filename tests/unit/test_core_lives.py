@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pdmesh.core.commands import AdmitPrefill, Command, ExpectCopy, ForgetRequest, FreeKv, Outcome, Reject
 from pdmesh.core.events import Event, KvReleased, RequestArrived, RequestCancelled, RequestFinished, StepDone, Tick
-from pdmesh.core.requests.lives import Chunk, Forgotten, Lives, Milestone
+from pdmesh.core.requests.histories import Chunk, Forgotten, Milestone, RequestHistories
 from pdmesh.model import (
     Epoch,
     FinishReason,
@@ -45,7 +45,7 @@ def chunk(num_tokens: int, *, is_last: bool) -> StepDone:
 
 
 def test_a_life_from_arrival_to_end() -> None:
-    lives = Lives()
+    lives = RequestHistories()
     shards = (a_shard(LEADER, 2), a_shard(MEMBER, 2))
     admits: list[Command] = [
         AdmitPrefill(instance_id=shard.instance_id, request_id=R, epoch=Epoch(0), shards=shards, transfer=None)
@@ -73,7 +73,7 @@ def test_a_life_from_arrival_to_end() -> None:
 
 
 def test_a_superseded_epoch_ends_by_itself_and_the_life_goes_on() -> None:
-    lives = Lives()
+    lives = RequestHistories()
     ((life, first, _),) = lives.observe(arrived(), [], 1.0)
     lives.observe(chunk(8, is_last=True), [], 2.0)
     free = FreeKv(instance_id=LEADER, request_id=R, epoch=Epoch(0))
@@ -88,7 +88,7 @@ def test_a_superseded_epoch_ends_by_itself_and_the_life_goes_on() -> None:
 
 
 def test_another_gateway_cannot_touch_a_life() -> None:
-    lives = Lives()
+    lives = RequestHistories()
     ((life, attempt, _),) = lives.observe(arrived(), [], 1.0)
     for epoch in (0, 1):
         refusal = Reject(
@@ -106,7 +106,7 @@ def test_another_gateway_cannot_touch_a_life() -> None:
 
 
 def test_a_request_that_was_refused_unopened_has_no_life() -> None:
-    lives = Lives(max_ended=0)
+    lives = RequestHistories(max_ended=0)
     refusal = Reject(
         gateway_id=GATEWAY,
         request_id=R,
@@ -121,7 +121,7 @@ def test_a_request_that_was_refused_unopened_has_no_life() -> None:
 
 
 def test_the_eldest_that_ended_is_forgotten_first_and_a_running_one_never() -> None:
-    lives = Lives(max_ended=2)
+    lives = RequestHistories(max_ended=2)
     told: list[tuple[Event, Sequence[Command]]] = [
         *((RequestArrived(a_request(name)), ()) for name in "abcd"),
         *((Tick(), [forget(Outcome.FINISHED, request_id=RequestId(name))]) for name in "bca"),
@@ -143,7 +143,7 @@ def test_a_context_that_is_spread_decodes_at_its_home_whoever_holds_ranges_of_it
         )
         return [ExpectCopy(instance_id=each, request_id=R, epoch=Epoch(0), transfer=plan) for each in destinations]
 
-    lives = Lives()
+    lives = RequestHistories()
     ((life, attempt, _),) = lives.observe(arrived(), [], 1.0)
     for commands in (
         placed(Then.DECODE, MEMBER, InstanceId("c"), InstanceId("d")),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.core.instances.numbers import Numbers
+from pdmesh.core.instances.id_pool import IdPool
 
 
 @given(leave=st.lists(st.none() | st.integers(0, 9), max_size=60))
 def test_a_newcomer_gets_the_least_number_that_nobody_has(leave: list[int | None]) -> None:
-    numbers, taken = Numbers(), list[int]()
+    numbers, taken = IdPool(), list[int]()
     for index in leave:
         if index is None or index >= len(taken):
             number = numbers.take()

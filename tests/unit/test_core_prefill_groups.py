@@ -696,10 +696,10 @@ def test_a_helper_keeps_what_it_has_of_the_prompt(is_known: bool) -> None:
     running = Running(bench)
     running.end(LEADER)
     running.end(HELPER)  # the second 64 tokens
-    assert helper.num_kept_granules(request) == (3 if is_known else 1)
+    assert helper.num_cached_granules(request) == (3 if is_known else 1)
     bench.feed(InstanceLost(LEADER))
     bench.feed(KvReleased(HELPER, *KEY))
-    assert helper.num_kept_granules(request) == (3 if is_known else 1)
+    assert helper.num_cached_granules(request) == (3 if is_known else 1)
     assert helper.num_free_blocks == helper.profile.num_blocks
 
 

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
+from pdmesh.core.instances.cache_index import CacheIndex
 from pdmesh.core.instances.instance import InstanceState
-from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.lengths import Lengths
 from pdmesh.core.instances.ranking import Decoders, Ranking
@@ -31,10 +31,10 @@ def line_of(members: dict[InstanceId, InstanceState]) -> list[InstanceId]:
 @pytest.mark.parametrize("on_demand", [False, True])
 def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew(on_demand: bool) -> None:
     rng, changed = random.Random(0), dict[InstanceId, None]()
-    growth, where = FixedGrowth(20.0, on_demand=on_demand), KeptWhere()
+    growth, where = FixedGrowth(20.0, on_demand=on_demand), CacheIndex()
     roles = (Role.DECODE, Role.MIXED, Role.PREFILL)
     instances = [
-        InstanceState(modelled_profile(f"i{n}", rng.choice(roles)), changed=changed, growth=growth, kept_where=where)
+        InstanceState(modelled_profile(f"i{n}", rng.choice(roles)), changed=changed, growth=growth, cache_index=where)
         for n in range(12)
     ]
     ranking, decoders = Ranking(PLACE.key), Decoders(PLACE, None)
@@ -60,7 +60,7 @@ def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew(on_demand
         if rng.random() < 0.5:
             assert [instance.instance_id for *_, instance in ranking.line()] == line_of(members)
             request = a_request("new", prompt=rng.randint(1, 250), output=rng.choice((4, 100)))
-            first = decoders.firsts(request).get(instances[0].exact_group)
+            first = decoders.firsts(request).get(instances[0].arithmetic_class)
             fitting = [name for name in line_of(members) if members[name].can_decode(request)]
             assert (first and first.instance_id) == (fitting[0] if fitting else None)
 

@@ -26,7 +26,7 @@ from pdmesh.core.events import (
     InstanceLost,
     InstanceUnreachable,
     KvReleased,
-    PartLost,
+    RangeLost,
     RequestArrived,
     RequestCancelled,
     RequestFinished,
@@ -299,7 +299,7 @@ def test_the_home_of_a_context_that_is_found_asks_all_members_again(waits: str) 
     bench = CoreBench()
     events: list[Event] = [home_of(MEMBERS), holds_range("m0", 0), holds_range("m1", 1)]
     events.insert(0 if waits == "before" else 3, waits_for(("a", 0)))
-    bench.feed(PartLost(D, RequestId("a"), Epoch(0), 1))
+    bench.feed(RangeLost(D, RequestId("a"), Epoch(0), 1))
     told = [members for event in events for members in of(SetPlaces, bench.feed(event))]
     assert [(each.instance_id, each.places) for each in told] == [("d", MEMBERS)]
     bench.feed(home_of(MEMBERS))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pdmesh.engine.base import EngineSequence
 from pdmesh.engine.drawing import DrawKernels, load_draw_kernels
-from pdmesh.engine.guide import Guide
+from pdmesh.engine.grammar_state import GrammarState
 from pdmesh.engine.levels import processor_levels
 from pdmesh.engine.sampler import (
     draw,
@@ -118,7 +118,7 @@ def test_a_thousand_requests_draw_the_tokens_of_torch(
         if vocab_size == 3001:
             for sequence in sequences[::3]:
                 matcher = grammars.matcher(LLMatcher.grammar_from_regex(rng.choice(REGEXES)))
-                sequence.guide = Guide(matcher, END_IDS)
+                sequence.guide = GrammarState(matcher, END_IDS)
         before = logits.clone()
         monkeypatch.setattr("pdmesh.engine.sampler._CPU_TILE_ELEMENTS", rng.choice([1, 3 * vocab_size, 1 << 23]))
         drawn = drawing.sample(logits, sequences, kernels)
@@ -162,7 +162,9 @@ def test_processed_logits_have_the_same_bits(kernels: DrawKernels, drawing: Draw
         grammars = Grammars(model, vocab_size=vocab_size, eos_token_ids=END_IDS)
         for trial, sequence in enumerate(requests_of(rng, vocab_size, 60)):
             if trial % 2:
-                sequence.guide = Guide(grammars.matcher(LLMatcher.grammar_from_regex(rng.choice(REGEXES))), END_IDS)
+                sequence.guide = GrammarState(
+                    grammars.matcher(LLMatcher.grammar_from_regex(rng.choice(REGEXES))), END_IDS
+                )
             logits = torch.randn(vocab_size, generator=generator) * 3
             assert drawing.processed(logits, sequence, kernels) == drawing.processed(logits, sequence, None)
 

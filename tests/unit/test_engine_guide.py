@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from pdmesh.engine.base import EngineSequence, SequenceSlice, SliceResult
-from pdmesh.engine.guide import Guide
+from pdmesh.engine.grammar_state import GrammarState
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.grammars import Grammars
 from pdmesh.model import FinishReason, RequestId, SamplingParams
@@ -215,14 +215,14 @@ def test_a_guide_that_goes_back_allows_what_a_new_one_does(
     grammars = Grammars(checkpoint, vocab_size=320, eos_token_ids=EOS)
     output = array.array("i", [*tokenizer.encode(text, add_special_tokens=False).ids, *EOS])
 
-    def allowed(guide: Guide, length: int) -> Any:
+    def allowed(guide: GrammarState, length: int) -> Any:
         guide.catch_up(output[:length])
         bits = guide.allowed(320, EOS)
         return guide.error if bits is None else bits.tolist()
 
     for length in range(len(output)):
-        guide = Guide(grammars.matcher(grammar), EOS)
+        guide = GrammarState(grammars.matcher(grammar), EOS)
         for longer in range(length, len(output) + 1):
             for each in range(length, longer + 1):
                 allowed(guide, each)
-            assert allowed(guide, length) == allowed(Guide(grammars.matcher(grammar), EOS), length)
+            assert allowed(guide, length) == allowed(GrammarState(grammars.matcher(grammar), EOS), length)

@@ -12,7 +12,7 @@ import pytest
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from pdmesh.engine.guide import Guide
+from pdmesh.engine.grammar_state import GrammarState
 from pdmesh.engine.json_bounds import MAX_BLANKS, JsonBounds
 from pdmesh.grammars import Grammars, is_json
 from pdmesh_testing.checkpoints import write_checkpoint
@@ -49,7 +49,7 @@ def stubborn(
     grammars: Grammars, bounds: JsonBounds, tokenizer: Tokenizer, grammar: str, wanted: str, begin: str = ""
 ) -> str:
     """The answer of a model that writes ``begin``, then the first of the ``wanted`` characters that may follow."""
-    guide = Guide(grammars.matcher(grammar), EOS, bounds if is_json(grammar) else None)
+    guide = GrammarState(grammars.matcher(grammar), EOS, bounds if is_json(grammar) else None)
     ids = [tokenizer.encode(char, add_special_tokens=False).ids[0] for char in wanted]
     output = tokenizer.encode(begin, add_special_tokens=False).ids if begin else []
     guide.take(list(output))
@@ -155,7 +155,7 @@ def test_bounds_do_not_depend_on_the_names_that_a_process_gives_special_tokens(
 ) -> None:
     monkeypatch.setattr("pdmesh.grammars.secrets.token_hex", lambda num_bytes: digit * 2 * num_bytes)
     grammars = Grammars(directory, vocab_size=320, eos_token_ids=EOS)
-    guide = Guide(grammars.matcher(of_schema({"type": "integer"})), EOS, JsonBounds(grammars.token_bytes()))
+    guide = GrammarState(grammars.matcher(of_schema({"type": "integer"})), EOS, JsonBounds(grammars.token_bytes()))
     guide.take(tokenizer.encode("1" * 16, add_special_tokens=False).ids)
     bits = guide.allowed(320, EOS)
     assert bits is not None

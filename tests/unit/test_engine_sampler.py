@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pdmesh.engine.guide import Guide
+from pdmesh.engine.grammar_state import GrammarState
 from pdmesh.engine.sampler import draw, draw_settings, kept_tokens, noise_bits, noise_keys, sample, token_logprobs
 from pdmesh.grammars import Grammars
 from pdmesh_testing.stepping import sequence_of
@@ -219,7 +219,7 @@ def test_a_device_is_not_waited_for(model: Path) -> None:
     logits = torch.zeros(3, 320, device="meta")
     plain = [sequence_of(temperature=1.0, top_p=0.9, top_k=5), sequence_of(temperature=0.0), sequence_of(min_p=0.1)]
     grammars = Grammars(model, vocab_size=320, eos_token_ids=())
-    plain[1].guide = Guide(grammars.matcher(LLMatcher.grammar_from_regex("[0-9]+")))
+    plain[1].guide = GrammarState(grammars.matcher(LLMatcher.grammar_from_regex("[0-9]+")))
     assert draw(logits, plain).shape == (3,)
     with pytest.raises(NotImplementedError, match="no data"):
         draw(logits, [*plain[:2], sequence_of(presence_penalty=1.0)])

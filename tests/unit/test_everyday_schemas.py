@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field, TypeAdapter, conlist, constr
 from tokenizers import Tokenizer
 from typing_extensions import TypedDict
 
-from pdmesh.engine.guide import Guide
+from pdmesh.engine.grammar_state import GrammarState
 from pdmesh.errors import RequestRejected
 from pdmesh.grammars import Grammars
 from pdmesh_gateway.answer_format import FORMATS, AnswerFormat
@@ -307,7 +307,7 @@ def without(schema: Any, warnings: Sequence[str]) -> Any:
 
 def written(grammars: Grammars, tokenizer: Tokenizer, grammar: str, rng: random.Random) -> str:
     """A whole answer, drawn at random from what the engine allows. It ends soon where it may."""
-    guide = Guide(grammars.matcher(grammar), EOS)
+    guide = GrammarState(grammars.matcher(grammar), EOS)
     closers = [tokenizer.encode(closer.decode(), add_special_tokens=False).ids[0] for closer in CLOSERS]
     output: list[int] = []
     hint: list[int] = []

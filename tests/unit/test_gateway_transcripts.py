@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from pdmesh.errors import RequestRejected
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RequestId, SamplingParams
 from pdmesh.prefixes import PrefixHasher
-from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, TurnOver, pack_token_ids, unpack_token_ids
+from pdmesh.wire.messages import (
+    PromptLogprobs,
+    StreamHandover,
+    TokenLogprobs,
+    TokenOut,
+    pack_token_ids,
+    unpack_token_ids,
+)
 from pdmesh_gateway.mailbox import Mailbox
 from pdmesh_gateway.prompt_prefixes import PromptPrefix
 from pdmesh_gateway.request_transcript import (
@@ -275,8 +282,8 @@ async def test_the_next_token_comes_from_whom_the_last_one_named() -> None:
 NUM_TURNS = itertools.count()
 
 
-def turn(index: int, next_: InstanceId, *, epoch: int = 0) -> TurnOver:
-    return TurnOver(
+def turn(index: int, next_: InstanceId, *, epoch: int = 0) -> StreamHandover:
+    return StreamHandover(
         request_id=RequestId("r"), epoch=Epoch(epoch), index=index, next_instance_id=next_, num=next(NUM_TURNS)
     )
 
@@ -286,11 +293,11 @@ async def test_who_named_one_that_has_not_spoken_may_name_another(overtakes: boo
     """A hands over to B, takes it back, and hands over to C, whose stream may be the faster one."""
     t = transcript()
     t.offer(token(0, next_=B), A)
-    t.give_turn(turn(1, A), A)
+    t.hand_over_stream(turn(1, A), A)
     if overtakes:
         t.offer(token(1), C)
         t.offer(token(2), C)
-    t.give_turn(turn(1, C), A)
+    t.hand_over_stream(turn(1, C), A)
     if not overtakes:
         t.offer(token(1), C)
         t.offer(token(2), C)
@@ -305,7 +312,7 @@ async def test_nobody_is_named_in_the_place_of_one_that_has_spoken() -> None:
     t = transcript()
     t.offer(token(0, next_=B), A)
     t.offer(token(1), B)
-    t.give_turn(turn(1, C), A)
+    t.hand_over_stream(turn(1, C), A)
     assert (t.source, t.resume_at_s) == (B, t.clock())
     t.offer(token(1, token_id=666), C)
     assert list(t.output) == [100, 101]
@@ -317,17 +324,17 @@ async def test_turns_that_a_stream_repeats_say_nothing() -> None:
     turns = [turn(1, A), turn(1, C)]
     t.offer(token(0, next_=B), A)
     for each in turns:
-        t.give_turn(each, A)
+        t.hand_over_stream(each, A)
     for each in turns:  # nobody has spoken since: the last one still goes on
-        t.give_turn(each, A)
+        t.hand_over_stream(each, A)
         assert (t.source, t.resume_at_s) == (C, None)
     t.offer(token(1), C)
     t.offer(token(2, next_=A), C)
     t.offer(token(3), A)
     for each in turns:
-        t.give_turn(each, A)
+        t.hand_over_stream(each, A)
         assert (t.source, t.resume_at_s) == (A, None)
-    t.give_turn(turn(4, B), A)
+    t.hand_over_stream(turn(4, B), A)
     assert t.source == B
 
 
@@ -335,7 +342,7 @@ async def test_turns_that_a_stream_repeats_say_nothing() -> None:
 async def test_a_turn_is_for_its_owner_to_give(source: InstanceId) -> None:
     t = transcript()
     t.offer(token(0), A)
-    t.give_turn(turn(1, C), source)
+    t.hand_over_stream(turn(1, C), source)
     t.offer(token(1, token_id=666), C)
     t.offer(token(1), A)
     assert list(t.output) == [100, 101]
@@ -345,10 +352,10 @@ async def test_a_turn_of_an_old_epoch_or_after_the_end_says_nothing() -> None:
     t = transcript()
     t.offer(token(0, next_=B), A)
     assert t.restart(blame=1.0)
-    t.give_turn(turn(1, C), A)
+    t.hand_over_stream(turn(1, C), A)
     assert (t.source, t.num_dropped) == (None, 1)
     t.offer(token(1, epoch=1, finish=FinishReason.LENGTH), A)
-    t.give_turn(turn(2, C, epoch=1), A)
+    t.hand_over_stream(turn(2, C, epoch=1), A)
     assert (t.source, t.num_dropped, t.resume_at_s) == (A, 2, None)
 
 
@@ -359,9 +366,9 @@ async def test_a_stream_that_broke_before_its_instance_spoke_is_given_more_time(
     t.offer(token(0, next_=B), A)
     transcripts.source_lost(B)
     assert t.resume_at_s == t.clock() + STALL_GRACE_S
-    t.give_turn(turn(1, A), A)
+    t.hand_over_stream(turn(1, A), A)
     assert t.resume_at_s is None
-    t.give_turn(turn(1, C), A)
+    t.hand_over_stream(turn(1, C), A)
     t.offer(token(1), C)
     transcripts.source_lost(C)
     assert t.resume_at_s == t.clock() + BREAK_GRACE_S

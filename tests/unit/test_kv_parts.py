@@ -13,12 +13,12 @@ import anyio.to_thread
 import pytest
 
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import TransferOutcome
 from pdmesh.kv.parts import AttendPart
 from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind
+from pdmesh.kv.remote_kv import RangeQuestion, RemoteKvLost
 from pdmesh.kv.spread import JoinedPieces, PartHolder, SpreadKv
 from pdmesh.model import Epoch, IndexRange, RequestId
 from pdmesh.transport.kv_transport import KvTransport
@@ -33,7 +33,7 @@ START = 1 << 31  # a position
 LIMIT_S = 0.5
 
 
-def attend(number: int, block_ids: Sequence[int], question: PartQuestion) -> bytes:
+def attend(number: int, block_ids: Sequence[int], question: RangeQuestion) -> bytes:
     """Rows of 8 bytes, answered by what was asked and where it was looked for."""
     layer, start, query, _ = question
     if not query or len(query) % ROW_BYTES:
@@ -62,7 +62,7 @@ class Spread:
         """As an engine does, on a thread."""
 
         def asked() -> Sequence[bytes]:
-            self.kv.ask(PartQuestion(layer, START, query, first_range))
+            self.kv.ask(RangeQuestion(layer, START, query, first_range))
             return self.kv.answers()
 
         return await anyio.to_thread.run_sync(asked, abandon_on_cancel=True)
@@ -129,7 +129,7 @@ async def on_one_host() -> AsyncIterator[Spread]:
 
 
 def expected(spread: Spread, layer: int, query: bytes) -> list[bytes]:
-    question = PartQuestion(layer, START, query)
+    question = RangeQuestion(layer, START, query)
     return [attend(number, blocks, question) for number, blocks in enumerate(spread.blocks)]
 
 
@@ -166,13 +166,13 @@ async def test_who_holds_a_range_that_is_not_seen_is_not_asked(spread: Spread) -
     for _ in range(3):
         assert await spread.ask(1, b"12345678", 1) == expected(spread, 1, b"12345678")[1:]
     assert spread.members[0].mover.parts.num_answers == 0
-    with pytest.raises(KvElsewhereLost, match=r"no answer within 0\.5 s from members 0 of 2"):
+    with pytest.raises(RemoteKvLost, match=r"no answer within 0\.5 s from members 0 of 2"):
         await spread.ask(1, b"12345678")
     assert spread.kv.lost_members == (0,)
 
 
 def test_an_answer_that_was_not_asked_for_is_none() -> None:
-    asked: list[PartQuestion] = []
+    asked: list[RangeQuestion] = []
     kv = SpreadKv(
         REQUEST,
         EPOCH,
@@ -182,7 +182,7 @@ def test_an_answer_that_was_not_asked_for_is_none() -> None:
         wakeup=Wakeup(),
         send=lambda _spread, _number, question, _members: asked.append(question),
     )
-    kv.ask(PartQuestion(0, START, b"12345678", first_range=1))
+    kv.ask(RangeQuestion(0, START, b"12345678", first_range=1))
     whole = NO_PART._replace(blocks=IndexRange(0, 1))
     for member in (0, 1):
         header = PieceHeader(
@@ -228,9 +228,9 @@ async def test_what_is_no_question_is_dropped_and_ends_nothing_but_its_step(
 ) -> None:
     for number in range(NUM_MEMBERS):
         spread.land(number)
-    with pytest.raises(KvElsewhereLost, match=r"no answer within 0\.5 s from members 0, 1 of 2"):
+    with pytest.raises(RemoteKvLost, match=r"no answer within 0\.5 s from members 0, 1 of 2"):
         await spread.ask(layer, query)
-    with pytest.raises(KvElsewhereLost):  # nothing more is computed of it
+    with pytest.raises(RemoteKvLost):  # nothing more is computed of it
         await spread.ask(1, b"12345678")
     for side in (spread.home, *spread.members):
         side.mover.cancel(REQUEST, EPOCH)
@@ -264,7 +264,7 @@ async def test_a_member_that_is_gone_ends_the_step_at_once(spread: Spread) -> No
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(leave)
-        with pytest.raises(KvElsewhereLost, match="member 1 of its KV is gone"):
+        with pytest.raises(RemoteKvLost, match="member 1 of its KV is gone"):
             await spread.ask(0, b"12345678")
 
 
@@ -276,7 +276,7 @@ async def test_a_question_of_an_older_epoch_or_another_capability_is_dropped(spr
         home.cancel(REQUEST, EPOCH)
         members = [PartHolder(member.transport.address, capability) for member in spread.members]
         spread.kv = home.open(REQUEST, epoch, members=members, num_tokens=16)
-        with pytest.raises(KvElsewhereLost):
+        with pytest.raises(RemoteKvLost):
             await spread.ask(0, b"12345678")
     for member in spread.members:
         assert member.mover.parts.num_answers == 0
@@ -290,7 +290,7 @@ async def test_inside_a_host_no_event_loop_is_part_of_an_exchange(on_one_host: S
     for member in on_one_host.members:
         member.mover.parts.landed(RequestId("other"), EPOCH)
     for layer in range(SMALL_LAYOUT.num_layers):
-        question = PartQuestion(layer, START, b"12345678")
+        question = RangeQuestion(layer, START, b"12345678")
         on_one_host.kv.ask(question, more=True)
         other.ask(question._replace(query=b"87654321"))
         assert on_one_host.kv.answers() == expected(on_one_host, layer, b"12345678")
@@ -334,7 +334,7 @@ async def test_blocks_that_a_line_reads_are_not_free_before_it_has_ended(on_one_
     async with anyio.create_task_group() as tasks:
 
         async def ask() -> None:
-            with pytest.raises(KvElsewhereLost):
+            with pytest.raises(RemoteKvLost):
                 await on_one_host.ask(0, b"12345678")
 
         tasks.start_soon(ask)
@@ -353,7 +353,7 @@ async def test_blocks_that_a_line_reads_are_not_free_before_it_has_ended(on_one_
 
 
 def held_up(is_waiting: threading.Event, goes_on: threading.Event) -> AttendPart:
-    def held(number: int, block_ids: Sequence[int], question: PartQuestion) -> bytes:
+    def held(number: int, block_ids: Sequence[int], question: RangeQuestion) -> bytes:
         is_waiting.set()
         assert goes_on.wait(20)
         return attend(number, block_ids, question)

@@ -12,7 +12,7 @@ import pytest
 from pdmesh.policy.batching import Load, Mode, SwitchingBatching
 from pdmesh.policy.batching_theory import LengthMoments, StepCosts
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
-from pdmesh.policy.probing import PROBE_CYCLES, PROBE_EVERY, Meter, Probing, Tally, Together
+from pdmesh.policy.probing import PROBE_CYCLES, PROBE_EVERY, CycleMeter, Probing, SimultaneousStarts, StepTotals
 from pdmesh_testing.batching_chain import geometric_threshold
 
 MODEL = LinearLatencyModel(a_s=0.006, b_s=0.00015, c_s=1e-8, d_s=5e-9, decode_a_s=0.004, decode_s=0.0002)
@@ -58,7 +58,7 @@ def homes(predicted: float, true: float, noise: float, num_cycles: int, seed: in
         doing = home if not probing.is_on else Mode.MIXED if home is Mode.EXCLUSIVE else Mode.EXCLUSIVE
         cost_s = math.exp((-true if doing is Mode.EXCLUSIVE else 0.0) + rng.gauss(0.0, noise)) * 4e-4
         num_decodes = 1000
-        tally = Tally(wall_s=cost_s * num_decodes, num_prompt_tokens=1000, num_decodes=num_decodes)
+        tally = StepTotals(wall_s=cost_s * num_decodes, num_prompt_tokens=1000, num_decodes=num_decodes)
         assert choice.gain is not None
         probed = probing.passed(tally, math.log1p(choice.gain))
         if probed is not None:
@@ -99,7 +99,7 @@ def test_where_the_model_is_wrong_by_two_percent_probes_find_it(predicted: float
 def test_far_from_a_tie_nothing_is_probed() -> None:
     probing = Probing()
     for _ in range(1000):
-        assert probing.passed(Tally(1.0, 100, num_decodes=100), 0.05) is None
+        assert probing.passed(StepTotals(1.0, 100, num_decodes=100), 0.05) is None
         assert not probing.is_on
 
 
@@ -107,7 +107,7 @@ def test_a_probe_is_a_few_cycles_in_forty_and_its_first_does_not_count() -> None
     probing, done = Probing(), []
     for index in range(3 * (PROBE_EVERY + PROBE_CYCLES)):
         done.append(probing.is_on)
-        probed = probing.passed(Tally(wall_s=float(index), num_decodes=1), 0.0)
+        probed = probing.passed(StepTotals(wall_s=float(index), num_decodes=1), 0.0)
         if probed is not None:
             assert probed.num_decodes == PROBE_CYCLES - 1
             probing.learn(0.0)
@@ -118,11 +118,11 @@ def test_a_probe_is_a_few_cycles_in_forty_and_its_first_does_not_count() -> None
 def test_a_home_that_changes_ends_its_probe() -> None:
     probing = Probing()
     for _ in range(PROBE_EVERY):
-        probing.passed(Tally(1.0, num_decodes=1), 0.0)
+        probing.passed(StepTotals(1.0, num_decodes=1), 0.0)
     assert probing.is_on
     probing.restart()
     assert not probing.is_on
-    assert probing.passed(Tally(1.0, num_decodes=1), 0.0) is None
+    assert probing.passed(StepTotals(1.0, num_decodes=1), 0.0) is None
 
 
 def test_one_probe_is_not_believed_and_many_are() -> None:
@@ -137,20 +137,20 @@ def test_one_probe_is_not_believed_and_many_are() -> None:
 
 
 def test_a_meter_tallies_whole_cycles_and_all_their_work() -> None:
-    meter = Meter()
+    meter = CycleMeter()
     chunk, decodes = StepShape((ChunkShape(100, 20),), 0, 0), StepShape((), 4, 400)
     now_s = 5.0
     for _ in range(3):
         for shape, seconds, number in ((chunk, 0.5, 1), (chunk, 0.25, 1), (decodes, 2.0, 10)):
             meter.step(now_s, now_s + seconds, shape, number)
             now_s += seconds + 0.125
-    assert meter.take() == Tally(2 * 3.125, 400, 8000, 40_000, 80, 8000, num_steps=20)
+    assert meter.take() == StepTotals(2 * 3.125, 400, 8000, 40_000, 80, 8000, num_steps=20)
     meter.step(now_s, now_s + 0.5, chunk)
-    assert meter.take() == Tally(3.125, 200, 4000, 20_000, 40, 4000, num_steps=10)
+    assert meter.take() == StepTotals(3.125, 200, 4000, 20_000, 40, 4000, num_steps=10)
 
 
 def test_what_ran_inside_another_step_opens_no_tally() -> None:
-    meter = Meter()
+    meter = CycleMeter()
     both = StepShape((ChunkShape(10, 0),), 2, 20)
     meter.step(0.0, 1.0, both)
     meter.step(1.25, 1.5, StepShape((ChunkShape(7, 0),), 0, 0))  # urgent, inside the next
@@ -167,7 +167,7 @@ def test_what_ran_inside_another_step_opens_no_tally() -> None:
 
 def test_work_is_what_a_step_is_predicted_to_take_without_constants() -> None:
     shape = StepShape((ChunkShape(100, 20), ChunkShape(7, 0)), 4, 400)
-    meter = Meter()
+    meter = CycleMeter()
     meter.step(0.0, 1.0, shape)
     meter.step(1.0, 2.0, shape)
     free = replace(MODEL, a_s=0.0, mixed_a_s=0.0, decode_a_s=0.0)
@@ -176,7 +176,7 @@ def test_work_is_what_a_step_is_predicted_to_take_without_constants() -> None:
 
 @pytest.mark.parametrize("at_once", [1, 4])
 def test_how_many_begin_together_is_read_from_the_steps(at_once: int) -> None:
-    rng, meter, together = random.Random(1), Meter(), Together()
+    rng, meter, together = random.Random(1), CycleMeter(), SimultaneousStarts()
     assert together.number == 1.0  # nothing is known
     for step in range(4000):
         num_begun = at_once * sum(rng.random() < 0.02 for _ in range(10))

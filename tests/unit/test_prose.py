@@ -34,6 +34,37 @@ SUBJECT = re.compile(r"[\w/.,-]+: [A-Za-z`]")
 MAX_SUBJECT = 72
 
 
+#: Names of former versions, and what is called so now. docs/terms.md explains the present ones.
+RETIRED = {
+    "Appointment": "Timer",
+    "EmptyInstance": "InstanceCapacity",
+    "Foretold": "PoolForecast",
+    "KeptHere": "PrefixCache",
+    "KeptWhere": "CacheIndex",
+    "KvElsewhere": "RemoteKv",
+    "Lives": "RequestHistories",
+    "Mandate": "LeaderTerm",
+    "OccupiedInstance": "InstanceLoad",
+    "PartLost": "RangeLost",
+    "PartMove": "Copy",
+    "Rehome": "SetPlaces",
+    "Relocation": "Copy",
+    "Respread": "SetPlaces",
+    "Strangers": "RejectedPeers",
+    "TurnOver": "StreamHandover",
+    "do_without": "replace_receiver",
+    "exact_group": "arithmetic_class",
+    "gives_back": "streams_out",
+    "give_turn": "hand_over_stream",
+    "giver": "previous_source",
+    "lost_part": "lost_range",
+    "num_elsewhere_tokens": "num_remote_tokens",
+    "num_kept": "num_cached",
+    "told_members": "last_sent_members",
+    "unheard": "unreachable",
+}
+
+
 class Rule(NamedTuple):
     pattern: re.Pattern[str]
     advice: str
@@ -175,6 +206,17 @@ def test_commit_subjects_say_where_and_what_in_a_line() -> None:
         pytest.skip("no history here")
     subjects = log.stdout.splitlines()
     assert [one for one in subjects if len(one) > MAX_SUBJECT or not SUBJECT.match(one)] == []
+
+
+def test_no_retired_name_is_used_again() -> None:
+    pattern = re.compile(rf"\b({'|'.join(RETIRED)})\b")
+    used = [
+        f"{path.relative_to(ROOT)}: {name} is {RETIRED[name]} now"
+        for folder in CODE
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for name in sorted(set(pattern.findall(path.read_text())))
+    ]
+    assert not used, "\n".join(used)
 
 
 def test_every_rule_marks_a_sentence_and_a_plain_sentence_has_no_mark() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.engine.ranks.rank_commands import Command, Deltas, Replicas, Step, frame
 from pdmesh.errors import ProtocolError
-from pdmesh.kv.elsewhere import PartQuestion
+from pdmesh.kv.remote_kv import RangeQuestion
 from pdmesh.model import num_blocks_for
 from pdmesh_testing.stepping import new_sequence
 
@@ -22,11 +22,11 @@ BLOCK_SIZE = 16
 
 @dataclass
 class SilentKv:
-    """`KvElsewhere` that has no holders to ask."""
+    """`RemoteKv` that has no holders to ask."""
 
     num_tokens: int
 
-    def ask(self, question: PartQuestion, *, more: bool = False) -> None:
+    def ask(self, question: RangeQuestion, *, more: bool = False) -> None:
         pass
 
     def answers(self) -> list[bytes]:
@@ -87,7 +87,7 @@ def test_the_others_know_of_each_sequence_what_its_steps_need(seed: int) -> None
             start = computed[id(sequence)]
             if start == len(sequence.token_ids):
                 sequence.token_ids.append(rng.randrange(300))
-                num_here = len(sequence.token_ids) - sequence.num_elsewhere_tokens
+                num_here = len(sequence.token_ids) - sequence.num_remote_tokens
                 if num_here > len(sequence.block_table) * BLOCK_SIZE:
                     sequence.block_table.append(rng.randrange(1000, 2000))
             num_tokens = rng.randint(1, len(sequence.token_ids) - start)
@@ -100,15 +100,15 @@ def test_the_others_know_of_each_sequence_what_its_steps_need(seed: int) -> None
             assert (theirs.start, theirs.num_tokens) == (part.start, part.num_tokens)
             assert theirs.sequence.token_ids[part.start :] == part.sequence.token_ids[part.start : end]
             assert theirs.sequence.num_prompt_tokens == part.sequence.num_prompt_tokens
-            assert theirs.sequence.num_elsewhere_tokens == part.sequence.num_elsewhere_tokens
-            used = num_blocks_for(end - part.sequence.num_elsewhere_tokens, BLOCK_SIZE)
+            assert theirs.sequence.num_remote_tokens == part.sequence.num_remote_tokens
+            used = num_blocks_for(end - part.sequence.num_remote_tokens, BLOCK_SIZE)
             assert theirs.sequence.block_table[:used] == part.sequence.block_table[:used]
         for sequence in sequences:
-            num_full = (computed[id(sequence)] - sequence.num_elsewhere_tokens) // BLOCK_SIZE
+            num_full = (computed[id(sequence)] - sequence.num_remote_tokens) // BLOCK_SIZE
             if num_full > 0 and rng.random() < 0.3:  # others hold what is full by now, or some of it
                 num_given_back = rng.randint(1, num_full)
                 del sequence.block_table[:num_given_back]
-                sequence.elsewhere = SilentKv(sequence.num_elsewhere_tokens + num_given_back * BLOCK_SIZE)
+                sequence.elsewhere = SilentKv(sequence.num_remote_tokens + num_given_back * BLOCK_SIZE)
         if rng.random() < 0.2:
             sequences.pop(rng.randrange(len(sequences)))
 

@@ -15,7 +15,7 @@ from pdmesh_gateway.answer_format import FORMATS, AnswerFormat, Calls
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.dialects import RESPONSES
 from pdmesh_gateway.http.responses.background_responses import MAX_EVENT_BYTES, PIECE_BYTES, EventLog
-from pdmesh_gateway.http.responses.response_store import KEPT_S, KeptResponse, ResponseStore
+from pdmesh_gateway.http.responses.response_store import KEPT_S, ResponseStore, StoredResponse
 from pdmesh_gateway.http.responses.responses_endpoint import _begun
 from pdmesh_gateway.http.responses.responses_logprobs import TextLogprobs
 from pdmesh_gateway.http.responses.responses_protocol import ResponseObject, ResponsesRequest
@@ -344,8 +344,8 @@ def test_what_cannot_be_understood_is_refused(fields: dict[str, Any], message: s
         read()
 
 
-def kept(response_id: str, num_bytes: int = 0) -> KeptResponse:
-    return KeptResponse(
+def kept(response_id: str, num_bytes: int = 0) -> StoredResponse:
+    return StoredResponse(
         response_id=response_id,
         response=b"x" * num_bytes,
         input_items=b"[]",

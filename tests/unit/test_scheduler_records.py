@@ -21,7 +21,7 @@ from pdmesh.core.events import (
     Tick,
     TransferSent,
 )
-from pdmesh.core.requests.lives import Lives
+from pdmesh.core.requests.histories import RequestHistories
 from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, Request, RequestId, SamplingParams, TransferId
 from pdmesh.plans import ChunkDone, ChunkPlan, PrefillGroup, StepPlan
@@ -42,12 +42,12 @@ def test_a_transfer_ends_with_what_carried_it(carrier: str, end: str) -> None:
     assert line.detail == f"1000 bytes in 500.0 ms, 250.0 ms after the prompt was computed{end}"
 
 
-class Told:
+class ResidentReports:
     """Records that are told of one event at a time."""
 
     def __init__(self, max_ended: int = 10) -> None:
         self.records = RequestRecords(wall_time=lambda at_s: 1000.0 + at_s)
-        self._lives = Lives(max_ended)
+        self._lives = RequestHistories(max_ended)
 
     def tell(
         self,
@@ -128,12 +128,12 @@ class Told:
         self.tell(event, commands, at_s)
 
 
-def whats(told: Told) -> list[str]:
+def whats(told: ResidentReports) -> list[str]:
     return [entry.what for entry in told.record().entries]
 
 
 def test_a_whole_life() -> None:
-    told = Told()
+    told = ResidentReports()
     told.arrived("r", 5.0)
     told.computed("r", 5.25)
     told.ended("r", 6.2, Outcome.FINISHED)
@@ -146,7 +146,7 @@ def test_a_whole_life() -> None:
 
 
 def test_a_living_one_says_how_far_it_is() -> None:
-    told = Told()
+    told = ResidentReports()
     told.arrived("r", 0.0)
     assert state_of(told) == "prefilling"  # placed as it came
     told.computed("r", 0.5)
@@ -158,14 +158,14 @@ def test_a_living_one_says_how_far_it_is() -> None:
     assert state_of(told) == "finished"
 
 
-def state_of(told: Told) -> str:
+def state_of(told: ResidentReports) -> str:
     record = told.record()
     assert record.is_under_way is (record.state != "finished")
     return record.state
 
 
 def test_a_cancelled_one_says_so_and_claims_no_last_token() -> None:
-    told = Told()
+    told = ResidentReports()
     told.arrived("r", 0.0)
     told.ended("r", 1.0, Outcome.CANCELLED)
     record = told.record()
@@ -175,7 +175,7 @@ def test_a_cancelled_one_says_so_and_claims_no_last_token() -> None:
 
 
 def test_a_resumed_one_keeps_its_clients_prompt_and_its_first_token() -> None:
-    told = Told()
+    told = ResidentReports()
     told.arrived("r", 0.0)
     told.computed("r", 0.5)
     told.ended("r", 1.0, Outcome.RESTARTED)
@@ -201,7 +201,7 @@ def test_a_resumed_one_keeps_its_clients_prompt_and_its_first_token() -> None:
 
 
 def test_choices_are_found_by_the_id_of_their_request() -> None:
-    told = Told()
+    told = ResidentReports()
     for request_id in ("r-10", "r-2", "r-0", "r-x", "r-2-1", "s-1", "r-02"):
         told.arrived(request_id, 0.0)
     assert told.records.get("r") is None
@@ -225,7 +225,7 @@ def test_choices_are_found_by_the_id_of_their_request() -> None:
     ],
 )
 def test_a_request_is_found_by_whatever_somebody_has_of_it(name: str, found: list[str]) -> None:
-    told = Told()
+    told = ResidentReports()
     told.arrived("4f2a", 0.0, label="mine")
     told.ended("4f2a", 1.0, Outcome.FINISHED)
     labels = {"77b0-0": "mine", "77b0-1": "mine", "9c00": "mixed", "a000": "", "b000": "cmpl-mixed"}
@@ -236,7 +236,7 @@ def test_a_request_is_found_by_whatever_somebody_has_of_it(name: str, found: lis
 
 
 def test_the_newest_are_listed_first_and_short() -> None:
-    told = Told()
+    told = ResidentReports()
     for n in range(4):
         told.arrived(f"r{n}", float(n))
     listed = told.records.newest(3)
@@ -246,7 +246,7 @@ def test_the_newest_are_listed_first_and_short() -> None:
 
 
 def test_only_so_many_ended_ones_are_remembered() -> None:
-    told = Told(max_ended=2)
+    told = ResidentReports(max_ended=2)
     for index in range(4):
         told.arrived(f"r-{index}", 0.0)
         told.ended(f"r-{index}", 1.0, Outcome.FINISHED)
@@ -265,7 +265,7 @@ def test_only_so_many_ended_ones_are_remembered() -> None:
     ],
 )
 def test_a_record_says_whether_the_targets_were_met(slo: Slo, met: bool | None) -> None:
-    told = Told()
+    told = ResidentReports()
     told.arrived("r", 10.0, slo=slo)
     told.computed("r", 10.5)
     record = told.record()
@@ -276,7 +276,7 @@ def test_a_record_says_whether_the_targets_were_met(slo: Slo, met: bool | None) 
 
 
 def test_a_record_names_the_bundle_that_placed_the_request() -> None:
-    told = Told()
+    told = ResidentReports()
     ids: dict[str, Any] = {"request_id": RequestId("r"), "epoch": Epoch(0)}
     request = Request(**ids, gateway_id=G, num_prompt_tokens=8, max_tokens=4, arrival_s=0.0)
     admit = AdmitPrefill(**ids, instance_id=I, shards=(a_shard(I, 2),), transfer=None)
@@ -288,7 +288,7 @@ def test_a_record_names_the_bundle_that_placed_the_request() -> None:
 
 
 def test_a_chunk_says_in_which_batching_mode_it_was_computed() -> None:
-    told = Told()
+    told = ResidentReports()
     ids: dict[str, Any] = {"request_id": RequestId("r"), "epoch": Epoch(0)}
     request = Request(**ids, gateway_id=G, num_prompt_tokens=10, max_tokens=4, arrival_s=0.0)
     admit = AdmitPrefill(**ids, instance_id=I, shards=(a_shard(I, 2),), transfer=None)
@@ -312,7 +312,7 @@ def test_members_of_a_group_with_their_chunks_and_waits(prefix: int, num_again: 
 
     What it had in flight is computed for the first time by the leader; the chunk before only if its KV did not come.
     """
-    told, other, key = Told(), InstanceId("j"), (RequestId("r"), Epoch(0))
+    told, other, key = ResidentReports(), InstanceId("j"), (RequestId("r"), Epoch(0))
     group = PrefillGroup(member_ids=(I, other), capability=7)
     told.arrived("r", 0.0)
 

@@ -25,7 +25,7 @@ from pdmesh.core.events import (
     Tick,
     TransferSent,
 )
-from pdmesh.core.requests.lives import Lives
+from pdmesh.core.requests.histories import RequestHistories
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.frames import FrameMap, WindowFrames
@@ -48,8 +48,8 @@ from pdmesh.plans import ChunkDone
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.telemetry.exposition import watch_event_loop
-from pdmesh.telemetry.rejected_peer_metric import watch_strangers
-from pdmesh.wire.rejected_peers import Strangers
+from pdmesh.telemetry.rejected_peer_metric import watch_rejected_peers
+from pdmesh.wire.rejected_peers import RejectedPeers
 from pdmesh.worker.worker_metrics import WorkerMetrics
 from pdmesh_gateway.gateway_metrics import GatewayMetrics
 from pdmesh_gateway.transcripts import Transcripts
@@ -94,7 +94,7 @@ def served(registry: CollectorRegistry) -> tuple[set[Described], set[str]]:
 async def test_the_gateways() -> None:
     metrics = GatewayMetrics("m", Transcripts(), lambda: None)
     watch_event_loop(metrics.registry)
-    watch_strangers(metrics.registry, Strangers())
+    watch_rejected_peers(metrics.registry, RejectedPeers())
     metrics.responded("/", 200)
     metrics.failed("/", "KeyError")
     metrics.finished(1, 1, "stop", num_cached_tokens=0, ttft_s=1.0, e2e_s=1.0, slo=Slo(ttft_s=2.0))
@@ -106,9 +106,9 @@ async def test_the_schedulers() -> None:
     registry = CollectorRegistry()
     metrics = SchedulerMetrics(registry, core, TenantUsage(core))
     leads_gauge(registry)
-    watch_strangers(registry, Strangers())
+    watch_rejected_peers(registry, RejectedPeers())
     watch_event_loop(registry)
-    lives = Lives()
+    lives = RequestHistories()
 
     def tell(event: Event, commands: Sequence[Command], now_s: float) -> None:
         milestones = lives.observe(event, commands, now_s)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from pdmesh.engine.base import EngineSequence, SequenceSlice, SliceResult
-from pdmesh.kv.elsewhere import PartQuestion
+from pdmesh.kv.remote_kv import RangeQuestion
 from pdmesh.model import FinishReason, KvLayout, RequestId, SamplingParams
 from pdmesh_testing.fake_engine import FAKE_LAYOUT, FakeEngine, reference_output
 
@@ -103,21 +103,21 @@ def test_seeds_matter_only_when_sampling() -> None:
 
 
 class Divided:
-    """`KvElsewhere` of the first tokens of a context, a block on each of some engines."""
+    """`RemoteKv` of the first tokens of a context, a block on each of some engines."""
 
     def __init__(self, members: list[FakeEngine]) -> None:
         self.members = members
         self.num_tokens = len(members) * FAKE_LAYOUT.block_size
-        self.asked: list[PartQuestion] = []
-        self.wrong: Callable[[Divided, PartQuestion], list[bytes]] = Divided.to
+        self.asked: list[RangeQuestion] = []
+        self.wrong: Callable[[Divided, RangeQuestion], list[bytes]] = Divided.to
 
-    def ask(self, question: PartQuestion, *, more: bool = False) -> None:
+    def ask(self, question: RangeQuestion, *, more: bool = False) -> None:
         self.asked.append(question)
 
     def answers(self) -> list[bytes]:
         return self.wrong(self, self.asked[-1])
 
-    def to(self, question: PartQuestion) -> list[bytes]:
+    def to(self, question: RangeQuestion) -> list[bytes]:
         return [member.attend_part(number, [2], question) for number, member in enumerate(self.members)]
 
 
@@ -148,25 +148,25 @@ def test_a_context_that_is_divided_draws_as_one_engine_does(num_members: int) ->
     assert len({question.query for question in elsewhere.asked}) == len(elsewhere.asked)
 
 
-def misordered(elsewhere: Divided, question: PartQuestion) -> list[bytes]:
+def misordered(elsewhere: Divided, question: RangeQuestion) -> list[bytes]:
     return elsewhere.to(question)[::-1]
 
 
-def with_a_wrong_bit(elsewhere: Divided, question: PartQuestion) -> list[bytes]:
+def with_a_wrong_bit(elsewhere: Divided, question: RangeQuestion) -> list[bytes]:
     first, *others = elsewhere.to(question)
     return [first[:-1] + bytes([first[-1] ^ 1]), *others]
 
 
-def of_the_first_layer(elsewhere: Divided, question: PartQuestion) -> list[bytes]:
+def of_the_first_layer(elsewhere: Divided, question: RangeQuestion) -> list[bytes]:
     return elsewhere.to(question._replace(layer=0))
 
 
-def to_another_question(elsewhere: Divided, question: PartQuestion) -> list[bytes]:
+def to_another_question(elsewhere: Divided, question: RangeQuestion) -> list[bytes]:
     return elsewhere.to(question._replace(query=bytes(len(question.query))))
 
 
 @pytest.mark.parametrize("wrong", [misordered, with_a_wrong_bit, of_the_first_layer, to_another_question])
-def test_a_wrong_answer_changes_what_is_drawn(wrong: Callable[[Divided, PartQuestion], list[bytes]]) -> None:
+def test_a_wrong_answer_changes_what_is_drawn(wrong: Callable[[Divided, RangeQuestion], list[bytes]]) -> None:
     num_same = 0
     for first in range(40):
         prompt = list(range(first, first + 11))

@@ -93,7 +93,7 @@ async def test_what_was_computed_is_kept_elsewhere_and_used_there(config: Transf
         for each in (source, destination):
             released = await each.reported(KvReleased, FETCH)
             assert released.transfer_id == 7
-            each.assert_all_free(num_kept=3)
+            each.assert_all_free(num_cached=3)
         assert kv_of(source, chain) == kv_of(destination, chain)
         assert await run(destination, a_generation("second", second), num_reused=3) == reference_output(second, GREEDY)
 
@@ -107,7 +107,7 @@ async def test_room_is_made_by_what_is_dropped(config: TransferConfig) -> None:
         num_tokens = len(destination.tokens)
         tell_of_fetch(source, destination, granules_of(prompt), drop=granules_of(old)[::-1])
         await destination.reported(KvReleased, FETCH)
-        destination.assert_all_free(num_kept=2)
+        destination.assert_all_free(num_cached=2)
         assert destination.instance.kept == granules_of(prompt)[::-1]
         assert len(destination.tokens) == num_tokens
 
@@ -120,7 +120,7 @@ async def test_a_source_that_lacks_something_refuses_and_says_what_it_has(config
         await source.reported(RequestDropped, FETCH)
         await source.reported(KvReleased, FETCH)
         await source.until(lambda: any(isinstance(report, CacheReported) for report in source.reports))
-        source.assert_all_free(num_kept=1)
+        source.assert_all_free(num_cached=1)
         free(destination)
         await destination.reported(KvReleased, FETCH)
         destination.assert_all_free()
@@ -137,7 +137,7 @@ async def test_a_fetch_that_is_taken_back_leaves_no_block_behind(config: Transfe
             free(each)
         for each in (source, destination):
             await each.reported(KvReleased, FETCH)
-        source.assert_all_free(num_kept=11)
+        source.assert_all_free(num_cached=11)
         destination.assert_all_free()
         assert await run(destination, a_generation("again", prompt)) == reference_output(prompt, GREEDY)
 
@@ -153,7 +153,7 @@ async def test_a_side_that_fails_says_so_and_the_other_hears_of_it(
         for each in (source, destination):
             await each.reported(TransferFailed, FETCH)
             await each.reported(KvReleased, FETCH)
-        source.assert_all_free(num_kept=2)
+        source.assert_all_free(num_cached=2)
         destination.assert_all_free()
 
 
@@ -192,4 +192,4 @@ async def test_senseless_commands_are_refused(config: TransferConfig, num_granul
         free(source)
         await source.reported(KvReleased, FETCH)
         for each in (source, destination):
-            each.assert_all_free(num_kept=2)
+            each.assert_all_free(num_cached=2)

@@ -91,13 +91,13 @@ async def check_output(leader: RunningInstance, name: str, prompt: list[int], pa
     assert [token.token_id for token in tokens] == reference_output(prompt, params)
 
 
-async def free_all(running: Sequence[RunningInstance], generation: Generation, *, num_kept: int = 0) -> None:
+async def free_all(running: Sequence[RunningInstance], generation: Generation, *, num_cached: int = 0) -> None:
     """So many granules are kept by the first of them."""
     for member in running:
         member.free(generation.request_id, generation.epoch)
     for member in running:
         await member.reported(KvReleased, generation.request_id)
-        member.assert_all_free(num_kept=num_kept if member is running[0] else 0)
+        member.assert_all_free(num_cached=num_cached if member is running[0] else 0)
         assert member.mover.counters().num_exchanging == 0
 
 
@@ -622,7 +622,7 @@ async def test_the_death_of_a_helper_costs_what_it_has_not_passed_on(
             tokens = [token.token_id for token in (*leader.tokens_of("r"), *decode.tokens_of("r"))]
             assert tokens == reference_output(prompt, GREEDY)
         assert all(member.reports_of(RequestDropped, "r") == [] for member in living)
-        await free_all(running, generation, num_kept=len(prompt) // GRANULE_TOKENS if num_reused else 0)
+        await free_all(running, generation, num_cached=len(prompt) // GRANULE_TOKENS if num_reused else 0)
 
 
 async def test_damaged_pieces_are_asked_for_again(memory: TransportMaker) -> None:

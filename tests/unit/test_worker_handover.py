@@ -21,7 +21,7 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.model import FinishReason, Role, SamplingParams
-from pdmesh.wire.messages import Generation, PeerGone, TurnOver
+from pdmesh.wire.messages import Generation, PeerGone, StreamHandover
 from pdmesh_testing.fake_engine import FakeEngine, StepGate, reference_output
 from pdmesh_testing.memory_transport import MemoryFabric, MemoryFaults, MemoryTransport
 from pdmesh_testing.worker import RunningInstance, chunk_plans, hand_over, make_generation, running_instance
@@ -376,7 +376,7 @@ def turns_of(instance: RunningInstance, request_id: str) -> list[tuple[int, str]
     return [
         (said.index, said.next_instance_id)
         for said in instance.tokens
-        if isinstance(said, TurnOver) and said.request_id == request_id
+        if isinstance(said, StreamHandover) and said.request_id == request_id
     ]
 
 

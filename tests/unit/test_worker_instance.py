@@ -18,7 +18,7 @@ from pdmesh.config import TransferConfig
 from pdmesh.core.commands import AdmitPrefill, ExpectCopy, RunStep, SendCopy, SetRole
 from pdmesh.core.events import KvReleased, RequestDropped, RequestFinished, StepDone
 from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult, StepFlight
-from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
+from pdmesh.kv.remote_kv import RangeQuestion, RemoteKvLost
 from pdmesh.model import FinishReason, InstanceId, RequestId, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.wire.messages import Generation, PeersHere, Prompt, PromptLogprobs
@@ -777,20 +777,20 @@ async def test_an_urgent_chunk_enters_between_two_others() -> None:
 
 @dataclass
 class LostBesideChunks:
-    """`KvElsewhere` that gives no answer in the fourth layer of a step that has others' rows, too."""
+    """`RemoteKv` that gives no answer in the fourth layer of a step that has others' rows, too."""
 
     num_tokens = 0
     layer = 0  # of the last question
     has_others: bool = False
     is_lost: bool = False
 
-    def ask(self, question: PartQuestion, *, more: bool = False) -> None:
+    def ask(self, question: RangeQuestion, *, more: bool = False) -> None:
         self.layer = question.layer
 
     def answers(self) -> list[bytes]:
         if self.has_others and self.layer == 3:
             self.is_lost = True
-            raise KvElsewhereLost(self, "silent")
+            raise RemoteKvLost(self, "silent")
         return [b""]
 
 

@@ -33,7 +33,7 @@ from pdmesh.kv.transcript import pack_transcript
 from pdmesh.model import Epoch, KvPart, RequestId, Role, SamplingParams, TransferId, num_blocks_for
 from pdmesh.transport.buffers import PieceBuffer
 from pdmesh.transport.seal import MeshKey
-from pdmesh.wire.messages import Generation, TurnOver
+from pdmesh.wire.messages import Generation, StreamHandover
 from pdmesh_testing.fake_engine import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
 from pdmesh_testing.memory_transport import MemoryFabric, MemoryFaults, MemoryTransport
 from pdmesh_testing.worker import RunningInstance, chunk_plans, make_generation, running_instance
@@ -104,7 +104,7 @@ def stream(name: str, first: str, *instances: RunningInstance) -> list[int]:
         (who, each.index): each.next_instance_id
         for who, instance in said.items()
         for each in instance.tokens
-        if isinstance(each, TurnOver) and each.request_id == name
+        if isinstance(each, StreamHandover) and each.request_id == name
     }
     whose, ids = first, list[int]()
     while True:
@@ -377,7 +377,7 @@ async def test_what_finds_no_buffer_for_its_commit_goes_on_where_it_is(
         failed = await source.reported(TransferFailed, "r")
         assert (failed.committed, "stood still" in failed.reason) == (False, True)
         await ends_where_it_was(source, target)
-        assert [t.next_instance_id for t in source.tokens if isinstance(t, TurnOver)] == ["mixed"]
+        assert [t.next_instance_id for t in source.tokens if isinstance(t, StreamHandover)] == ["mixed"]
 
 
 async def test_nothing_that_is_left_waits_for_an_answer(
@@ -529,7 +529,7 @@ async def test_one_that_no_step_computes_moves_at_once() -> None:
         source.move("r", target, num_blocks_for(len(PROMPT) + 60, BLOCK))
         await target.reported(RequestFinished, "r")
         assert stream("r", "mixed", source, target) == reference_output(PROMPT, params)
-        assert [t.next_instance_id for t in source.tokens if isinstance(t, TurnOver)] == ["decode"]
+        assert [t.next_instance_id for t in source.tokens if isinstance(t, StreamHandover)] == ["decode"]
 
 
 @pytest.mark.parametrize("seed", range(40))

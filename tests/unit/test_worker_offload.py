@@ -202,7 +202,7 @@ async def test_what_the_tier_lacks_is_refused_and_told(kind: Kind) -> None:
         assert "lacks 2 of the 2" in dropped.reason
         assert [type(report) for report in instance.reports] == [CacheReported, RequestDropped, KvReleased]
         await run(instance, "b", prompt)
-        instance.assert_all_free(num_kept=2)
+        instance.assert_all_free(num_cached=2)
 
 
 async def test_a_full_tier_loses_what_was_used_longest_ago_and_says_so(kind: Kind) -> None:
@@ -389,8 +389,8 @@ async def test_anything_may_go_and_come(kind: Kind, seed: int) -> None:
             user = rng.randrange(len(users))
             prompt = users[user] = users[user][:500] + a_prompt(rng.randrange(20, 120), 100 + turn)
             chain = hashes(prompt)[: (len(prompt) - 1) // GRANULE_TOKENS]
-            num_kept = next((i for i, granule in enumerate(chain) if granule not in kept), len(chain))
-            rest = chain[num_kept:]
+            num_cached = next((i for i, granule in enumerate(chain) if granule not in kept), len(chain))
+            rest = chain[num_cached:]
             num_loaded = next((i for i, granule in enumerate(rest) if granule not in offloaded), len(rest))
             given_up = tuple(granule for granule in kept if granule not in chain)
             fresh = [granule for granule in given_up if granule not in offloaded][:12]
@@ -404,7 +404,7 @@ async def test_anything_may_go_and_come(kind: Kind, seed: int) -> None:
                 instance,
                 f"r{turn}",
                 prompt,
-                num_reused=num_kept + num_loaded,
+                num_reused=num_cached + num_loaded,
                 num_loaded=num_loaded,
                 drop=drop,
                 offload=offload,

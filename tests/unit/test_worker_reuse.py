@@ -82,12 +82,12 @@ async def test_a_second_prompt_begins_behind_what_the_first_one_left() -> None:
     second = first[:280] + random_tokens(70, seed=1)
     async with one() as instance:
         assert await run(instance, a_generation("first", first)) == reference_output(first, GREEDY)
-        instance.assert_all_free(num_kept=2)
+        instance.assert_all_free(num_cached=2)
         assert await run(instance, a_generation("second", second), num_reused=2) == reference_output(second, GREEDY)
         assert computed(instance, "second")[0] == (256, 94)
         assert [token.num_cached_tokens for token in instance.tokens_of("second")] == [256, *[0] * 7]
         assert all(token.num_cached_tokens == 0 for token in instance.tokens_of("first"))
-        instance.assert_all_free(num_kept=2)
+        instance.assert_all_free(num_cached=2)
 
 
 async def test_what_is_reused_is_what_lies_there() -> None:
@@ -116,7 +116,7 @@ async def test_a_prompt_shares_with_one_that_is_still_computed() -> None:
         for name in ("first", "second"):
             await instance.reported(KvReleased, name)
             assert output(instance, name) == reference_output(prompt, GREEDY)
-        instance.assert_all_free(num_kept=2)
+        instance.assert_all_free(num_cached=2)
 
 
 async def test_equal_prompts_at_once_are_kept_once() -> None:
@@ -130,7 +130,7 @@ async def test_equal_prompts_at_once_are_kept_once() -> None:
         for request in requests:
             await instance.reported(KvReleased, request.request_id)
             assert output(instance, request.request_id) == reference_output(prompt, GREEDY)
-        instance.assert_all_free(num_kept=2)
+        instance.assert_all_free(num_cached=2)
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [1, 50, 127, 128, 129, 200, 256])
@@ -141,7 +141,7 @@ async def test_a_next_turn_finds_the_answer_of_the_last(num_prompt_tokens: int) 
         answer = await run(instance, a_generation("first", prompt, params))
         all_kept = granules_of(prompt + answer[:-1])
         assert instance.reports_of(KvReleased, "first")[0].granules == all_kept[(num_prompt_tokens - 1) // 128 :]
-        instance.assert_all_free(num_kept=len(all_kept))
+        instance.assert_all_free(num_cached=len(all_kept))
         next_turn = prompt + answer + random_tokens(20, seed=1)
         num_reused = len(all_kept)
         assert await run(instance, a_generation("next", next_turn), num_reused=num_reused) == reference_output(
@@ -173,7 +173,7 @@ async def test_a_hand_over_brings_what_is_not_there(here: int, there: int) -> No
         assert prefill.tokens_of("r")[0].num_cached_tokens == here * GRANULE_TOKENS
         assert prefill.mover.counters().dropped == decode.mover.counters().dropped == {}
         for instance in (prefill, decode):
-            instance.assert_all_free(num_kept=2)
+            instance.assert_all_free(num_cached=2)
 
 
 async def test_a_decode_instance_hashes_on_without_the_prompt() -> None:
@@ -216,7 +216,7 @@ async def test_a_move_brings_what_is_not_there() -> None:
         assert sent.num_bytes < (num_pages + 64) * layout.block_bytes + 4096
         all_kept = granules_of(prompt + reference_output(prompt, params)[:-1])
         assert target.reports_of(KvReleased, "r")[0].granules == all_kept[2:]
-        target.assert_all_free(num_kept=len(all_kept))
+        target.assert_all_free(num_cached=len(all_kept))
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -242,8 +242,8 @@ async def test_a_groups_leader_passes_on_what_it_reuses(keeps: bool) -> None:
         assert any(computed(helper, "r"))
         helper.free("r")
         await helper.reported(KvReleased, "r")
-        leader.assert_all_free(num_kept=3)
-        helper.assert_all_free(num_kept=3 if keeps else 0)
+        leader.assert_all_free(num_cached=3)
+        helper.assert_all_free(num_cached=3 if keeps else 0)
         if keeps:
             again = a_generation("again", prompt)
             await run(helper, again, num_reused=3)
@@ -257,7 +257,7 @@ async def test_a_prefix_that_is_not_there_is_refused_and_told_of() -> None:
         instance.admit(a_generation("second", prompt), kv_moves=False, num_reused=2)
         assert [type(report) for report in instance.reports[-3:]] == [RequestDropped, KvReleased, CacheReported]
         assert instance.reports[-1] == CacheReported(instance.instance.instance_id, granules_of(prompt[:200]))
-        instance.assert_all_free(num_kept=1)
+        instance.assert_all_free(num_cached=1)
         assert await run(instance, a_generation("third", prompt), num_reused=1) == reference_output(prompt, GREEDY)
 
 
@@ -294,10 +294,10 @@ async def test_what_is_dropped_is_free() -> None:
     async with one() as instance:
         for number, prompt in enumerate(prompts):
             await run(instance, a_generation(f"r{number}", prompt))
-        instance.assert_all_free(num_kept=6)
+        instance.assert_all_free(num_cached=6)
         last, first = granules_of(prompts[0])[1], granules_of(prompts[1])[0]
         instance.admit(a_generation("r", random_tokens(20)), kv_moves=False, drop=(last, first, PrefixHash(bytes(16))))
-        assert instance.pool.num_kept == 4 * 32
+        assert instance.pool.num_cached == 4 * 32
         instance.free("r")
         instance.instance.handle(
             Hold(
@@ -308,7 +308,7 @@ async def test_what_is_dropped_is_free() -> None:
                 room=Evictions(drop=granules_of(prompts[2])),
             )
         )
-        instance.assert_all_free(num_kept=2)
+        instance.assert_all_free(num_cached=2)
 
 
 async def test_room_is_made_unasked_where_books_are_wrong() -> None:
@@ -317,14 +317,14 @@ async def test_room_is_made_unasked_where_books_are_wrong() -> None:
     async with one(FakeEngine(num_blocks=3 * 80)) as instance:
         for number, prompt in enumerate(prompts):
             await run(instance, a_generation(f"r{number}", prompt))
-        instance.assert_all_free(num_kept=6)
+        instance.assert_all_free(num_cached=6)
         assert not [report for report in instance.reports if isinstance(report, CacheReported)]
         other = random_tokens(300, seed=9)
         assert await run(instance, a_generation("r", other)) == reference_output(other, GREEDY)
         (cache,) = [report for report in instance.reports if isinstance(report, CacheReported)]
         oldest_first = [granule for prompt in prompts for granule in reversed(granules_of(prompt))]
         assert cache.kept == tuple(oldest_first[1:])
-        instance.assert_all_free(num_kept=5 + 2)
+        instance.assert_all_free(num_cached=5 + 2)
 
 
 async def test_what_requests_share_is_not_given_up_for_others() -> None:
@@ -353,7 +353,7 @@ async def test_nobody_writes_into_what_is_shared() -> None:
         instance.run([ChunkPlan(request_id=RequestId("second"), epoch=Epoch(0), start=0, num_tokens=300, is_last=True)])
         await instance.reported(RequestDropped, "second")
         assert (instance.engine.kv.words == before).all()
-        instance.assert_all_free(num_kept=2)
+        instance.assert_all_free(num_cached=2)
 
 
 async def test_nothing_that_comes_late_lands_in_what_is_shared() -> None:
@@ -389,8 +389,8 @@ async def test_what_an_instance_tells_when_it_registers_again() -> None:
         assert resident.granules == granules_of(prompt)
         assert set(instance.instance.kept) == {*granules_of(prompt), *granules_of(random_tokens(140, seed=5))}
         load = instance.instance.load()
-        assert load.num_kept_blocks == 32
-        assert load.num_free_blocks + load.num_held_blocks + load.num_kept_blocks == NUM_BLOCKS
+        assert load.num_cached_blocks == 32
+        assert load.num_free_blocks + load.num_held_blocks + load.num_cached_blocks == NUM_BLOCKS
         instance.free("r")
         await instance.reported(KvReleased, "r")
 
@@ -403,7 +403,7 @@ async def test_granules_without_the_beginning_of_their_chain_are_not_registered(
         instance.instance._tables.kept.drop(granules_of(prompt)[1:2])
         await instance.instance.drop_all_but_decoding()
         assert set(instance.instance.kept) == {granules_of(prompt)[0], granules_of(other)[0]}
-        instance.assert_all_free(num_kept=2)
+        instance.assert_all_free(num_cached=2)
 
 
 async def test_without_a_root_nothing_is_kept() -> None:

@@ -18,7 +18,7 @@ from pdmesh.core.events import (
     KvLow,
     KvReleased,
     MembersSet,
-    PartLost,
+    RangeLost,
     RequestDropped,
     RequestFinished,
     TransferFailed,
@@ -294,7 +294,7 @@ async def test_a_range_that_is_lost_is_computed_again(instances: list[RunningIns
     two.free(KEY[0])
     await two.reported(KvReleased, KEY[0])
     one.mover.parts.forget(two.address)
-    assert (await one.reported(PartLost, KEY[0])).number == 0
+    assert (await one.reported(RangeLost, KEY[0])).number == 0
     num_drawn = len(one.tokens_of(KEY[0]))
     await scheduler.compute_again(four, 0)
     three.free(KEY[0])  # unheard of at the home, which is told by the grant
@@ -303,7 +303,7 @@ async def test_a_range_that_is_lost_is_computed_again(instances: list[RunningIns
     assert four.mover.parts.num_answers > 0, "who computes range 1 asks who has range 0"
     await one.reported(RequestFinished, KEY[0])
     assert len(one.tokens_of(KEY[0])) > num_drawn
-    assert len(one.reports_of(PartLost, KEY[0])) == 1
+    assert len(one.reports_of(RangeLost, KEY[0])) == 1
     for member in (two, four):
         member.free(KEY[0])
     await check_end(instances, tokens(one), prompt, max_tokens)
@@ -319,7 +319,7 @@ async def test_a_lost_member_that_is_named_again_is_asked_again(instances: list[
     scheduler = Scheduler(one)
     await scheduler.hand_on(one, two, 0)
     one.mover.parts.forget(two.address)
-    assert (await one.reported(PartLost, KEY[0])).number == 0
+    assert (await one.reported(RangeLost, KEY[0])).number == 0
     move = plan(one, three, IndexRange(RANGE // BLOCK, 2 * RANGE // BLOCK), Then.DECODE, 77)
     scheduler.grant(one, three, move)
     failed = await one.reported(TransferFailed, KEY[0])
@@ -329,7 +329,7 @@ async def test_a_lost_member_that_is_named_again_is_asked_again(instances: list[
     scheduler.set_members()
     await one.reported(MembersSet, KEY[0], count=2)
     await one.reported(RequestFinished, KEY[0])
-    assert len(one.reports_of(PartLost, KEY[0])) == 1
+    assert len(one.reports_of(RangeLost, KEY[0])) == 1
     two.free(KEY[0])
     await check_end(instances, tokens(one), prompt, max_tokens)
 
@@ -358,7 +358,7 @@ async def test_members_that_are_named_while_a_step_asks_a_lost_one_are_asked_nex
     assert request.in_step, "the step has not ended yet"
     await one.reported(MembersSet, KEY[0], count=2)
     await one.reported(RequestFinished, KEY[0])
-    assert one.reports_of(PartLost, KEY[0]) == []
+    assert one.reports_of(RangeLost, KEY[0]) == []
     for member in (two, three):
         member.free(KEY[0])
     await check_end(instances, tokens(one), prompt, max_tokens)

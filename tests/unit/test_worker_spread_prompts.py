@@ -26,7 +26,7 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.kv.elsewhere import PartQuestion
+from pdmesh.kv.remote_kv import RangeQuestion
 from pdmesh.model import IndexRange, PartMember, RequestId, SamplingParams, TransferId, num_blocks_for
 from pdmesh.plans import KvShard, StepPlan, TransferPlan
 from pdmesh.wire.messages import Generation
@@ -224,7 +224,7 @@ async def test_an_urgent_prompt_is_computed_inside_a_step_that_asks_others(
     assert attend is not None
     is_asked, may_answer = threading.Event(), threading.Event()
 
-    def held_up(number: int, block_ids: Sequence[int], question: PartQuestion) -> bytes:
+    def held_up(number: int, block_ids: Sequence[int], question: RangeQuestion) -> bytes:
         is_asked.set()
         may_answer.wait(10)
         return attend(number, block_ids, question)

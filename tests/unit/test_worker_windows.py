@@ -260,7 +260,7 @@ async def test_what_was_copied_from_another_instance_is_gone_on_from(
         assert landed.num_bytes == num_pages * layout.block_bytes
         for each in (source, destination):
             await each.reported(KvReleased, FETCH)
-            each.assert_all_free(num_kept=4)
+            each.assert_all_free(num_cached=4)
             assert frames_of(each).num_held == 0
         second = [*tokens, *prompt_of(40, 1)]
         assert await run(destination, a_generation("second", second, params(20)), num_reused=4) == answers.of(
@@ -323,10 +323,10 @@ async def test_what_others_needed_the_frames_of_is_not_gone_on_from(
         (said,) = [report for report in instance.reports if isinstance(report, CacheReported)][-1:]
         assert said.kept is not None
         granules = granules_of(first)
-        num_kept = next((n for n, granule in enumerate(granules) if granule not in said.kept), len(granules))
-        assert num_kept < 4
+        num_cached = next((n for n, granule in enumerate(granules) if granule not in said.kept), len(granules))
+        assert num_cached < 4
         later = a_generation("later", [*first, *prompt_of(30, 9)], params(20))
-        drawn = await run(instance, later, num_reused=num_kept)
+        drawn = await run(instance, later, num_reused=num_cached)
         assert drawn == answers.of([*first, *prompt_of(30, 9)], 20)
         assert output(instance, "later") == drawn
         instance.instance.check_integrity()

@@ -30,7 +30,7 @@ from pdmesh.operations import OperationKind, PoolCounts
 from pdmesh.wire.messages import GetDecisions, InstanceStatus, LatestDecisions
 from pdmesh_lab.cli.options import AdviceOptions
 from pdmesh_lab.cli.replay import Replay
-from pdmesh_lab.sim.advice import Foretold, Proposal, outlook, ranked, recent, recent_runs, splits, tpot_limit_s
+from pdmesh_lab.sim.advice import PoolForecast, Proposal, outlook, ranked, recent, recent_runs, splits, tpot_limit_s
 from pdmesh_lab.sim.recorded import RecordedRun, recorded_run
 from pdmesh_lab.sim.report import report
 from pdmesh_lab.sim.result import SimResult
@@ -54,21 +54,21 @@ class Advice:
     token if no target does.
     """
 
-    recorded: Foretold
-    now: Foretold
-    outlooks: Sequence[Foretold]
+    recorded: PoolForecast
+    now: PoolForecast
+    outlooks: Sequence[PoolForecast]
     num_requests: int
     min_gain: float
     tpot_limit_s: float = inf
 
     @property
-    def best(self) -> Foretold | None:
+    def best(self) -> PoolForecast | None:
         """The proposal to change to; None if none is better by `min_gain`."""
         best = self.outlooks[0]
         return best if best.attainment - self.now.attainment >= self.min_gain else None
 
     @property
-    def too_slow(self) -> Foretold | None:
+    def too_slow(self) -> PoolForecast | None:
         """A proposal that has more requests in time by `min_gain`, but is ruled out by its time per output token."""
         others = (each for each in self.outlooks if (each.figures.all.tpot_s.p99 or 0.0) > self.tpot_limit_s)
         other = max(others, key=lambda each: each.attainment, default=None)
@@ -178,7 +178,7 @@ def _compared(
     long_tokens = header.config.policy.long_prompt_tokens
     now = Proposal(mesh.pools, mesh.bundle)
     proposals = dict.fromkeys([now, *(Proposal(p, b) for p in splits(now.pools.total) for b in bundles)])
-    outlooks: dict[Proposal, Foretold] = {}
+    outlooks: dict[Proposal, PoolForecast] = {}
     with rare_collections(), progress_bar(output) as progress:
         task = progress.add_task("simulating", total=len(proposals))
         for proposal in proposals:
@@ -189,7 +189,7 @@ def _compared(
     runs = recent_runs(run.result.requests, options.last_s)
     was = SimResult(runs, run.result.instances, 0, 0)
     return Advice(
-        recorded=Foretold(now, report(was, long_tokens=long_tokens, slo=slo)),
+        recorded=PoolForecast(now, report(was, long_tokens=long_tokens, slo=slo)),
         now=outlooks[now],
         outlooks=ranked(list(outlooks.values()), outlooks[now], limit_s),
         num_requests=len(arrivals),
@@ -299,7 +299,7 @@ def _print(advice: Advice) -> None:
         typer.echo(f"  {command}")
 
 
-def _add(table: Table, each: Foretold, what: str) -> None:
+def _add(table: Table, each: PoolForecast, what: str) -> None:
     figures = each.figures
     goodput = figures.goodput_per_s
     table.add(
@@ -331,7 +331,7 @@ def _as_json(advice: Advice) -> dict[str, Any]:
     }
 
 
-def _figures(each: Foretold) -> dict[str, Any]:
+def _figures(each: PoolForecast) -> dict[str, Any]:
     return {
         "pools": msgspec.to_builtins(each.proposal.pools),
         "bundle": each.proposal.bundle,

@@ -43,7 +43,7 @@ class Proposal(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Foretold:
+class PoolForecast:
     """Simulated results of a proposal."""
 
     proposal: Proposal
@@ -60,7 +60,7 @@ class Foretold:
         return -self.attainment, -(self.figures.goodput_per_s or 0.0), float("inf") if ttft_s is None else ttft_s
 
 
-def tpot_limit_s(now: Foretold, slo: Slo, arrivals: Sequence[Arrival], default_s: float) -> float:
+def tpot_limit_s(now: PoolForecast, slo: Slo, arrivals: Sequence[Arrival], default_s: float) -> float:
     """Return the largest p99 of the time per output token, in seconds, for a proposal; infinite if requests have a
     target.
 
@@ -72,19 +72,19 @@ def tpot_limit_s(now: Foretold, slo: Slo, arrivals: Sequence[Arrival], default_s
     return max(default_s, TPOT_STRETCH * (now.figures.all.tpot_s.p99 or 0.0))
 
 
-def ranked(outlooks: Sequence[Foretold], now: Foretold, limit_s: float) -> list[Foretold]:
+def ranked(outlooks: Sequence[PoolForecast], now: PoolForecast, limit_s: float) -> list[PoolForecast]:
     """Return the proposals, the best first. Among alike ones (`TIE`) the present mesh comes first, then smaller
     changes.
 
     Proposals whose time per output token is beyond ``limit_s`` come last.
     """
 
-    def breaks(each: Foretold) -> bool:
+    def breaks(each: PoolForecast) -> bool:
         return (each.figures.all.tpot_s.p99 or 0.0) > limit_s
 
     best = max(each.attainment for each in outlooks if not breaks(each))
 
-    def rank(each: Foretold) -> tuple[bool, bool, int, tuple[float, float, float]]:
+    def rank(each: PoolForecast) -> tuple[bool, bool, int, tuple[float, float, float]]:
         is_alike = each.attainment >= best - TIE
         changes = each.proposal.num_changes(now.proposal) if is_alike else 0
         return breaks(each), not is_alike, changes, each.rank
@@ -128,7 +128,7 @@ def outlook(
     slo: Slo,
     long_tokens: int,
     on_ended: Callable[[int], None] | None = None,
-) -> Foretold:
+) -> PoolForecast:
     """Simulate a proposal on instances with the profile ``like``, but for ids and roles."""
     instances = [
         (replace(like, instance_id=InstanceId(f"{role}-{index}"), role=role), latency)
@@ -136,4 +136,4 @@ def outlook(
         for index in range(proposal.pools.of(role))
     ]
     result = Simulator(core, instances, arrivals).run(on_ended)
-    return Foretold(proposal, report(result, long_tokens=long_tokens, slo=slo))
+    return PoolForecast(proposal, report(result, long_tokens=long_tokens, slo=slo))

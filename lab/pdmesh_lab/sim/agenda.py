@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 
 
 @dataclass(slots=True, eq=False)
-class Appointment:
+class Timer:
     """An action at a set time, unless it is cancelled."""
 
     action: Callable[[], None] | None
@@ -22,12 +22,12 @@ class Agenda:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self._heap: list[tuple[float, int, Appointment]] = []
+        self._heap: list[tuple[float, int, Timer]] = []
         self._sequence = 0
 
-    def at(self, at_s: float, action: Callable[[], None]) -> Appointment:
+    def at(self, at_s: float, action: Callable[[], None]) -> Timer:
         assert at_s >= self.now_s, f"{at_s} s is over at {self.now_s} s"
-        appointment = Appointment(action)
+        appointment = Timer(action)
         heappush(self._heap, (at_s, self._sequence, appointment))
         self._sequence += 1
         return appointment

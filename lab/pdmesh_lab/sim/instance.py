@@ -53,7 +53,7 @@ from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.model import InstanceId, InstanceProfile, RequestKey, Then
 from pdmesh.plans import ChunkPlan
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
-from pdmesh_lab.sim.agenda import Appointment
+from pdmesh_lab.sim.agenda import Timer
 from pdmesh_lab.sim.context import SimContext
 from pdmesh_lab.sim.departures import Prefill
 from pdmesh_lab.sim.flows import SimulatedFlows
@@ -99,16 +99,16 @@ class SimInstance:
         )
         self._loads = SimulatedLoads(profile, agenda=agenda, end=self._end_step)
         self._lost_ranges = LostRanges()
-        self._range_step: Appointment | None = None  # end of the step
+        self._range_step: Timer | None = None  # end of the step
         self._num_turns = 0
         self._busy = False
         self._step: PlannedStep | None = None
         self._interrupted: PlannedStep | None = None
         self._decode_run: list[float] = []  # end of each step in the running decode run
         self._run_started_s = 0.0
-        self._end_of_run: Appointment | None = None
+        self._end_of_run: Timer | None = None
         self._ends_s = array("d")  # ends of all steps with decodes; a resident's token times are a slice
-        self._release_of_hold: Appointment | None = None
+        self._release_of_hold: Timer | None = None
         self._is_dead = False
 
     def die(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pdmesh.model import InstanceId, RequestKey
-from pdmesh_lab.sim.agenda import Agenda, Appointment
+from pdmesh_lab.sim.agenda import Agenda, Timer
 
 #: The request, the sender and the receiver.
 FlowId = tuple[RequestKey, InstanceId, InstanceId]
@@ -45,7 +45,7 @@ class _Flow:
     since_s: float
     link: HostLink | None = None
     bytes_per_s: float = 0.0
-    end: Appointment | None = None
+    end: Timer | None = None
 
 
 class SimulatedLinks:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pdmesh.instance.planned_steps import RunningStep
 from pdmesh.plans import StepPlan
-from pdmesh_lab.sim.agenda import Appointment
+from pdmesh_lab.sim.agenda import Timer
 from pdmesh_lab.sim.result import StepSpan
 
 
@@ -22,8 +22,8 @@ class PlannedStep:
     started_s: float
     duration_s: float
     end_s: float
-    end: Appointment | None = None
-    interruption: Appointment | None = None
+    end: Timer | None = None
+    interruption: Timer | None = None
     nested_s: float = 0.0
     waits: bool = False
     has_met: bool = False

@@ -19,7 +19,7 @@ from pdmesh.core.events import (
     RequestFinished,
     StepDone,
 )
-from pdmesh.core.requests.lives import Life, Lives
+from pdmesh.core.requests.histories import Life, RequestHistories
 from pdmesh.decisions import Decision
 from pdmesh.model import InstanceId, InstanceProfile, OwnDecodeSteps, RequestId
 from pdmesh.plans import ChunkPlan, StepPlan
@@ -118,7 +118,7 @@ class _Tracks:
 class _Recorder:
     def __init__(self) -> None:
         self._origin_s: float | None = None
-        self._lives = Lives()
+        self._lives = RequestHistories()
         self._requests: dict[RequestId, _Tracked] = {}
         self._instances: dict[InstanceId, _Tracks] = {}
         self._steps: list[RecordedStep] = []

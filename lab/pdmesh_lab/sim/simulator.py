@@ -23,7 +23,7 @@ from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, InstanceLos
 from pdmesh.model import GRANULE_TOKENS, Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, RequestKey
 from pdmesh.plans import TransferPlan
 from pdmesh.policy.latency import LatencyModel
-from pdmesh_lab.sim.agenda import Agenda, Appointment
+from pdmesh_lab.sim.agenda import Agenda, Timer
 from pdmesh_lab.sim.context import SimContext
 from pdmesh_lab.sim.exchange import SimulatedExchange
 from pdmesh_lab.sim.faults import Death
@@ -117,7 +117,7 @@ class Simulator:
         self._num_sent = 0
         self._inbox: deque[Event] = deque()
         self._turns: dict[InstanceId, None] = {}
-        self._wake: Appointment | None = None
+        self._wake: Timer | None = None
         self._on_ended: Callable[[int], None] | None = None
         self._num_open = 0
         self._num_ended = 0

@@ -14,7 +14,7 @@ from collections import deque
 
 from pdmesh.model import InstanceProfile
 from pdmesh.policy.latency import LatencyModel
-from pdmesh_lab.sim.agenda import Appointment
+from pdmesh_lab.sim.agenda import Timer
 from pdmesh_lab.sim.context import SimContext
 from pdmesh_lab.sim.instance import SimInstance
 from pdmesh_lab.sim.planned_step import PlannedStep
@@ -28,7 +28,7 @@ class StagedInstance(SimInstance):
         assert not profile.joins_groups, f"{profile.instance_id} has stages, and cannot join groups"
         self._under_way: deque[PlannedStep] = deque()
         self._left_s = [0.0] * profile.num_stages  # time at which the latest step leaves each stage
-        self._entrance: Appointment | None = None
+        self._entrance: Timer | None = None
 
     def die(self) -> None:
         for step in self._under_way:

@@ -135,7 +135,7 @@ def instances_table(answer: messages.MeshStatus) -> Table:
             str(row.num_decoding),
             str(row.num_queued_tokens),
             f"{row.num_free_blocks}/{row.num_blocks}",
-            str(row.num_kept_blocks),
+            str(row.num_cached_blocks),
         )
     for gone in messages.in_order(answer.gone):
         table.add(gone.instance_id, gone.role, gone.state, gone.device, f"({gone.pid})", *5 * [""])

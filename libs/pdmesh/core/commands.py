@@ -172,7 +172,7 @@ class ExpectCopy(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=T
     def record_line(self) -> RecordLine | None:
         if self.transfer.is_move:
             what = "moves here"
-        elif self.transfer.is_of_part:
+        elif self.transfer.is_of_range:
             what = "computes a lost range" if self.transfer.computes else "hands a range on"
         else:
             what = "placed for decode" if self.receives_prompt else "holds a range"

@@ -34,11 +34,11 @@ from pdmesh.ranges import ANY_COUNT, FINITE, SECONDS
 class RequestArrived:
     """A new request, or (``epoch`` > 0) one resumed by its gateway with its transcript.
 
-    ``unheard_id``: the instance whose tokens did not reach the gateway, if that is why the request was resumed.
+    ``silent_source_id``: the instance whose tokens did not reach the gateway, if that is why the request was resumed.
     """
 
     request: Request
-    unheard_id: InstanceId | None = None
+    silent_source_id: InstanceId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +309,7 @@ class MembersSet(RequestReport):
 
 
 @dataclass(frozen=True, slots=True)
-class PartLost(RequestReport):
+class RangeLost(RequestReport):
     """Loss of a context's range: its holder did not answer the decoding instance. The request pauses."""
 
     number: Annotated[int, ANY_COUNT]
@@ -432,7 +432,7 @@ class LoadReported:
     num_held_blocks: Annotated[int, ANY_COUNT]
     num_quarantined_blocks: Annotated[int, ANY_COUNT]
     num_decoding: Annotated[int, ANY_COUNT]
-    num_kept_blocks: Annotated[int, ANY_COUNT] = 0
+    num_cached_blocks: Annotated[int, ANY_COUNT] = 0
     num_offloaded_granules: Annotated[int, ANY_COUNT] = 0
 
 
@@ -457,7 +457,7 @@ InstanceEvent = (
     | TransferSent
     | TransferFailed
     | MembersSet
-    | PartLost
+    | RangeLost
     | RequestDropped
     | RequestFinished
     | KvReleased

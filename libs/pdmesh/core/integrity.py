@@ -14,7 +14,7 @@ from pdmesh.model import InstanceId, RequestKey
 def check_integrity(mesh: MeshState) -> None:
     """Raise AssertionError if the state of the mesh is inconsistent."""
     instances = mesh.instances.values()
-    assert mesh.exact_groups == Counter(each.exact_group for each in instances), "exact groups miscounted"
+    assert mesh.arithmetic_classes == Counter(each.arithmetic_class for each in instances), "exact groups miscounted"
     assert mesh.weights == Counter(each.weights for each in instances), "weights miscounted"
     assert mesh.kv_groups == Counter(each.kv_group for each in instances), "KV groups miscounted"
     mesh.queue.check_integrity()
@@ -45,7 +45,7 @@ def check_integrity(mesh: MeshState) -> None:
         assert known <= chunks, f"chunks {chunks} of {state.key} are in flight, recorded: {known}"
         lost = [each for each in chunks - known if each[0] in state.prefill_ids]
         assert not lost, f"chunks {lost} of {state.key} are in flight, and not in the mesh state"
-        if state.gives_back and state.phase is Phase.PREFILLING:
+        if state.streams_out and state.phase is Phase.PREFILLING:
             _check_giving_back(mesh, state)
         is_awaiting_decode = state.is_in_prefill and not state.decode_shards
         assert is_awaiting_decode == (state.key in mesh.awaiting_decode), (

@@ -58,7 +58,7 @@ class MeshState(CommandOutbox):
         #: Requests whose group lost a helper, until the core knows what the other members computed.
         self.recovering: dict[RequestKey, RequestState] = {}
         #: Decoding requests that lack a range of their contexts.
-        self.parts_lost: dict[RequestKey, RequestState] = {}
+        self.lost_ranges: dict[RequestKey, RequestState] = {}
         self.broker = TransferBroker(self._is_interrupted, self._is_computed, rng)
         #: Decoding requests with a copy of themselves, or of a range of their contexts, under way.
         self.copying: dict[RequestKey, RequestState] = {}
@@ -88,14 +88,14 @@ class MeshState(CommandOutbox):
         size = instance.part_blocks
         parts = [
             self.instances[member.instance_id].shard(size, number * size)
-            for number, member in enumerate(allocation.told_members)
+            for number, member in enumerate(allocation.last_sent_members)
         ]
         shard = instance.shard(allocation.num_blocks, len(parts) * size)
-        state.adopt(shard, tuple(parts), allocation.told_members)
+        state.adopt(shard, tuple(parts), allocation.last_sent_members)
         if parts:
             # A report that a holder is lost may not have arrived: let the instance ask the holders again.
-            self.set_places(instance_id, state.key, allocation.told_members)
-        allocation.told_members = ()
+            self.set_places(instance_id, state.key, allocation.last_sent_members)
+        allocation.last_sent_members = ()
 
     # --- placement ---
 
@@ -122,19 +122,19 @@ class MeshState(CommandOutbox):
             self.shares.placed(prefill.weights)
         stays, awaits_receiver = decode is prefill, decode is None
         num_blocks = prefill.num_first_blocks(request) if stays else prefill.num_prefill_blocks(request)
-        num_held_blocks, gives_back = num_blocks, prefill.gives_back(request)
-        num_kept = prefill.num_kept_granules(request)
-        if gives_back:
+        num_held_blocks, streams_out = num_blocks, prefill.streams_out(request)
+        num_cached = prefill.num_cached_granules(request)
+        if streams_out:
             assert len(members) == prefill.num_parts(request), f"{state.key} cannot leave {prefill.instance_id}"
             num_held_blocks, num_loaded = prefill.num_prompt_blocks(request), 0
-        num_reused = num_kept + num_loaded
+        num_reused = num_cached + num_loaded
         self.queue.counters.placed(request, num_reused * GRANULE_TOKENS)
         state.place(
             prefill.shard(num_blocks),
             now_s,
             stays=stays,
             num_reused_tokens=num_reused * GRANULE_TOKENS,
-            held_tokens=num_held_blocks * prefill.block_size if gives_back else None,
+            held_tokens=num_held_blocks * prefill.block_size if streams_out else None,
         )
         plan = None
         if decode is None:
@@ -152,8 +152,8 @@ class MeshState(CommandOutbox):
                 tenant=request.tenant,
                 share=request.share,
             ),
-            () if gives_back else request.chain,
-            num_kept,
+            () if streams_out else request.chain,
+            num_cached,
         )
         prefill.defer(state.key, awaits_receiver)
         self.commands.append(
@@ -167,12 +167,12 @@ class MeshState(CommandOutbox):
                 num_reused_granules=num_reused,
                 num_loaded_granules=num_loaded,
                 room=prefill.make_room(),
-                num_blocks_at_once=num_held_blocks if gives_back else 0,
+                num_blocks_at_once=num_held_blocks if streams_out else 0,
             )
         )
         prefill.add_prefill(state)
         # None of the prompt is cached if its ranges are freed.
-        if not gives_back:
+        if not streams_out:
             self.computing.begin(state)
 
     def promise(
@@ -186,7 +186,7 @@ class MeshState(CommandOutbox):
         shard = decode.shard(decode.num_first_blocks(request), len(members) * size)
         parts = tuple([member.shard(size, number * size) for number, member in enumerate(members)])
         chain = () if members else request.chain
-        num_reused = decode.num_kept_granules(request) if chain else 0
+        num_reused = decode.num_cached_granules(request) if chain else 0
         copy = self.broker.open(
             state.key,
             state.prefill_shards,
@@ -206,7 +206,7 @@ class MeshState(CommandOutbox):
                 transfer_id=copy.plan.transfer_id,
                 tenant=request.tenant,
                 share=request.share,
-                num_elsewhere_tokens=len(members) * decode.max_kv_tokens,
+                num_remote_tokens=len(members) * decode.max_kv_tokens,
             ),
             chain,
             num_reused,

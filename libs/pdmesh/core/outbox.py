@@ -123,7 +123,7 @@ class CommandOutbox(Roster):
                 request_id=key[0],
                 epoch=key[1],
                 num_blocks=allocation.num_blocks,
-                num_elsewhere_blocks=allocation.num_elsewhere_tokens // instance.block_size,
+                num_elsewhere_blocks=allocation.num_remote_tokens // instance.block_size,
                 decodes=decodes,
                 move_id=move_id,
                 room=room,
@@ -139,7 +139,7 @@ class CommandOutbox(Roster):
             self.commands.append(
                 FreeKv(instance_id=instance_id, request_id=key[0], epoch=key[1], transfer_id=allocation.transfer_id)
             )
-            for member in allocation.told_members:
+            for member in allocation.last_sent_members:
                 self.free(member.instance_id, key)
 
     # --- gateways ---

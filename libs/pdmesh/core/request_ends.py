@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pdmesh.core.batching.modes import Modes
 from pdmesh.core.commands import SHARED_BLAME, Outcome
-from pdmesh.core.copies.context_ranges import Parts
+from pdmesh.core.copies.context_ranges import ContextRanges
 from pdmesh.core.copies.decode_moves import Moves
 from pdmesh.core.copies.on_demand import OnDemandKv
 from pdmesh.core.copies.prefix_fetches import Fetches
-from pdmesh.core.copies.receivers import do_without
+from pdmesh.core.copies.receivers import replace_receiver
 from pdmesh.core.events import KvReleased, RequestDropped, RequestFinished
 from pdmesh.core.instances.allocations import HAVE_SEATS, AllocationKind
 from pdmesh.core.mesh_state import MeshState
@@ -28,7 +28,7 @@ class RequestEnds:
         modes: Modes,
         steps: StepReports,
         fetches: Fetches,
-        parts: Parts,
+        parts: ContextRanges,
         moves: Moves,
         on_demand: OnDemandKv,
         reconciler: Reconciler,
@@ -70,7 +70,7 @@ class RequestEnds:
         state = self._mesh.find((event.request_id, event.epoch))
         if state is not None and state.needs(event.instance_id):
             reason = f"instance {event.instance_id} does not serve it: {event.reason}"
-            do_without(self._mesh, state, event.instance_id, reason, blame=SHARED_BLAME)
+            replace_receiver(self._mesh, state, event.instance_id, reason, blame=SHARED_BLAME)
         elif (state is None or state.move is None or state.move.target_id != event.instance_id) and not (
             self._fetches.failed((event.request_id, event.epoch))
             or self._parts.failed((event.request_id, event.epoch), event.instance_id)
@@ -102,7 +102,7 @@ class RequestEnds:
         if allocation.kind is AllocationKind.PART:
             self._parts.released(event.instance_id, key)
         state = self._mesh.find(key)
-        for member in allocation.told_members if state is None else ():
+        for member in allocation.last_sent_members if state is None else ():
             self._mesh.free(member.instance_id, key)
         # A source frees when the acknowledgement reaches it, perhaps before we hear of the landing. Any other release
         # without a `FreeKv` leaves a request without its KV.
@@ -111,7 +111,7 @@ class RequestEnds:
             and state.needs(event.instance_id)
             and not (state.incoming is not None and state.incoming.was_sent_by(event.instance_id))
         ):
-            do_without(
+            replace_receiver(
                 self._mesh, state, event.instance_id, f"instance {event.instance_id} dropped its KV", blame=SHARED_BLAME
             )
         self._mesh.grant(self._mesh.broker.release_of(key, event.instance_id))

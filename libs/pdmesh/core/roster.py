@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Protocol
 
 from pdmesh.core.instances.allocations import Allocation
+from pdmesh.core.instances.cache_index import CacheIndex
+from pdmesh.core.instances.id_pool import IdPool
 from pdmesh.core.instances.instance import InstanceState
-from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.core.instances.link_rates import MeasuredLinks
-from pdmesh.core.instances.numbers import Numbers
 from pdmesh.core.instances.revisions import weights_for_new
 from pdmesh.model import GRANULE_TOKENS, InstanceId, Request, RequestKey
 
@@ -28,8 +28,8 @@ class Roster:
     def __init__(self) -> None:
         self.instances: dict[InstanceId, InstanceState] = {}
         self.by_number: dict[int, InstanceState] = {}
-        self.numbers = Numbers()
-        self.kept_where = KeptWhere()
+        self.numbers = IdPool()
+        self.cache_index = CacheIndex()
         self.links = MeasuredLinks()
         #: Silent instances.
         self.suspected: dict[InstanceId, None] = {}
@@ -40,7 +40,7 @@ class Roster:
         #: Whether an instance has joined that holds at most a range of a context.
         self.spreads_contexts = False
         #: Numbers of instances by arithmetic class, by KV group and by weights identity.
-        self.exact_groups, self.kv_groups = Counter[str](), Counter[str]()
+        self.arithmetic_classes, self.kv_groups = Counter[str](), Counter[str]()
         self.weights = Counter[str]()
         self._kinds: list[InstanceState] | None = None
         #: Numbers of events that changed nothing, by kind.
@@ -67,7 +67,7 @@ class Roster:
         self.instances[instance.instance_id] = self.by_number[instance.number] = instance
         self.spreads_contexts |= instance.max_kv_tokens > 0
         self.links.joined(instance.profile)
-        self.exact_groups[instance.exact_group] += 1
+        self.arithmetic_classes[instance.arithmetic_class] += 1
         self.kv_groups[instance.kv_group] += 1
         self.weights[instance.weights] += 1
         self.regroup()
@@ -82,7 +82,7 @@ class Roster:
         if instance is not None:
             instance.kept.clear()
             del self.by_number[instance.number]
-            self.exact_groups -= Counter((instance.exact_group,))
+            self.arithmetic_classes -= Counter((instance.arithmetic_class,))
             self.kv_groups -= Counter((instance.kv_group,))
             self.weights -= Counter((instance.weights,))
         return instance
@@ -90,7 +90,7 @@ class Roster:
     @property
     def spans_classes(self) -> bool:
         """Whether instances of several arithmetic classes exchange KV."""
-        return len(self.exact_groups) > len(self.kv_groups)
+        return len(self.arithmetic_classes) > len(self.kv_groups)
 
     @property
     def new_weights(self) -> str | None:
@@ -139,12 +139,12 @@ class Roster:
 
     def depths(self, request: Request) -> Mapping[int, int]:
         """Return the number of cached granules of a prompt, by the number of each instance that has some."""
-        if not request.prefix or not len(self.kept_where):
+        if not request.prefix or not len(self.cache_index):
             return {}
         chain = request.chain
-        return self.kept_where.depths(chain, len(chain))
+        return self.cache_index.depths(chain, len(chain))
 
-    def num_kept_elsewhere(self, request: Request, instance: InstanceState) -> int:
+    def num_cached_elsewhere(self, request: Request, instance: InstanceState) -> int:
         """Return how many tokens of a prompt an instance other than ``instance`` has cached, at most."""
         depths = self.depths(request)
         return GRANULE_TOKENS * max([depths[number] for number in depths if number != instance.number], default=0)

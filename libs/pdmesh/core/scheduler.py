@@ -24,7 +24,7 @@ from pdmesh.core.batching.local_work import LocalWork
 from pdmesh.core.batching.modes import BatchingView, Modes
 from pdmesh.core.commands import Command, DesiredProcesses, WakeAt
 from pdmesh.core.config import CoreConfig, KvReservation
-from pdmesh.core.copies.context_ranges import Parts
+from pdmesh.core.copies.context_ranges import ContextRanges
 from pdmesh.core.copies.decode_moves import Moves
 from pdmesh.core.copies.handover import HandOvers
 from pdmesh.core.copies.on_demand import OnDemandKv
@@ -48,7 +48,7 @@ from pdmesh.core.events import (
     KvReleased,
     LoadReported,
     MembersSet,
-    PartLost,
+    RangeLost,
     RequestArrived,
     RequestCancelled,
     RequestDropped,
@@ -75,9 +75,9 @@ from pdmesh.core.operators.all_operations import AllOperations
 from pdmesh.core.operators.bundle_choice import BundleChoice
 from pdmesh.core.operators.desired import DesiredState
 from pdmesh.core.operators.operation_records import OperationRecord
+from pdmesh.core.recovery.lost_token_links import on_token_link
 from pdmesh.core.recovery.membership import Membership
 from pdmesh.core.recovery.reconcile import Reconciler
-from pdmesh.core.recovery.unheard import on_token_link
 from pdmesh.core.request_ends import RequestEnds
 from pdmesh.core.requests.phases import Phase
 from pdmesh.core.requests.request import RequestView
@@ -100,7 +100,7 @@ class SchedulerCore:
         self._mesh = MeshState(rng, growth, config.max_lost_receivers, config.cut_memory_s)
         self._choice = BundleChoice(self._mesh, config, bundle)
         self._fetches = Fetches(self._mesh)
-        self._parts = Parts(self._mesh)
+        self._parts = ContextRanges(self._mesh)
         self._reconciler = Reconciler(self._mesh, config.orphan_grace_s)
         self._moves = Moves(self._mesh)
         self._rebalancer = Rebalancer(self._mesh, self._moves)
@@ -370,7 +370,7 @@ class SchedulerCore:
         handlers.on_timed(TransferSent, transfers.sent)
         handlers.on_timed(TransferFailed, transfers.failed)
         handlers.on(MembersSet, self._members_set)
-        handlers.on(PartLost, self._parts.lost_range)
+        handlers.on(RangeLost, self._parts.lost_range)
         handlers.on(KvReleased, ends.released)
         handlers.on(KvLow, self._kv_low)
         self._operations.register(handlers)
@@ -429,8 +429,8 @@ class SchedulerCore:
     # --- requests ---
 
     def _request_arrived(self, event: RequestArrived, now_s: float) -> None:
-        if event.unheard_id is not None and event.unheard_id in self._mesh.instances:
-            self._mesh.cut.note(event.request.gateway_id, event.unheard_id, now_s)
+        if event.silent_source_id is not None and event.silent_source_id in self._mesh.instances:
+            self._mesh.cut.note(event.request.gateway_id, event.silent_source_id, now_s)
         self._new_requests.arrived(event.request, self._choice, now_s)
 
     # --- time ---

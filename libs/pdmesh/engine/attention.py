@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pdmesh.engine.bf16 import onednn_multiplies_bf16
 from pdmesh.engine.kv_cache import num_cache_heads
-from pdmesh.kv.elsewhere import KvElsewhere
+from pdmesh.kv.remote_kv import RemoteKv
 from pdmesh.model import KvLayout, num_blocks_for
 
 #: Score elements of one tile of queries. The bound limits the memory of a long context, and keeps a tile within the
@@ -45,7 +45,7 @@ class QuerySpan:
     start: int
     block_table: Sequence[int]
     num_keys: int | None = None
-    elsewhere: KvElsewhere | None = None
+    elsewhere: RemoteKv | None = None
 
     @property
     def end(self) -> int:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 from pdmesh.model import ComputePath, FinishReason, RequestId, SamplingParams
 
 if TYPE_CHECKING:  # numpy takes a third of a second to import
-    from pdmesh.engine.guide import Guide
-    from pdmesh.kv.elsewhere import KvElsewhere, PartQuestion
+    from pdmesh.engine.grammar_state import GrammarState
+    from pdmesh.kv.remote_kv import RangeQuestion, RemoteKv
     from pdmesh.kv.store import KvStore
 
 
@@ -42,11 +42,11 @@ class EngineSequence:
     token_ids: array.array[int]
     num_prompt_tokens: int
     block_table: list[int] = field(default_factory=list[int])
-    guide: Guide | None = None
-    elsewhere: KvElsewhere | None = None
+    guide: GrammarState | None = None
+    elsewhere: RemoteKv | None = None
 
     @property
-    def num_elsewhere_tokens(self) -> int:
+    def num_remote_tokens(self) -> int:
         """Number of first tokens whose KV other instances hold, in whole ranges."""
         return 0 if self.elsewhere is None else self.elsewhere.num_tokens
 
@@ -198,10 +198,10 @@ class Engine(Protocol):
         """Compile a grammar, so that no step waits for it. Blocking; safe on any thread."""
         ...
 
-    def attend_part(self, number: int, block_ids: Sequence[int], question: PartQuestion) -> bytes:
+    def attend_part(self, number: int, block_ids: Sequence[int], question: RangeQuestion) -> bytes:
         """Attend to range ``number`` of another instance's sequence, whose KV is in blocks ``block_ids`` here.
 
-        Safe on any thread. See `KvElsewhere`. Raise ValueError if ``question`` does not fit this range.
+        Safe on any thread. See `RemoteKv`. Raise ValueError if ``question`` does not fit this range.
         """
         ...
 

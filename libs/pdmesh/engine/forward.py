@@ -238,7 +238,7 @@ def step_arrays(batch: Sequence[SequenceSlice], layout: KvLayout) -> StepArrays:
         end = part.start + part.num_tokens
         token_ids += part.token_ids
         positions.append(np.arange(part.start, end))
-        first = part.sequence.num_elsewhere_tokens
+        first = part.sequence.num_remote_tokens
         used = part.sequence.block_table[: num_blocks_for(end - first, block_size)]
         blocks.append(np.asarray(used, dtype=np.int64)[(positions[-1] - first) // block_size])
         if (begun := _begun(part, block_size)) is not None:
@@ -266,7 +266,7 @@ def _begun(part: SequenceSlice, block_size: int) -> _Begun | None:
     num_filled = end % block_size
     if not num_filled or part.start > end - num_filled:
         return None
-    number = num_blocks_for(end - part.sequence.num_elsewhere_tokens, block_size) - 1
+    number = num_blocks_for(end - part.sequence.num_remote_tokens, block_size) - 1
     return _Begun(part.sequence.block_table[number], num_filled)
 
 

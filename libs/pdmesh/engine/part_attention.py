@@ -13,7 +13,7 @@ from pdmesh.engine.compute import ComputeOptions
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.ranged_attention import RangedAttention
-from pdmesh.kv.elsewhere import PartQuestion
+from pdmesh.kv.remote_kv import RangeQuestion
 from pdmesh.model import KvLayout
 
 
@@ -27,7 +27,7 @@ class PartAttention:
     layout: KvLayout
     caches: Sequence[Tensor]
 
-    def attend(self, number: int, block_ids: Sequence[int], question: PartQuestion) -> bytes:
+    def attend(self, number: int, block_ids: Sequence[int], question: RangeQuestion) -> bytes:
         """Attend as `pdmesh.engine.base.Engine.attend_part` describes."""
         dtype, head_dim = TORCH_DTYPES[self.layout.dtype], self.layout.head_dim
         layer, start, query, _ = question

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pdmesh.engine.attention import AttentionOutput, AttentionPlan, PartialBackend, PartialPlan, QuerySpan
 from pdmesh.engine.kernels import by_value
-from pdmesh.kv.elsewhere import KvElsewhere, KvElsewhereLost, PartQuestion
+from pdmesh.kv.remote_kv import RangeQuestion, RemoteKv, RemoteKvLost
 
 
 class _Part(NamedTuple):
@@ -111,15 +111,15 @@ class _RangedPlan:
         self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
     ) -> AttentionOutput:
         """Attend to the next layer: call once for each, in order. Other instances attend to their ranges meanwhile."""
-        asked: list[tuple[slice, KvElsewhere]] = []
-        questions: list[PartQuestion] = []
+        asked: list[tuple[slice, RemoteKv]] = []
+        questions: list[RangeQuestion] = []
         for span, elsewhere in self._asking:
             first = self._ranged.first_range(span.start, window)
             if first * self._ranged.range_tokens >= elsewhere.num_tokens:
                 continue  # all of it is outside the window
             rows = slice(span.row, span.row + span.num_tokens)
             values = query[rows].contiguous().view(torch.uint8).numpy().tobytes()
-            questions.append(PartQuestion(self._layer, span.start, values, first))
+            questions.append(RangeQuestion(self._layer, span.start, values, first))
             asked.append((rows, elsewhere))
         for number, (question, (_, elsewhere)) in enumerate(zip(questions, asked, strict=True), 1):
             elsewhere.ask(question, more=number < len(asked))
@@ -150,13 +150,13 @@ def _rows(spans: Iterable[QuerySpan]) -> Tensor:
     return torch.cat([torch.arange(span.row, span.row + span.num_tokens) for span in spans])
 
 
-def _part(rows: slice, answer: bytes, query: Tensor, elsewhere: KvElsewhere) -> _Part:
-    """Return the parsed result of `RangedAttention.attend_part`. Raise KvElsewhereLost if its size is wrong."""
+def _part(rows: slice, answer: bytes, query: Tensor, elsewhere: RemoteKv) -> _Part:
+    """Return the parsed result of `RangedAttention.attend_part`. Raise RemoteKvLost if its size is wrong."""
     num_heads, head_dim = query.shape[1:]
     num_rows = rows.stop - rows.start
     size = num_rows * num_heads * head_dim
     if len(answer) != 4 * (size + num_rows * num_heads):
-        raise KvElsewhereLost(elsewhere, f"an answer of {len(answer)} bytes to {num_rows} query rows")
+        raise RemoteKvLost(elsewhere, f"an answer of {len(answer)} bytes to {num_rows} query rows")
     values = torch.from_numpy(np.frombuffer(answer, dtype=np.float32).copy())
     return _Part(rows, values[:size].view(num_rows, num_heads, head_dim), values[size:].view(num_rows, num_heads))
 

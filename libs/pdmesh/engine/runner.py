@@ -27,7 +27,7 @@ from pdmesh.engine.compute import ComputeOptions, PagedStore
 from pdmesh.engine.devices import check_device_name
 from pdmesh.engine.files import load_model_info
 from pdmesh.engine.forward import DirectForward, Forward, StepOutput, drawn_rows, draws, step_spans
-from pdmesh.engine.guide import Guide
+from pdmesh.engine.grammar_state import GrammarState
 from pdmesh.engine.identity import unchanged_weights
 from pdmesh.engine.json_bounds import JsonBounds
 from pdmesh.engine.kv_cache import TorchKvStore
@@ -44,7 +44,7 @@ from pdmesh.engine.ranks.share import WHOLE, RankShare
 from pdmesh.engine.sampler import token_logprobs
 from pdmesh.errors import ConfigError
 from pdmesh.grammars import Grammars, is_json
-from pdmesh.kv.elsewhere import PartQuestion
+from pdmesh.kv.remote_kv import RangeQuestion
 from pdmesh.model import ComputePath, FinishReason, KvLayout
 
 log = structlog.get_logger()
@@ -232,7 +232,7 @@ class TorchEngine:
         self._bounds_of(grammar)
 
     @torch.inference_mode()
-    def attend_part(self, number: int, block_ids: Sequence[int], question: PartQuestion) -> bytes:
+    def attend_part(self, number: int, block_ids: Sequence[int], question: RangeQuestion) -> bytes:
         assert self._parts is not None, "contexts are not divided"
         return self._parts.attend(number, block_ids, question)
 
@@ -268,7 +268,7 @@ class TorchEngine:
         if sequence.guide is None:
             grammar = sequence.params.grammar
             matcher = self._grammars.matcher(grammar)
-            sequence.guide = Guide(matcher, self._eos_token_ids, self._bounds_of(grammar))
+            sequence.guide = GrammarState(matcher, self._eos_token_ids, self._bounds_of(grammar))
         sequence.guide.catch_up(sequence.output_token_ids)
 
     def _bounds_of(self, grammar: str) -> JsonBounds | None:
@@ -351,7 +351,7 @@ def _drawn(sequence: EngineSequence, token_id: int, logprobs: Logprobs | None) -
     return DrawnToken(token_id=token_id, logprobs=logprobs, finish_reason=reason, stop_token_id=stop_token_id)
 
 
-def _end_by_grammar(guide: Guide, token_id: int, reason: FinishReason | None) -> FinishReason | None:
+def _end_by_grammar(guide: GrammarState, token_id: int, reason: FinishReason | None) -> FinishReason | None:
     """Return how a sequence ends with a token: for ``reason``, or because of its grammar. None: it continues.
 
     The token is passed to the guide, unless it stands for the end. An output that violates the grammar is logged.

@@ -337,19 +337,19 @@ def kept_tokens(scores: Tensor, settings: DrawSettings) -> Tensor:
     each = step_weights(device)
     weight_up_to = (counts * each).cumsum(dim=-1)
 
-    num_kept = torch.minimum(up_to.gather(1, settings.num_steps), settings.top_k)
+    num_cached = torch.minimum(up_to.gather(1, settings.num_steps), settings.top_k)
 
-    # The weight of the first num_kept tokens, and then the number of them that reaches top_p of it.
-    step = torch.searchsorted(up_to, num_kept)
-    kept_weight = weight_up_to.gather(1, step) - (up_to.gather(1, step) - num_kept) * each[step]
+    # The weight of the first num_cached tokens, and then the number of them that reaches top_p of it.
+    step = torch.searchsorted(up_to, num_cached)
+    kept_weight = weight_up_to.gather(1, step) - (up_to.gather(1, step) - num_cached) * each[step]
     target = settings.top_p * kept_weight
     step = torch.searchsorted(weight_up_to, target).clamp_(max=_NUM_STEPS)
     surplus = ((weight_up_to.gather(1, step) - target) / each[step]).floor().long()
     reaching = up_to.gather(1, step) - surplus
-    num_kept = torch.where(settings.top_p < 1.0, torch.minimum(num_kept, reaching), num_kept).clamp_(min=1)
+    num_cached = torch.where(settings.top_p < 1.0, torch.minimum(num_cached, reaching), num_cached).clamp_(min=1)
 
-    step = torch.searchsorted(up_to, num_kept)
-    num_of_step = num_kept - up_to.gather(1, step) + counts.gather(1, step)
+    step = torch.searchsorted(up_to, num_cached)
+    num_of_step = num_cached - up_to.gather(1, step) + counts.gather(1, step)
     at_edge = steps == step
     return (steps < step) | (at_edge & (at_edge.cumsum(dim=-1, dtype=torch.int32) <= num_of_step))
 

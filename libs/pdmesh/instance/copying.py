@@ -73,7 +73,7 @@ class CopyRules:
         transfer, onward = command.transfer, sequence.onward
         is_renewed = False
         reason = self._floor.why_not_sent(sequence, transfer)
-        if transfer.is_of_part:
+        if transfer.is_of_range:
             lost_range = self._lost_range(sequence, transfer)
             handed = None if sequence.handing is None else sequence.handing.transfer
             if lost_range is not None and handed is not None and handed.computes:
@@ -117,7 +117,7 @@ class CopyRules:
     def _is_of_range(self, sequence: Sequence, transfer: TransferPlan) -> bool:
         """Return whether a transfer is for a range whose KV is here."""
         has_kv = sequence.phase in DECODES or sequence.phase is SeqPhase.HOLDING
-        return transfer.is_of_part and not transfer.computes and has_kv
+        return transfer.is_of_range and not transfer.computes and has_kv
 
     def _lost_range(self, sequence: Sequence, transfer: TransferPlan) -> int | None:
         """Return the number of the lost range for which a transfer is; None if no member held such a range."""

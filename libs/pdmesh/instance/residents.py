@@ -56,7 +56,7 @@ class _Resident:
     full_at_tokens: int = 0
 
 
-class Told(NamedTuple):
+class ResidentReports(NamedTuple):
     """Finished requests, and residents that need more room or hold more than a range, after some steps."""
 
     finished: list[RequestKey]
@@ -234,11 +234,11 @@ class Residents:
         self._joining.clear()
         return left
 
-    def decoded(self, num_steps: int) -> Told:
+    def decoded(self, num_steps: int) -> ResidentReports:
         """Record ``num_steps`` made steps, at most `steps_left`, and return the residents that ended or are low."""
         self._num_steps += num_steps
         self.num_context_tokens += num_steps * len(self._decoding)
-        told = Told([], ())
+        told = ResidentReports([], ())
         while self._due and self._due[0][0] <= self._num_steps:
             _, _, number, resident = heappop(self._due)
             if number != resident.num_entries or resident.joined_step is None:
@@ -248,7 +248,7 @@ class Residents:
             told = self._look_at(resident, told)
         return told
 
-    def _look_at(self, resident: _Resident, told: Told) -> Told:
+    def _look_at(self, resident: _Resident, told: ResidentReports) -> ResidentReports:
         """Return ``told`` with a resident added if it ends or needs a report; schedule its next look."""
         key = resident.key
         num_tokens = resident.num_tokens + self._num_made(resident)

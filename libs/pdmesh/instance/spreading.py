@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from pdmesh.core.commands import SetPlaces
-from pdmesh.core.events import MembersSet, PartLost
+from pdmesh.core.events import MembersSet, RangeLost
 from pdmesh.instance.copying import CopyRules
 from pdmesh.instance.effects import Refused
 from pdmesh.instance.endings import Endings
@@ -44,9 +44,9 @@ class Spreading:
             return
         self._copying.end_landed_range(sequence, members)
         member_ids = tuple([each.instance_id for each in members])
-        gives_back = sequence.prompt.num_blocks_at_once > 0
+        streams_out = sequence.prompt.num_blocks_at_once > 0
         num_blocks = num_more * floor.range_tokens // floor.block_size
-        done = MembersSet(floor.instance_id, *sequence.key, member_ids, gives_back)
+        done = MembersSet(floor.instance_id, *sequence.key, member_ids, streams_out)
         floor.spread(sequence, members, num_blocks, done)
         sequence.spread(members, num_blocks)
         if self._is_found(sequence, before, members):
@@ -70,4 +70,4 @@ class Spreading:
             return
         (number,) = numbers
         self._floor.lose_range(sequence, number)
-        self._floor.effects.append(PartLost(self._floor.instance_id, *sequence.key, number))
+        self._floor.effects.append(RangeLost(self._floor.instance_id, *sequence.key, number))

@@ -41,7 +41,7 @@ class BlockPool:
         self._runs = [(0, num_blocks)] if num_blocks else []  # free (start, end), ascending, never adjacent
         self._references: dict[int, int] = {}
         self._kept: set[int] = set()
-        self._num_kept = 0
+        self._num_cached = 0
         self._quarantined: dict[int, _Release] = {}
         self._pins: Counter[int] = Counter()
         self._guards: dict[int, list[BlockGuard]] = {}
@@ -60,9 +60,9 @@ class BlockPool:
         return len(self._references)
 
     @property
-    def num_kept(self) -> int:
+    def num_cached(self) -> int:
         """Number of kept blocks that are in no table."""
-        return self._num_kept
+        return self._num_cached
 
     @property
     def kept(self) -> AbstractSet[int]:
@@ -105,10 +105,10 @@ class BlockPool:
 
     def share(self, block_ids: Sequence[int]) -> None:
         """Add held or kept blocks to one more table. From now on no request may write into them."""
-        self._check_held(block_ids, or_kept=True)
+        self._check_held(block_ids, or_cached=True)
         for block_id in block_ids:
             num_tables = self._references.get(block_id, 0)
-            self._num_kept -= num_tables == 0
+            self._num_cached -= num_tables == 0
             self._references[block_id] = num_tables + 1
 
     def keep(self, block_ids: Sequence[int]) -> None:
@@ -123,7 +123,7 @@ class BlockPool:
         self._kept.difference_update(block_ids)
         for block_id in block_ids:
             if block_id not in self._references:
-                self._num_kept -= 1
+                self._num_cached -= 1
                 self._give_back(block_id, _Release(None))
 
     def is_shared(self, block_id: int) -> bool:
@@ -143,7 +143,7 @@ class BlockPool:
                 continue
             del self._references[block_id]
             if block_id in self._kept:
-                self._num_kept += 1
+                self._num_cached += 1
             else:
                 self._give_back(block_id, release)
         release.settle()
@@ -189,7 +189,7 @@ class BlockPool:
         used = f"{self.num_held} held + {len(idle)} kept + {self.num_quarantined} quarantined"
         numbers = f"{num_free} free + {used} of {self._num_blocks}"
         assert num_free == self._num_free, f"blocks: {numbers}, but {self._num_free} counted free"
-        assert len(idle) == self._num_kept, f"blocks: {numbers}, but {self._num_kept} counted kept"
+        assert len(idle) == self._num_cached, f"blocks: {numbers}, but {self._num_cached} counted kept"
         assert num_free + self.num_held + len(idle) + self.num_quarantined == self._num_blocks, f"blocks: {numbers}"
         assert all(count > 0 for count in self._references.values()), f"blocks are held for no table: {numbers}"
         assert not self._quarantined.keys() & (self._references.keys() | idle), f"used and quarantined: {numbers}"
@@ -202,12 +202,12 @@ class BlockPool:
         assert not free & used_blocks, f"blocks both free and used: {numbers}"
         assert not free & self._pins.keys(), f"blocks are free while a copy touches them: {numbers}"
 
-    def _check_held(self, block_ids: Sequence[int], *, or_kept: bool = False) -> None:
+    def _check_held(self, block_ids: Sequence[int], *, or_cached: bool = False) -> None:
         assert len(set(block_ids)) == len(block_ids), "a block is named twice in one call"
         unheld = [
             block_id
             for block_id in block_ids
-            if block_id not in self._references and not (or_kept and block_id in self._kept)
+            if block_id not in self._references and not (or_cached and block_id in self._kept)
         ]
         assert not unheld, f"blocks {unheld} are named but not held"
 

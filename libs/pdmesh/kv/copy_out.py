@@ -63,7 +63,7 @@ class KvSource:
     For a decode, call ``advance`` after each step to name the complete blocks. Once ``has_caught_up``, call ``freeze``
     to end the copy with the remaining KV. Until ``committed``, the decode may continue as if it were not sent.
 
-    ``committed_s`` is the time of `commit`. ``first_token`` is None if another source drew it. ``gives_back`` is set if
+    ``committed_s`` is the time of `commit`. ``first_token`` is None if another source drew it. ``streams_out``:
     only a part of the context is here at any time. ``copy`` is the copy under way. ``committed`` is set once the last
     copy's commit was sent, from when the request may decode at the destination.
     """
@@ -95,7 +95,7 @@ class KvSource:
             self.ledger.place(present)
         self.committed_s: float | None = None
         self.first_token: FirstToken | None = None
-        self.gives_back = bool(self._own_ids) and self._own_ids[-1] == NO_BLOCK
+        self.streams_out = bool(self._own_ids) and self._own_ids[-1] == NO_BLOCK
         self.copy: CopyOut | None = None
         self.committed = False
         self._context = context
@@ -327,7 +327,7 @@ class CopyOut:
     def landed(self, destination: int) -> None:
         """Note that a destination has received its whole part. Ignored unless its commit was sent."""
         if destination in self._unlanded & self._committed:
-            if self.source.gives_back:
+            if self.source.streams_out:
                 self._lanes[destination].close()  # the source may free the blocks now
             self._unlanded.discard(destination)
             self._note()
@@ -393,7 +393,7 @@ class CopyOut:
             self._is_told = True
             self._note()
         last = range(len(self.destinations))
-        if self.source.gives_back:
+        if self.source.streams_out:
             for index in last[1:]:
                 self._tasks.start_soon(self._land_range, index)
             last = last[:1]

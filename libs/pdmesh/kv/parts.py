@@ -23,10 +23,10 @@ import anyio
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.context import KvContext, mismatch
-from pdmesh.kv.elsewhere import PartQuestion
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.part_lines import PartLines, PartPort, Said
 from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind, request_key
+from pdmesh.kv.remote_kv import RangeQuestion
 from pdmesh.kv.spread import JoinedPieces, PartHolder, SpreadKv, pack_question, unpack_question
 from pdmesh.model import Epoch, RequestId
 from pdmesh.threads import CallThreads
@@ -35,7 +35,7 @@ from pdmesh.transport.kv_transport import KvTransport, ReceivedPiece
 
 #: Returns the answer to a question about a range, given the range's index and blocks
 #: (`pdmesh.engine.base.Engine.attend_part`). Raises ValueError if the question is malformed.
-AttendPart = Callable[[int, Sequence[int], PartQuestion], bytes]
+AttendPart = Callable[[int, Sequence[int], RangeQuestion], bytes]
 
 #: Maximum number of calls that wait for the event loop, for all contexts of an instance. Each owner has one question
 #: under way.
@@ -344,7 +344,7 @@ class KvParts:
         except (anyio.ClosedResourceError, anyio.BrokenResourceError):
             pass  # the instance is stopping
 
-    def _send_queries(self, spread: SpreadKv, number: int, asked: PartQuestion, members: Sequence[int]) -> None:
+    def _send_queries(self, spread: SpreadKv, number: int, asked: RangeQuestion, members: Sequence[int]) -> None:
         if number != spread.question:
             return  # the owner asks another question now
         question = pack_question(self._context.transport.address, asked)
@@ -404,7 +404,7 @@ class KvParts:
 
     # --- on threads of lines, and of the engine -----------------------------------------------------------------------
 
-    def _attend_to(self, part: HeldPart, question: PartQuestion) -> bytes:
+    def _attend_to(self, part: HeldPart, question: RangeQuestion) -> bytes:
         assert self._attend is not None, "a part is held where nothing attends to it"
         with self._attending:
             return self._attend(part.member, part.block_ids, question)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.part_lines import Bell, PartLine, PartLines, wait_for_lines
 from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind, request_key
+from pdmesh.kv.remote_kv import RangeQuestion, RemoteKvLost
 from pdmesh.model import Epoch, IndexRange, RequestId
 
 #: Head of a packed question: position of its first row, and length of the owner's address. Address and rows follow.
@@ -21,18 +21,18 @@ _START_AND_LENGTH = struct.Struct("<IH")
 MAX_JOINED_BYTES = 1 << 28
 
 
-def pack_question(home: bytes, question: PartQuestion) -> bytes:
+def pack_question(home: bytes, question: RangeQuestion) -> bytes:
     """Return a question as bytes. The answer goes to address ``home``, because an owner may move."""
     return _START_AND_LENGTH.pack(question.start, len(home)) + home + question.query
 
 
-def unpack_question(sent: bytes, layer: int) -> tuple[bytes, PartQuestion]:
+def unpack_question(sent: bytes, layer: int) -> tuple[bytes, RangeQuestion]:
     """Return the owner's address and the question. Raises ValueError if ``sent`` is too short."""
     if len(sent) < _START_AND_LENGTH.size:
         raise ValueError(f"a question of {len(sent)} bytes")
     start, length = _START_AND_LENGTH.unpack_from(sent)
     end = _START_AND_LENGTH.size + length
-    return sent[_START_AND_LENGTH.size : end], PartQuestion(layer, start, sent[end:])
+    return sent[_START_AND_LENGTH.size : end], RangeQuestion(layer, start, sent[end:])
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class PartHolder(NamedTuple):
 
 
 class SpreadKv:
-    """An owner's side of one spread context. Implements `pdmesh.kv.elsewhere.KvElsewhere`.
+    """An owner's side of one spread context. Implements `pdmesh.kv.remote_kv.RemoteKv`.
 
     ``lost_members`` are the members without an answer. ``bell`` is None without lines, or if no descriptor was left for
     it.
@@ -82,7 +82,7 @@ class SpreadKv:
         num_tokens: int,
         limit_s: float,
         wakeup: Wakeup,
-        send: Callable[[SpreadKv, int, PartQuestion, Sequence[int]], object],
+        send: Callable[[SpreadKv, int, RangeQuestion, Sequence[int]], object],
         lines: PartLines | None = None,
         take: Callable[[SpreadKv, PieceHeader, bytes], object] | None = None,
     ) -> None:
@@ -105,7 +105,7 @@ class SpreadKv:
         except OSError:
             self._lines = self.bell = None
         self._number = 0
-        self._question: PartQuestion | None = None
+        self._question: RangeQuestion | None = None
         self._asked = range(0)
         self._answers: dict[int, bytes] = {}
         self._coming: dict[int, JoinedPieces] = {}
@@ -134,7 +134,7 @@ class SpreadKv:
             part=NO_PART._replace(layers=IndexRange(layer, layer + 1)),
         )
 
-    def ask(self, question: PartQuestion, *, more: bool = False) -> None:
+    def ask(self, question: RangeQuestion, *, more: bool = False) -> None:
         self._number += 1
         self._question = question
         self._asked = range(question.first_range, len(self.members))
@@ -145,7 +145,7 @@ class SpreadKv:
                 self._lines.flush()
         self._ask_by_pieces([member for member in self._asked if member not in self._on_lines])
 
-    def _ask_on_lines(self, lines: PartLines, question: PartQuestion) -> None:
+    def _ask_on_lines(self, lines: PartLines, question: RangeQuestion) -> None:
         asked = pack_question(lines.address, question)
         for member in self._asked:
             line = lines.line_to(self.members[member].address)
@@ -169,7 +169,7 @@ class SpreadKv:
             self._failure = f"no answer within {self._limit_s:g} s from members {names} of {len(self.members)}"
             self.lost_members = missing
         if self._failure is not None:
-            raise KvElsewhereLost(self, self._failure)
+            raise RemoteKvLost(self, self._failure)
         return [self._answers[number] for number in self._asked]
 
     def _is_over(self) -> bool:

@@ -55,7 +55,7 @@ class Correction(NamedTuple):
 NO_CORRECTION = Correction()
 
 
-class Tally(NamedTuple):
+class StepTotals(NamedTuple):
     """Totals of the steps of an instance over some time.
 
     ``num_history_tokens``: sum over chunks of the new tokens times the tokens before them.
@@ -74,8 +74,8 @@ class Tally(NamedTuple):
     num_steps: float = 0.0
     num_with_begun: float = 0.0
 
-    def plus(self, other: Tally) -> Tally:
-        return Tally(*(one + two for one, two in zip(self, other, strict=True)))
+    def plus(self, other: StepTotals) -> StepTotals:
+        return StepTotals(*(one + two for one, two in zip(self, other, strict=True)))
 
     def work_s(self, model: LinearLatencyModel) -> float:
         prompts_s = model.b_s * self.num_prompt_tokens + model.c_s * self.num_history_tokens
@@ -95,11 +95,11 @@ class Tally(NamedTuple):
         return cost_s if cost_s > 0 else None
 
 
-class Meter:
+class CycleMeter:
     """Totals over the whole cycles of one instance's steps, given in order and on the instance's clock.
 
     A cycle begins where a step of prompts alone follows other steps, and at each step with prompts and decodes.
-    ``_sums`` are the fields of `Tally` for the open cycle, without the first.
+    ``_sums`` are the fields of `StepTotals` for the open cycle, without the first.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Meter:
         self._ended_s = 0.0
         self._in_phase = False
         self._sums = [0.0] * 8
-        self._whole = Tally()
+        self._whole = StepTotals()
 
     def step(self, began_s: float, ended_s: float, shape: StepShape, num_steps: int = 1) -> None:
         """Add ``num_steps`` equal steps. An empty step is ignored, and a step inside another opens no cycle."""
@@ -115,7 +115,7 @@ class Meter:
             return
         if began_s >= self._ended_s and shape.chunks and (shape.num_decodes or not self._in_phase):
             if self._began_s is not None:
-                self._whole = self._whole.plus(Tally(began_s - self._began_s, *self._sums))
+                self._whole = self._whole.plus(StepTotals(began_s - self._began_s, *self._sums))
             self._sums = [0.0] * 8
             self._began_s = began_s
         self._in_phase = bool(shape.chunks) and not shape.num_decodes
@@ -137,13 +137,13 @@ class Meter:
         """Forget the present cycle, because no request is there to continue it."""
         self._began_s = None
 
-    def take(self) -> Tally:
+    def take(self) -> StepTotals:
         """Return the totals of the cycles that were completed since the last call."""
-        whole, self._whole = self._whole, Tally()
+        whole, self._whole = self._whole, StepTotals()
         return whole
 
 
-class Together:
+class SimultaneousStarts:
     """Mean number of requests that begin at once under mixed batching: 1 where they begin one by one, at random.
 
     Requests that began together with equal outputs end together, and so do the requests that replace them. Then fewer
@@ -153,7 +153,7 @@ class Together:
     def __init__(self) -> None:
         self._begun = self._steps = self._with_begun = 0.0
 
-    def note(self, tally: Tally) -> None:
+    def note(self, tally: StepTotals) -> None:
         """Add a cycle of mixed batching; earlier ones fade."""
         self._begun = _FADING * self._begun + tally.num_begun
         self._steps = _FADING * self._steps + tally.num_steps
@@ -178,8 +178,8 @@ class Probing:
     def __init__(self) -> None:
         self.correction = NO_CORRECTION
         self._residuals: deque[float] = deque(maxlen=_MEMORY)
-        self._at_home: deque[Tally] = deque(maxlen=_COMPARED)
-        self._probed = Tally()
+        self._at_home: deque[StepTotals] = deque(maxlen=_COMPARED)
+        self._probed = StepTotals()
         self._num_at_home = 0
         self._num_left = 0
 
@@ -193,7 +193,7 @@ class Probing:
         self._at_home.clear()
         self._num_at_home = self._num_left = 0
 
-    def passed(self, tally: Tally, log_gain: float) -> Tally | None:
+    def passed(self, tally: StepTotals, log_gain: float) -> StepTotals | None:
         """Add a completed cycle and begin or end a probe. ``log_gain`` is predicted, with the correction.
 
         Returns the tally of the probe that this cycle ended, else None. `is_on` says which mode the next cycle has.
@@ -203,7 +203,7 @@ class Probing:
             if self._num_at_home > 1:
                 self._at_home.append(tally)
             if self._is_due(log_gain):
-                self._num_left, self._probed = PROBE_CYCLES, Tally()
+                self._num_left, self._probed = PROBE_CYCLES, StepTotals()
             return None
         if self._num_left < PROBE_CYCLES:
             self._probed = self._probed.plus(tally)
@@ -220,9 +220,9 @@ class Probing:
         return self._num_at_home >= PROBE_EVERY * (_WHERE_CLEAR if is_clear else 1)
 
     @property
-    def at_home(self) -> Tally:
+    def at_home(self) -> StepTotals:
         """Totals of the last cycles before a probe."""
-        total = Tally()
+        total = StepTotals()
         for tally in self._at_home:
             total = total.plus(tally)
         return total

@@ -45,9 +45,9 @@ class Rebalancing:
         """Return the blocks to leave free on an instance that a request moves to for memory."""
         return int(SPARE_MEMORY * instance.num_blocks)
 
-    def again_s(self, num_tokens: int, num_kept_tokens: int = 0) -> float:
-        """Return the seconds to compute a context again, except its first ``num_kept_tokens`` that are cached."""
-        chunk = ChunkShape(num_tokens - num_kept_tokens, num_kept_tokens)
+    def again_s(self, num_tokens: int, num_cached_tokens: int = 0) -> float:
+        """Return the seconds to compute a context again, except its first ``num_cached_tokens`` that are cached."""
+        chunk = ChunkShape(num_tokens - num_cached_tokens, num_cached_tokens)
         return self.latency.step_s(StepShape((chunk,), 0, 0))
 
     def step_s(self, instance: InstanceView, num_decodes: int = 0, num_tokens: int = 0) -> float:

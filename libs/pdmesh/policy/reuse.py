@@ -32,9 +32,9 @@ class ReuseCost:
         """
         return max(ready_s, bring_s) + self.price * bring_s + (1 + self.price) * self.work_s(request, num_reused_tokens)
 
-    def pays(self, request: Request, num_kept_tokens: int, num_reused_tokens: int, bring_s: float) -> bool:
-        """Whether fetching tokens ``num_kept_tokens`` to ``num_reused_tokens`` is faster than computing them."""
-        return self.work_s(request, num_kept_tokens) - self.work_s(request, num_reused_tokens) > bring_s
+    def pays(self, request: Request, num_cached_tokens: int, num_reused_tokens: int, bring_s: float) -> bool:
+        """Whether fetching tokens ``num_cached_tokens`` to ``num_reused_tokens`` is faster than computing them."""
+        return self.work_s(request, num_cached_tokens) - self.work_s(request, num_reused_tokens) > bring_s
 
     def work_s(self, request: Request, num_reused_tokens: int) -> float:
         """Return the seconds to compute the rest of the prompt alone."""

@@ -8,12 +8,12 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdmesh.wire.rejected_peers import Strangers
+from pdmesh.wire.rejected_peers import RejectedPeers
 
 
 class _Refused(Collector):
-    def __init__(self, strangers: Strangers) -> None:
-        self._strangers = strangers
+    def __init__(self, rejected_peers: RejectedPeers) -> None:
+        self._strangers = rejected_peers
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily("pdmesh:refused_peers", "Peers that were refused, by reason.", labels=["reason"])
@@ -22,6 +22,6 @@ class _Refused(Collector):
         yield family
 
 
-def watch_strangers(registry: CollectorRegistry, strangers: Strangers) -> None:
+def watch_rejected_peers(registry: CollectorRegistry, rejected_peers: RejectedPeers) -> None:
     """Register the counter of refused peers, which is read when Prometheus asks."""
-    registry.register(_Refused(strangers))
+    registry.register(_Refused(rejected_peers))

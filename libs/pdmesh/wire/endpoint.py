@@ -19,7 +19,7 @@ from pdmesh.errors import ConfigError
 from pdmesh.host import is_loopback
 from pdmesh.wire.certificates import CertificateFiles, channel_credentials, server_credentials
 from pdmesh.wire.link import GRPC_OPTIONS
-from pdmesh.wire.rejected_peers import StrangerKind, Strangers
+from pdmesh.wire.rejected_peers import RejectedPeerKind, RejectedPeers
 
 
 def check_bind(host: str, security: SecurityConfig, *, what: str, has_key: bool) -> None:
@@ -163,10 +163,10 @@ Admits = Callable[[str, Mapping[str, str]], bool]
 class _Doorkeeper(grpc.aio.ServerInterceptor):
     """Checks the token in a call's metadata, in constant time. No message of a refused call is read."""
 
-    def __init__(self, security: SecurityConfig, admits: Admits, strangers: Strangers) -> None:
+    def __init__(self, security: SecurityConfig, admits: Admits, rejected_peers: RejectedPeers) -> None:
         self._token = security.mesh_token.encode().hex()
         self._admits = admits
-        self._strangers = strangers
+        self._strangers = rejected_peers
         self._refusal = refusal(
             grpc.StatusCode.UNAUTHENTICATED,
             "wrong mesh token: set the same security.mesh_token on every service",
@@ -182,16 +182,16 @@ class _Doorkeeper(grpc.aio.ServerInterceptor):
         if is_ours(metadata, self._token) or self._admits(handler_call_details.method, metadata):
             handler = await continuation(handler_call_details)
         else:
-            self._strangers.refuse(StrangerKind.TOKEN)
+            self._strangers.refuse(RejectedPeerKind.TOKEN)
         return handler and _noting(handler, self._strangers)
 
 
-def _noting(handler: Any, strangers: Strangers) -> grpc.RpcMethodHandler[Any, Any]:
+def _noting(handler: Any, rejected_peers: RejectedPeers) -> grpc.RpcMethodHandler[Any, Any]:
     """Return a handler that notes each caller, for the two kinds of handlers of the services."""
     behaviour = handler.stream_stream or handler.unary_unary
 
     async def handle(request: Any, context: Any) -> Any:
-        strangers.called(context.peer())
+        rejected_peers.called(context.peer())
         return await behaviour(request, context)
 
     if handler.stream_stream is not None:
@@ -239,19 +239,19 @@ async def serving(
     setting: str = "its port",
     grace_s: float | None = None,
     admits: Admits = lambda _method, _metadata: False,
-    strangers: Strangers | None = None,
+    rejected_peers: RejectedPeers | None = None,
 ) -> AsyncGenerator[int]:
     """Serve generic ``methods`` of ``service`` within the block, and yield the port. Raises ConfigError.
 
     ``setting`` names the port in the error if it is not available. A call without the mesh token is accepted only if
-    ``admits`` returns True. ``strangers`` counts refused peers. When the block is left, new calls are refused and
+    ``admits`` returns True. ``rejected_peers`` counts refused peers. When the block is left, new calls are refused and
     running ones are cancelled, after ``grace_s`` if given.
     """
     check_bind(host, security, what=service, has_key=bool(security.mesh_token))
-    strangers = strangers or Strangers()
-    server = grpc.aio.server(options=GRPC_OPTIONS, interceptors=[_Doorkeeper(security, admits, strangers)])
+    rejected_peers = rejected_peers or RejectedPeers()
+    server = grpc.aio.server(options=GRPC_OPTIONS, interceptors=[_Doorkeeper(security, admits, rejected_peers)])
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
-    bound_port = bind(server, host, port, security, setting=setting, on_handshake=strangers.connected)
+    bound_port = bind(server, host, port, security, setting=setting, on_handshake=rejected_peers.connected)
     await server.start()
     try:
         yield bound_port

@@ -22,7 +22,7 @@ import msgspec
 
 from pdmesh.errors import InstanceUnavailable, OutboxFull, ProtocolError, leaves
 from pdmesh.late_logger import late_logger
-from pdmesh.wire.rejected_peers import StrangerKind
+from pdmesh.wire.rejected_peers import RejectedPeerKind
 from pdmesh.wire.roles import RoleRule
 
 SendT = TypeVar("SendT")
@@ -224,7 +224,7 @@ def serve_link(
         # Otherwise the first message's write sends the metadata, and no call can be aborted during a write.
         await context.send_initial_metadata(())
         if rule is not None and (why_not := rule.why_not(context)) is not None:
-            rule.strangers.refuse(StrangerKind.ROLE)
+            rule.rejected_peers.refuse(RejectedPeerKind.ROLE)
             late_logger().error("a peer was refused", peer=context.peer(), reason=why_not)
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, why_not)
         try:

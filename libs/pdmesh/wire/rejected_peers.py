@@ -15,7 +15,7 @@ HANDSHAKE_S = 10.0
 MAX_REMEMBERED = 1024
 
 
-class StrangerKind(StrEnum):
+class RejectedPeerKind(StrEnum):
     """The reason why a peer was refused.
 
     * HANDSHAKE: the peer had no TLS, no certificate, an expired one, or one of another authority.
@@ -28,7 +28,7 @@ class StrangerKind(StrEnum):
     ROLE = "role"
 
 
-class Strangers:
+class RejectedPeers:
     """Counts of refused peers of one service, over all its ports. For any thread.
 
     gRPC refuses a peer silently if the handshake fails. So the class remembers when handshakes without a call began,
@@ -38,7 +38,7 @@ class Strangers:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._refused: Counter[StrangerKind] = Counter(dict.fromkeys(StrangerKind, 0))
+        self._refused: Counter[RejectedPeerKind] = Counter(dict.fromkeys(RejectedPeerKind, 0))
         self._began_s: deque[float] = deque()
         self._peers: OrderedDict[str, None] = OrderedDict()
 
@@ -59,13 +59,13 @@ class Strangers:
             if len(self._peers) > MAX_REMEMBERED:
                 self._peers.popitem(last=False)
 
-    def refuse(self, kind: StrangerKind) -> None:
+    def refuse(self, kind: RejectedPeerKind) -> None:
         """Count a peer that was refused."""
         with self._lock:
             self._refused[kind] += 1
 
     @property
-    def refused(self) -> dict[StrangerKind, int]:
+    def refused(self) -> dict[RejectedPeerKind, int]:
         """Number of refused peers, by reason."""
         with self._lock:
             self._judge(MAX_REMEMBERED)
@@ -76,4 +76,4 @@ class Strangers:
         until_s = self._clock() - HANDSHAKE_S
         while self._began_s and (len(self._began_s) > max_waiting or self._began_s[0] <= until_s):
             self._began_s.popleft()
-            self._refused[StrangerKind.HANDSHAKE] += 1
+            self._refused[RejectedPeerKind.HANDSHAKE] += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from pdmesh.wire.rejected_peers import Strangers
+from pdmesh.wire.rejected_peers import RejectedPeers
 
 PREFIX = "spiffe://pdmesh/"
 
@@ -28,12 +28,12 @@ class ServiceRole(StrEnum):
 class RoleRule(NamedTuple):
     """The role that may open a stream of one kind.
 
-    With ``is_needed``, certificates without any role are refused, too. ``strangers`` counts refused peers.
+    With ``is_needed``, certificates without any role are refused, too. ``rejected_peers`` counts refused peers.
     """
 
     role: ServiceRole
     is_needed: bool
-    strangers: Strangers
+    rejected_peers: RejectedPeers
 
     def why_not(self, context: Any) -> str | None:
         """Return why the peer of a gRPC call is refused; None if it is accepted.

@@ -10,7 +10,7 @@ from pdmesh.core.events import CacheReported, InstanceEvent
 from pdmesh.errors import PdmeshError
 from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.kept import KeptGranules
+from pdmesh.kv.cached_granules import CachedGranules
 from pdmesh.kv.offload.tier import OffloadTier
 from pdmesh.model import GRANULE_TOKENS, InstanceId, PrefixHash, PrefixHashes
 from pdmesh.plans import Evictions
@@ -48,7 +48,7 @@ class BlockTables:
     ) -> None:
         self.tier = tier
         self._windows = windows
-        self.kept = KeptGranules(pool, block_size)
+        self.kept = CachedGranules(pool, block_size)
         self._block_size = block_size
         self._instance_id = instance_id
         self._pool = pool
@@ -87,9 +87,9 @@ class BlockTables:
         Raises OutOfBlocks if too few are free. Raises StalePrefix if a granule of the prefix is missing; later granules
         are useless without it and are evicted.
         """
-        if (num_kept := self.kept.num_kept_of(prefix)) < len(prefix):
-            self.kept.drop(prefix[num_kept:])
-            raise StalePrefix(f"{num_kept} of the {len(prefix)} granules that it is to reuse are kept here")
+        if (num_cached := self.kept.num_cached_of(prefix)) < len(prefix):
+            self.kept.drop(prefix[num_cached:])
+            raise StalePrefix(f"{num_cached} of the {len(prefix)} granules that it is to reuse are kept here")
         shared = self.kept.share(prefix)
         try:
             return shared + self.allocate(num_blocks - len(shared))
@@ -128,7 +128,7 @@ class BlockTables:
         """
         if num_blocks > self._pool.num_free and self.kept.make_room(num_blocks):
             log.warning("kept KV is given up unasked: the scheduler thinks that there is room", num_blocks=num_blocks)
-            self.report_kept()
+            self.report_cached()
         return self._pool.allocate(num_blocks)
 
     def give_back(self, request: LocalRequest) -> None:
@@ -169,7 +169,7 @@ class BlockTables:
             tokens = request.sequence.token_ids[first * GRANULE_TOKENS : num_granules * GRANULE_TOKENS]
             all_granules += self._hasher.granules(last, pack_token_ids(tokens))
         drawn = all_granules[len(request.chain) :]
-        num_known = self.kept.num_kept_of(drawn)
+        num_known = self.kept.num_cached_of(drawn)
         fresh = drawn[num_known:]
         num_staying = num_known + next((number for number, each in enumerate(fresh) if each in self.kept), len(fresh))
         if drawn:
@@ -178,9 +178,9 @@ class BlockTables:
 
     def granules_of(self, request: LocalRequest) -> PrefixHashes:
         """Return the first granules of a request that are cached in the request's own blocks."""
-        return request.chain[: self.kept.num_kept_in(request.sequence.block_table, request.chain)]
+        return request.chain[: self.kept.num_cached_in(request.sequence.block_table, request.chain)]
 
-    def report_kept(self) -> None:
+    def report_cached(self) -> None:
         """Report the cached granules to the scheduler."""
         self._report(self.report())
 

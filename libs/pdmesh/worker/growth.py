@@ -45,7 +45,7 @@ class RoomGrowth:
     def _grant(self, request: LocalRequest) -> None:
         """Allocate as many blocks as a scheduler would grant, or all free ones."""
         block_table = request.sequence.block_table
-        most = num_blocks_for(request.max_kv_tokens - request.sequence.num_elsewhere_tokens, request.block_size)
+        most = num_blocks_for(request.max_kv_tokens - request.sequence.num_remote_tokens, request.block_size)
         wanted = granted_blocks(request.num_own_tokens, most, request.block_size) - len(block_table)
         new = self._context.tables.allocate_up_to(wanted)
         block_table.extend(new)
@@ -56,7 +56,7 @@ class RoomGrowth:
 
         Drops the request if too few blocks are free, since then the scheduler's count is wrong.
         """
-        num_elsewhere_blocks = request.sequence.num_elsewhere_tokens // request.block_size
+        num_elsewhere_blocks = request.sequence.num_remote_tokens // request.block_size
         num_blocks = command.num_blocks + command.num_elsewhere_blocks - num_elsewhere_blocks
         if num_blocks <= len(request.sequence.block_table):
             return

@@ -370,7 +370,7 @@ class Instance:
             num_held_blocks=self._pool.num_held,
             num_quarantined_blocks=self._pool.num_quarantined,
             num_decoding=self._sequences.num_decoding,
-            num_kept_blocks=self._pool.num_kept,
+            num_cached_blocks=self._pool.num_cached,
             num_offloaded_granules=0 if self._tables.tier is None else len(self._tables.tier),
         )
 

@@ -110,7 +110,7 @@ class LeavingCopies:
                 if request.trace is not None:
                     request.trace.transfer_granted()
                 if is_renewed and request.phase is SeqPhase.COMPUTED:
-                    self._context.gateways.give_turn(request, transfer.destination_ids[0])
+                    self._context.gateways.hand_over_stream(request, transfer.destination_ids[0])
 
     def _send_tokens(self, request: LocalRequest, transfer: TransferPlan) -> None:
         """Send the tokens of a lost range to the instance that computes it again."""
@@ -182,7 +182,7 @@ class LeavingCopies:
                 if request.trace is not None:
                     request.trace.receiver_lost()
                 if request.phase is SeqPhase.COMPUTED:
-                    self._context.gateways.give_turn(request, self._context.instance_id)
+                    self._context.gateways.hand_over_stream(request, self._context.instance_id)
 
 
 def _leaving(request: LocalRequest) -> tuple[Then, TransferPlan | None]:

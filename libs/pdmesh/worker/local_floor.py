@@ -139,7 +139,7 @@ class RequestFloor:
             self._context.drop(request, str(error))
             return False
         if request.phase is SeqPhase.COMPUTED:
-            self._context.gateways.give_turn(request, self.instance_id)
+            self._context.gateways.hand_over_stream(request, self.instance_id)
         return True
 
     def computed(self, sequence: Sequence, num_granules: int) -> None:
@@ -155,7 +155,7 @@ class RequestFloor:
         """Let a request decode here. If it was paused for a move, notify the gateway."""
         request = self.request(sequence)
         if request.phase is SeqPhase.PAUSED:
-            self._context.gateways.give_turn(request, self.instance_id)
+            self._context.gateways.hand_over_stream(request, self.instance_id)
         self._context.sequences.decode(request)
         self._context.wake()
 
@@ -176,7 +176,7 @@ class RequestFloor:
             return str(error)
         if sequence.is_decoding and len(transfer.destinations) != 1:
             return "it would move to several instances"
-        if transfer.is_of_part and not transfer.computes and not _has_range(request, transfer):
+        if transfer.is_of_range and not transfer.computes and not _has_range(request, transfer):
             return "the range is not here"
         return ""
 
@@ -184,7 +184,7 @@ class RequestFloor:
 
     def num_kv_tokens(self, sequence: Sequence) -> int:
         request = self.request(sequence)
-        return request.num_computed_tokens if request.gives_back else len(request.sequence.token_ids) - 1
+        return request.num_computed_tokens if request.streams_out else len(request.sequence.token_ids) - 1
 
     def spread(self, sequence: Sequence, members: tuple[PartMember, ...], num_blocks: int, done: MembersSet) -> None:
         self._carry_out()
@@ -215,7 +215,7 @@ class RequestFloor:
         sender, table = request.sender, request.sequence.block_table
         if request.is_released or sender is None:
             return
-        first = request.sequence.num_elsewhere_tokens // request.block_size + len(table)
+        first = request.sequence.num_remote_tokens // request.block_size + len(table)
         try:
             new = self._context.tables.allocate(min(num_blocks, len(sender.block_ids) - first))
         except OutOfBlocks as error:
@@ -254,6 +254,6 @@ def _has_range(request: LocalRequest, transfer: TransferPlan) -> bool:
         return False
     if request.phase is SeqPhase.HOLDING:
         return True
-    num_elsewhere_blocks = request.sequence.num_elsewhere_tokens // request.block_size
+    num_elsewhere_blocks = request.sequence.num_remote_tokens // request.block_size
     has_kv = blocks.size * request.block_size <= request.num_own_tokens - 1
     return request.state.is_decoding and has_kv and blocks.start == num_elsewhere_blocks

@@ -69,7 +69,7 @@ class MovingDecodes:
         """Freeze a request with little left to send; if a step computes it, the end of the step does so."""
         copy, _ = _sending(request)
         if copy is not None and copy.transfer is not None and not request.in_step:
-            self._context.gateways.give_turn(request, copy.transfer.destination_ids[0])
+            self._context.gateways.hand_over_stream(request, copy.transfer.destination_ids[0])
             self._context.freeze(request)
 
     def send_rest(self, request: LocalRequest) -> None:

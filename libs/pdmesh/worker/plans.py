@@ -319,7 +319,7 @@ class Plans:
         num_tokens = len(request.sequence.token_ids) - 1
         if request.move is None:
             self._windows.pass_by(request.held, request.sequence.block_table, num_tokens)
-        return self._take_frames(request, num_tokens + decode.num_tokens - request.sequence.num_elsewhere_tokens)
+        return self._take_frames(request, num_tokens + decode.num_tokens - request.sequence.num_remote_tokens)
 
     def _begin(self, part: ChunkPlan) -> BatchChunk | None:
         request = self._sequences.get(part.request_id, part.epoch)
@@ -341,7 +341,7 @@ class Plans:
                 f"chunk {part.start}…{end} does not follow {request.num_computed_tokens} of {num_tokens} tokens",
             )
             return None
-        if not self._take_frames(request, end - request.sequence.num_elsewhere_tokens):
+        if not self._take_frames(request, end - request.sequence.num_remote_tokens):
             return None
         self._begin_chunk(request)
         if request.trace is not None and request.num_chunks == 0:

@@ -38,7 +38,7 @@ class RecomputedRanges:
         """Compute the tokens from the next step on."""
         if request.is_released:
             return
-        first = request.sequence.num_elsewhere_tokens
+        first = request.sequence.num_remote_tokens
         request.sequence = EngineSequence(
             request_id=request.request_id,
             params=request.sequence.params,
@@ -60,7 +60,7 @@ class RecomputedRanges:
         self._context.metrics.recomputed_tokens.inc(chunk.plan.num_tokens)
         if not self._ranges.end_chunk(request.state, chunk.plan):
             return
-        num_tokens, first = len(request.sequence.token_ids), request.sequence.num_elsewhere_tokens
+        num_tokens, first = len(request.sequence.token_ids), request.sequence.num_remote_tokens
         request.sequence.elsewhere = None
         request.sequence.token_ids = array.array("i")
         parts = self._context.mover.parts

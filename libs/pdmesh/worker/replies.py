@@ -10,7 +10,7 @@ from pdmesh.core.events import StepDone
 from pdmesh.engine.base import DrawnToken, Logprobs, SliceResult
 from pdmesh.model import FinishReason, GatewayId, InstanceId, OwnDecodeSteps
 from pdmesh.plans import ChunkDone, StepPlan
-from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenMessage, TokenOut, TurnOver
+from pdmesh.wire.messages import PromptLogprobs, StreamHandover, TokenLogprobs, TokenMessage, TokenOut
 from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.sequences import LocalRequest
 from pdmesh.worker.times import StepTime
@@ -41,11 +41,11 @@ class ToGateways:
         generation = request.generation
         self._tokens.send(generation.token_address, generation.gateway_id, message)
 
-    def give_turn(self, request: LocalRequest, instance_id: InstanceId) -> None:
+    def hand_over_stream(self, request: LocalRequest, instance_id: InstanceId) -> None:
         """Name the instance that draws the next token."""
         self.send(
             request,
-            TurnOver(
+            StreamHandover(
                 request_id=request.request_id,
                 epoch=request.epoch,
                 index=request.sequence.num_output_tokens,

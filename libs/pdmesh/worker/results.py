@@ -65,7 +65,7 @@ class Results:
                 continue
             if (why_aborted := chunk.aborted) is not None:
                 self._context.drop(chunk.request, why_aborted)
-            elif chunk.request.gives_back:
+            elif chunk.request.streams_out:
                 self._context.drop(chunk.request, "other instances that hold KV of it do not answer")
             elif chunk.exchange is not None:
                 chunk.exchange.ledger.abandon(*chunk.begun_blocks(self._context.block_size))

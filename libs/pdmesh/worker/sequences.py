@@ -64,7 +64,7 @@ class ContextTable(Sequence[int]):
 
     def __init__(self, sequence: EngineSequence, block_size: int) -> None:
         self._table = sequence.block_table
-        self._first = sequence.num_elsewhere_tokens // block_size
+        self._first = sequence.num_remote_tokens // block_size
 
     def __len__(self) -> int:
         return self._first + len(self._table)
@@ -149,7 +149,7 @@ class LocalRequest:
         return self.state.chain
 
     @property
-    def gives_back(self) -> bool:
+    def streams_out(self) -> bool:
         """Whether the prompt is longer than the room here, so that ranges leave while it is computed."""
         return self.state.prompt.num_blocks_at_once > 0
 
@@ -196,7 +196,7 @@ class LocalRequest:
     @property
     def num_own_tokens(self) -> int:
         """Number of tokens of the transcript whose KV is not on other instances."""
-        return len(self.sequence.token_ids) - self.sequence.num_elsewhere_tokens
+        return len(self.sequence.token_ids) - self.sequence.num_remote_tokens
 
     @property
     def context_table(self) -> ContextTable:
@@ -212,7 +212,7 @@ class LocalRequest:
     def is_low(self) -> bool:
         """Whether the request needs more blocks, soon or at once."""
         num_blocks = len(self.sequence.block_table)
-        if self.is_released or num_blocks * self.block_size >= self.max_kv_tokens - self.sequence.num_elsewhere_tokens:
+        if self.is_released or num_blocks * self.block_size >= self.max_kv_tokens - self.sequence.num_remote_tokens:
             return False
         return is_low(self.num_own_tokens, num_blocks, self.block_size)
 
@@ -372,16 +372,16 @@ class Sequences:
 
     def guards(self, request: LocalRequest, first_token: int, num_tokens: int) -> list[BlockGuard]:
         """Return the copies that must have ended before the KV of these tokens is written."""
-        first_token -= request.sequence.num_elsewhere_tokens
+        first_token -= request.sequence.num_remote_tokens
         first = first_token // request.block_size
         end = num_blocks_for(first_token + num_tokens, request.block_size)
         return self._pool.guards_of(request.sequence.block_table[first:end])
 
     def may_write(self, request: LocalRequest, part: ChunkPlan) -> bool:
         """Whether the table has all blocks that a chunk fills, and none of them is shared."""
-        table, num_elsewhere_tokens = request.sequence.block_table, request.sequence.num_elsewhere_tokens
-        first = (part.start - num_elsewhere_tokens) // request.block_size
-        end = num_blocks_for(part.start - num_elsewhere_tokens + part.num_tokens, request.block_size)
+        table, num_remote_tokens = request.sequence.block_table, request.sequence.num_remote_tokens
+        first = (part.start - num_remote_tokens) // request.block_size
+        end = num_blocks_for(part.start - num_remote_tokens + part.num_tokens, request.block_size)
         return 0 <= first < end <= len(table) and not any(map(self._pool.is_shared, table[first:end]))
 
     async def settled(self) -> None:

@@ -28,8 +28,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from pdmesh.engine.base import Engine, SequenceSlice, SliceResult, StepFlight
 from pdmesh.errors import InstanceUnavailable
-from pdmesh.kv.elsewhere import KvElsewhereLost
 from pdmesh.kv.gate import Urgent
+from pdmesh.kv.remote_kv import RemoteKvLost
 from pdmesh.worker.batch import Batch, BatchChunk, BatchDecode
 from pdmesh.worker.cores import LentCores, LentLayers
 from pdmesh.worker.instance import Instance
@@ -106,7 +106,7 @@ class _Step:
                 break
             except _EndsEarly:
                 continue
-            except KvElsewhereLost as lost:
+            except RemoteKvLost as lost:
                 rows_of_all: list[BatchChunk | BatchDecode] = [*batch.chunks, *batch.decodes]
                 of_it = [each for each in rows_of_all if each.request.sequence.elsewhere is lost.elsewhere]
                 assert of_it, "nobody computes with what was lost"

@@ -157,7 +157,7 @@ class _Books(Collector):
         blocks = GaugeMetricFamily("pdmesh:kv_blocks", "KV blocks, by state.", labels=["state"])
         blocks.add_metric(["free"], self._pool.num_free)
         blocks.add_metric(["held"], self._pool.num_held)
-        blocks.add_metric(["kept"], self._pool.num_kept)
+        blocks.add_metric(["kept"], self._pool.num_cached)
         blocks.add_metric(["quarantined"], self._pool.num_quarantined)
         yield blocks
         requests = GaugeMetricFamily("pdmesh:num_requests", "Requests held, by stage.", labels=["stage"])
@@ -249,7 +249,7 @@ class _Load(Collector):
     def collect(self) -> Iterator[Metric]:
         stages = self._stages()
         num_waiting = sum(stages.get(stage, 0) for stage in _WAITING_STAGES)
-        usage = 1 - (self._pool.num_free + self._pool.num_kept) / self._pool.num_blocks
+        usage = 1 - (self._pool.num_free + self._pool.num_cached) / self._pool.num_blocks
         values = (
             ("num_requests_waiting", "Requests held for which nothing is being computed yet.", num_waiting),
             ("num_requests_running", "All other requests held.", sum(stages.values()) - num_waiting),

@@ -168,7 +168,7 @@ class Generator:
         """
         # The request's last epoch reports the output tokens, so this one reports none.
         self._link.cancel(transcript.request_id, transcript.epoch, num_output_tokens=0)
-        transcript.unheard = transcript.source or transcript.unheard
+        transcript.silent_source = transcript.source or transcript.silent_source
         is_same = self._link.is_connected and transcript.submitted_on == self._link.num_connections
         may_be_its_own = is_same and not self._transcripts.was_unreachable(transcript)
         self.resume(transcript, "a token was lost on the way", blame=SHARED_BLAME if may_be_its_own else 0.0)
@@ -263,7 +263,7 @@ class Generator:
 
     def on_finished(self, command: ForgetRequest) -> None:
         def drawn(transcript: Transcript) -> None:
-            transcript.all_drawn, transcript.unheard = True, command.drawn_by
+            transcript.all_drawn, transcript.silent_source = True, command.drawn_by
             transcript.suspect(transcript.stall_grace_s)
 
         self._tell(command, drawn)
@@ -312,12 +312,12 @@ class Generator:
             share=transcript.share,
             num_tokens_before=transcript.num_tokens_before,
             age_s=transcript.age_s,
-            unheard_id=transcript.unheard,
+            silent_source_id=transcript.silent_source,
             others=tuple(OtherChoice(other.request_id, other.params.seed) for other in others),
         )
         self._link.submit(submit)
         for submitted in (transcript, *others):
-            submitted.unheard = None
+            submitted.silent_source = None
             submitted.submitted_on = self._link.num_connections
             submitted.submitted_to = self._link.scheduler_id
             submitted.submitted_at_change = self._transcripts.num_changes

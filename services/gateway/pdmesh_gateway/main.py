@@ -18,10 +18,10 @@ from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.model import GatewayId
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.telemetry.exposition import watch_event_loop
-from pdmesh.telemetry.rejected_peer_metric import watch_strangers
+from pdmesh.telemetry.rejected_peer_metric import watch_rejected_peers
 from pdmesh.wire.dialing import is_wildcard, own_host_towards
 from pdmesh.wire.endpoint import bind_socket, check_bind
-from pdmesh.wire.rejected_peers import Strangers
+from pdmesh.wire.rejected_peers import RejectedPeers
 from pdmesh_gateway.answer_format import find_format
 from pdmesh_gateway.answer_grammars import GrammarChecker
 from pdmesh_gateway.auth import ApiKeys
@@ -77,14 +77,14 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     transcripts = Transcripts()
     gateway_id = GatewayId(f"gateway-{secrets.token_hex(4)}")
     token_host = await anyio.to_thread.run_sync(token_host_of, config)
-    strangers = Strangers()
-    async with serve_tokens(transcripts, gateway, config.security, strangers) as token_port:
+    rejected_peers = RejectedPeers()
+    async with serve_tokens(transcripts, gateway, config.security, rejected_peers) as token_port:
         token_address = gateway.token_address or _address(token_host, token_port)
         link = GatewaySession(gateway_id, config.scheduler_address, config.security, token_address=token_address)
         metrics = GatewayMetrics(model, transcripts, lambda: link.state)
         activity = ActivityHub(model, metrics.latencies, link.ask_activity)
         watch_event_loop(metrics.registry)
-        watch_strangers(metrics.registry, strangers)
+        watch_rejected_peers(metrics.registry, rejected_peers)
         generator = Generator(
             gateway_id=gateway_id,
             token_address=token_address,

@@ -2,8 +2,8 @@
 
 * A token is delivered if its epoch is current, its index is the next one, and its instance has the turn.
 * The first instance to speak in an epoch has the turn. The turn passes to the instance that is named with the last
-  token (`TokenOut.next_instance_id`). Until the named instance speaks, the previous one may name another (`TurnOver`),
-  because the receiver of its KV failed.
+  token (`TokenOut.next_instance_id`). Until the named instance speaks, the previous one may name another
+  (`StreamHandover`), because the receiver of its KV failed.
 * A token of an older epoch or index is dropped.
 * A token of a later index waits for the missing ones. The first token comes from the prefill instance and the second
   from the decode instance, on another stream, so they may overtake each other.
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pdmesh.errors import RequestRejected
 from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import Epoch, GatewayId, InstanceId, RequestId, SamplingParams
-from pdmesh.wire.messages import Generation, PromptLogprobs, TokenLogprobs, TokenOut, TurnOver, pack_token_ids
+from pdmesh.wire.messages import Generation, PromptLogprobs, StreamHandover, TokenLogprobs, TokenOut, pack_token_ids
 from pdmesh_gateway.mailbox import Mailbox
 from pdmesh_gateway.prompt_prefixes import PromptPrefix
 
@@ -70,10 +70,10 @@ class Transcript:
     * ``num_tokens_before``: prompt tokens of this request's other choices that were submitted before.
     * ``submitted_to``: the scheduler process that this epoch was last sent to.
     * ``submitted_at_change``: `Transcripts.num_changes` when this epoch was submitted.
-    * ``unheard``: the instance that drew a token that did not arrive, for a request resumed for this reason.
+    * ``silent_source``: the instance that drew a token that did not arrive, for a request resumed for this reason.
     * ``all_drawn``: the instance has reported its last token, so that any missing token is late or lost.
     * ``source``: the instance whose stream the next token must come from; None until the epoch is opened.
-    * ``giver``: the instance that passed the turn to ``source``, until ``source`` speaks.
+    * ``previous_source``: the instance that passed the turn to ``source``, until ``source`` speaks.
     * ``drawn_by``: the instance that drew the last token.
     * ``weights``: identity of the weights that drew all tokens; empty without tokens or if unknown.
     * ``num_cached_tokens``: prompt tokens that were cached when the first token was drawn.
@@ -111,10 +111,10 @@ class Transcript:
     submitted_on: int | None = None
     submitted_to: str | None = None
     submitted_at_change: int = 0
-    unheard: InstanceId | None = None
+    silent_source: InstanceId | None = None
     all_drawn: bool = False
     source: InstanceId | None = None
-    giver: InstanceId | None = None
+    previous_source: InstanceId | None = None
     drawn_by: InstanceId | None = None
     weights: str = ""
     num_cached_tokens: int = 0
@@ -131,7 +131,7 @@ class Transcript:
     _weights_of: dict[InstanceId, str] = field(default_factory=dict[InstanceId, str])
     #: Identity of the weights that computed ``prompt_logprobs``.
     _logprobs_weights: str = ""
-    #: The last `TurnOver.num` of each instance.
+    #: The last `StreamHandover.num` of each instance.
     _num_turns: dict[InstanceId, int] = field(default_factory=dict[InstanceId, int])
 
     def __post_init__(self) -> None:
@@ -158,10 +158,10 @@ class Transcript:
     def break_grace_s(self, *, was_silent: bool) -> float:
         """Return how late the next token may be after its stream broke, or was closed because it ``was_silent``.
 
-        The grace is longer if the source was named and has not spoken: it may have no KV yet, and the giver can name
-        another.
+        The grace is longer if the source was named and has not spoken: it may have no KV yet, and the previous
+        source can name another.
         """
-        if self.giver not in (None, self.source):
+        if self.previous_source not in (None, self.source):
             return STALL_GRACE_S
         return SILENCE_GRACE_S if was_silent else BREAK_GRACE_S
 
@@ -222,15 +222,15 @@ class Transcript:
         """Return whether an instance draws tokens with the weights of the tokens before."""
         return not self.output or self._weights_of.get(source, "") == self.weights
 
-    def give_turn(self, turn: TurnOver, source: InstanceId) -> None:
+    def hand_over_stream(self, turn: StreamHandover, source: InstanceId) -> None:
         """Record that ``source``, which has or had the turn, names the instance that continues."""
         if turn.epoch != self.epoch or self.finished or turn.num <= self._num_turns.get(source, -1):
             self.num_dropped += 1
             # The message is old, or was repeated after a stream broke.
             return
         self._num_turns[source] = turn.num
-        if turn.index == len(self.output) and source in (self.source, self.giver):
-            self.source, self.giver = turn.next_instance_id, source
+        if turn.index == len(self.output) and source in (self.source, self.previous_source):
+            self.source, self.previous_source = turn.next_instance_id, source
             self._deliver_ahead()
         else:
             self.num_dropped += 1
@@ -287,7 +287,7 @@ class Transcript:
         self.resume_at_s = None
         self.submitted_on = self.submitted_to = None
         self.all_drawn = False
-        self.source = self.giver = None
+        self.source = self.previous_source = None
         self._num_turns.clear()
         self._weights_of.clear()
         return True
@@ -353,7 +353,7 @@ class Transcript:
         return following
 
     def _deliver(self, token: TokenOut, source: InstanceId | None) -> None:
-        self.source, self.giver = token.next_instance_id or source, source if token.next_instance_id else None
+        self.source, self.previous_source = token.next_instance_id or source, source if token.next_instance_id else None
         if token.token_id is not None:
             if not self.output:
                 self.weights = "" if source is None else self._weights_of.get(source, "")

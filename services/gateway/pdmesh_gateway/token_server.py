@@ -14,6 +14,7 @@ from pdmesh.wire.link import FrameLink, serve_link
 from pdmesh.wire.messages import (
     PromptLogprobs,
     RegisterTokens,
+    StreamHandover,
     TokenMessage,
     TokenOut,
     TokensAccepted,
@@ -21,9 +22,8 @@ from pdmesh.wire.messages import (
     TokensHeard,
     TokensHeartbeat,
     TokensUp,
-    TurnOver,
 )
-from pdmesh.wire.rejected_peers import Strangers
+from pdmesh.wire.rejected_peers import RejectedPeers
 from pdmesh.wire.roles import RoleRule, ServiceRole
 from pdmesh.wire.session import Silence, converse, registration
 from pdmesh_gateway.transcripts import Transcripts
@@ -40,14 +40,14 @@ MAX_MISSING = 6
 
 @asynccontextmanager
 async def serve_tokens(
-    transcripts: Transcripts, config: GatewayConfig, security: SecurityConfig, strangers: Strangers
+    transcripts: Transcripts, config: GatewayConfig, security: SecurityConfig, rejected_peers: RejectedPeers
 ) -> AsyncGenerator[int]:
-    """Serve workers' token streams within the block; yields the port. ``strangers`` counts refused peers."""
+    """Serve workers' token streams within the block; yields the port. ``rejected_peers`` counts refused peers."""
 
     async def serve(link: FrameLink[TokensDown, TokensUp], peer: str) -> None:
         await _receive_tokens(link, peer, transcripts)
 
-    rule = RoleRule(ServiceRole.WORKER, security.tls_roles, strangers)
+    rule = RoleRule(ServiceRole.WORKER, security.tls_roles, rejected_peers)
     methods = {"Tokens": serve_link(serve, TokensUp, rule)}
     async with serving(
         SERVICE,
@@ -56,7 +56,7 @@ async def serve_tokens(
         port=config.token_port,
         security=security,
         setting="gateway.token_port",
-        strangers=strangers,
+        rejected_peers=rejected_peers,
     ) as port:
         yield port
 
@@ -89,7 +89,7 @@ def _tokens(frame: list[TokensUp], link: FrameLink[TokensDown, TokensUp]) -> lis
     tokens: list[TokenMessage] = []
     for message in frame:
         match message:
-            case TokenOut() | PromptLogprobs() | TurnOver():
+            case TokenOut() | PromptLogprobs() | StreamHandover():
                 tokens.append(message)
             case TokensHeartbeat():
                 link.post(TokensHeard())

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from pdmesh.errors import RequestRejected
 from pdmesh.model import Epoch, InstanceId, RequestId
-from pdmesh.wire.messages import PromptLogprobs, TokenMessage, TokenOut, TurnOver
+from pdmesh.wire.messages import PromptLogprobs, StreamHandover, TokenMessage, TokenOut
 from pdmesh_gateway.request_transcript import Transcript
 
 
@@ -64,8 +64,8 @@ class Transcripts:
                         transcript.offer(message, source, weights)
                     case PromptLogprobs():
                         transcript.offer_prompt_logprobs(message, weights)
-                    case TurnOver():
-                        transcript.give_turn(message, source)
+                    case StreamHandover():
+                        transcript.hand_over_stream(message, source)
             except Exception as error:
                 # Other requests share the frame.
                 transcript.break_off(error)
@@ -82,7 +82,7 @@ class Transcripts:
 
     def was_unreachable(self, transcript: Transcript) -> bool:
         """Return whether the instance whose token is missing has had no open stream since the request was submitted."""
-        source = transcript.source or transcript.unheard
+        source = transcript.source or transcript.silent_source
         if source is None or self._num_open[source]:
             return False
         return self._closed_at.get(source, 0) <= transcript.submitted_at_change

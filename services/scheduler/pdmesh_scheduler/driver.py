@@ -39,7 +39,7 @@ from pdmesh.core.events import (
     Tick,
 )
 from pdmesh.core.operator_events import ActuatorLost, ActuatorReported
-from pdmesh.core.requests.lives import Lives
+from pdmesh.core.requests.histories import RequestHistories
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.eventlog import EventLogWriter
 from pdmesh.model import GatewayId, InstanceId, InstanceProfile
@@ -99,7 +99,7 @@ class Driver:
         clock: Callable[[], float],
         workers: Peers[InstanceId, WorkerDown],
         gateways: Peers[GatewayId, GatewayDown],
-        lives: Lives,
+        lives: RequestHistories,
         activity: ActivityFeed,
         history: MeshHistory,
         observers: Sequence[Observer],

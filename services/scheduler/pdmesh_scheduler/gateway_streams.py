@@ -44,7 +44,7 @@ from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.mesh_check import MeshCheck
 from pdmesh_scheduler.peer_streams import Connection, Leases, Peers
 from pdmesh_scheduler.standby.keeper import LeaseRequest
-from pdmesh_scheduler.standby.mandate import ALONE, Mandate
+from pdmesh_scheduler.standby.leader_term import ALONE, LeaderTerm
 
 log = structlog.get_logger()
 
@@ -71,7 +71,7 @@ class GatewayStreams:
     clock: Callable[[], float]
     is_refused: Callable[[str], Awaitable[bool]]
     check: MeshCheck
-    mandate: Mandate = ALONE
+    leader_term: LeaderTerm = ALONE
     metrics: Callable[[], tuple[MetricFamily, ...]] = tuple
     scheduler_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
@@ -97,12 +97,12 @@ class GatewayStreams:
             self.check.token_addresses[gateway_id] = registered.token_address
             log.info("gateway joined", gateway_id=gateway_id, num_waiting=len(waiting), peer=peer)
             try:
-                beat_s = self.mandate.beat_s(self.config.heartbeat_s)
+                beat_s = self.leader_term.beat_s(self.config.heartbeat_s)
                 welcome = WelcomeGateway(
                     scheduler_id=self.scheduler_id,
                     heartbeat_s=beat_s,
-                    term=self.mandate.term,
-                    silent_beats=self.mandate.silent_beats(beat_s),
+                    term=self.leader_term.term,
+                    silent_beats=self.leader_term.silent_beats(beat_s),
                 )
                 link.post(welcome)
                 unbegun = registered.unbegun if registered.scheduler_id == self.scheduler_id else ()
@@ -131,7 +131,7 @@ class GatewayStreams:
         the other scheduler.
         """
         gateway_id = GatewayId(request.gateway_id)
-        quiet_s = QUIET_BEATS * self.mandate.beat_s(self.config.heartbeat_s)
+        quiet_s = QUIET_BEATS * self.leader_term.beat_s(self.config.heartbeat_s)
         await anyio.sleep(max(0.0, quiet_s - self.leases.silent_s(gateway_id)))
         if self.leases.silent_s(gateway_id) < quiet_s:
             return "this scheduler hears the gateway"
@@ -158,7 +158,7 @@ class GatewayStreams:
                     for index, generation in enumerate(message.generations()):
                         if why is None:
                             request = _request(message, generation, self.clock(), index)
-                            await self.driver.submit(RequestArrived(request, message.unheard_id), generation)
+                            await self.driver.submit(RequestArrived(request, message.silent_source_id), generation)
                         else:
                             self._refuse(gateway_id, generation, why)
                 case NextActivity():

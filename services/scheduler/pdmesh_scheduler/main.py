@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from pdmesh.config import MeshConfig
 from pdmesh.core.config import CoreConfig, KvReservation, LatencyLearning
-from pdmesh.core.requests.lives import Lives
+from pdmesh.core.requests.histories import RequestHistories
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError
 from pdmesh.eventlog import EventLogWriter, Header
@@ -27,13 +27,13 @@ from pdmesh.policy.latency_profile import Profile
 from pdmesh.profiles import load_profile
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
-from pdmesh.telemetry.rejected_peer_metric import watch_strangers
+from pdmesh.telemetry.rejected_peer_metric import watch_rejected_peers
 from pdmesh.wire.admin import ADMIN_METHOD
 from pdmesh.wire.dialing import is_refused
 from pdmesh.wire.endpoint import serving
 from pdmesh.wire.link import serve_link
 from pdmesh.wire.messages import GatewayDown, GatewayUp, WorkerDown, WorkerUp
-from pdmesh.wire.rejected_peers import Strangers
+from pdmesh.wire.rejected_peers import RejectedPeers
 from pdmesh.wire.roles import RoleRule, ServiceRole
 from pdmesh_scheduler.activity import ActivityFeed
 from pdmesh_scheduler.actuator_streams import ActuatorLinks
@@ -50,7 +50,7 @@ from pdmesh_scheduler.peer_streams import Leases, Peers
 from pdmesh_scheduler.request_records import RequestRecords
 from pdmesh_scheduler.scheduler_metrics import SchedulerMetrics
 from pdmesh_scheduler.scheduler_spans import SchedulerSpans
-from pdmesh_scheduler.standby.mandate import ALONE, Mandate
+from pdmesh_scheduler.standby.leader_term import ALONE, LeaderTerm
 from pdmesh_scheduler.startup_grace import REGISTER_S, StartupGrace
 from pdmesh_scheduler.tenants import TenantUsage
 from pdmesh_scheduler.worker_streams import RETURN_GRACE_S, WorkerStreams
@@ -73,29 +73,31 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     """
     registry = CollectorRegistry()
     watch_event_loop(registry)
-    strangers = Strangers()
-    watch_strangers(registry, strangers)
+    rejected_peers = RejectedPeers()
+    watch_rejected_peers(registry, rejected_peers)
     operators = await anyio.to_thread.run_sync(Operators, config.security)
     with serve_metrics(
         registry, host=config.telemetry.metrics_host, port=config.scheduler.metrics_port, security=config.security
     ) as metrics_port:
         if not config.standby.store:
-            await _lead(context, operators, registry, strangers, metrics_port, config, ALONE)
+            await _lead(context, operators, registry, rejected_peers, metrics_port, config, ALONE)
             return
         from pdmesh_scheduler.standby.standing_by import lead_in_turn  # imports the clients of stores
 
-        lead = partial(_lead, context, operators, registry, strangers, metrics_port)
-        await lead_in_turn(config, context, operators, registry, strangers, SERVICE, lead, metrics_port=metrics_port)
+        lead = partial(_lead, context, operators, registry, rejected_peers, metrics_port)
+        await lead_in_turn(
+            config, context, operators, registry, rejected_peers, SERVICE, lead, metrics_port=metrics_port
+        )
 
 
 async def _lead(
     context: ServiceContext,
     operators: Operators,
     registry: CollectorRegistry,
-    strangers: Strangers,
+    rejected_peers: RejectedPeers,
     metrics_port: int,
     config: MeshConfig,
-    mandate: Mandate,
+    leader_term: LeaderTerm,
 ) -> None:
     """Schedule until ``context.stopping`` is set, then end all streams with UNAVAILABLE."""
     settings, clock = config.scheduler, time.monotonic  # finer than the event loop's clock
@@ -116,17 +118,17 @@ async def _lead(
     records = RequestRecords(wall_time)
     startup_grace = StartupGrace(core, until_s=began_s + settings.orphan_grace_s, clock=clock)
     operations = OperationStatuses(core, wall_time, settings.resize_command)
-    keep = mandate.keep
+    keep = leader_term.keep
     if keep is None and settings.operations_file is not None:
         keep = DesiredFile(settings.operations_file).keep
     desired_keeper = DesiredKeeper(core, keep, operations.changed)
     patience_s = settings.orphan_grace_s + REGISTER_S
-    if mandate.desired is None:
+    if leader_term.desired is None:
         desired = await anyio.to_thread.run_sync(
             partial(read_desired, settings.operations_file, now=began_at, patience_s=patience_s)
         )
     else:
-        desired = decode_desired(mandate.desired or b"{}", "the lease", now=began_at, patience_s=patience_s)
+        desired = decode_desired(leader_term.desired or b"{}", "the lease", now=began_at, patience_s=patience_s)
     tenants = TenantUsage(core)
 
     with ExitStack() as closing:
@@ -153,7 +155,7 @@ async def _lead(
             clock=clock,
             workers=workers,
             gateways=gateways,
-            lives=Lives(settings.max_records),
+            lives=RequestHistories(settings.max_records),
             activity=ActivityFeed(core, gateways, clock=clock, label=records.label),
             history=MeshHistory(core, wall_time, began_s),
             observers=(
@@ -166,12 +168,12 @@ async def _lead(
                 decisions,
             ),
             event_log=event_log,
-            may_command=mandate.is_valid,
+            may_command=leader_term.is_valid,
         )
         actuators = ActuatorLinks(core, driver, operations.changed)
         check = MeshCheck(workers, config.security)
         worker_streams = WorkerStreams(
-            driver, workers, worker_leases, silences, absences, settings, context.stopping, check, profile, mandate
+            driver, workers, worker_leases, silences, absences, settings, context.stopping, check, profile, leader_term
         )
         gateway_streams = GatewayStreams(
             driver,
@@ -182,10 +184,10 @@ async def _lead(
             clock,
             is_refused,
             check,
-            mandate,
+            leader_term,
             metrics=lambda: metrics.told,
         )
-        rules = {role: RoleRule(role, config.security.tls_roles, strangers) for role in ServiceRole}
+        rules = {role: RoleRule(role, config.security.tls_roles, rejected_peers) for role in ServiceRole}
         methods = {
             "Worker": serve_link(worker_streams.serve, WorkerUp, rules[ServiceRole.WORKER]),
             "Gateway": serve_link(gateway_streams.serve, GatewayUp, rules[ServiceRole.GATEWAY]),
@@ -213,8 +215,8 @@ async def _lead(
             tasks.start_soon(actuators.run)
             tasks.start_soon(worker_streams.watch)
             tasks.start_soon(gateway_leases.run, gateway_streams.expired)
-            if mandate.answer is not None:
-                tasks.start_soon(mandate.answer, gateway_streams.why_keep_lead)
+            if leader_term.answer is not None:
+                tasks.start_soon(leader_term.answer, gateway_streams.why_keep_lead)
             async with serving(
                 SERVICE,
                 methods,
@@ -224,10 +226,10 @@ async def _lead(
                 setting="scheduler.port",
                 grace_s=STOP_GRACE_S,
                 admits=lambda method, metadata: method == ADMIN_METHOD and operators.admits(metadata),
-                strangers=strangers,
+                rejected_peers=rejected_peers,
             ) as port:
                 closing.enter_context(rare_collections())
-                if mandate is ALONE:
+                if leader_term is ALONE:
                     context.announce(address=f"{settings.host}:{port}", metrics_port=metrics_port)
                 await context.stopping.wait()
             tasks.cancel_scope.cancel()

@@ -20,7 +20,7 @@ from pdmesh.core.events import (
     TransferFailed,
     TransferLanded,
 )
-from pdmesh.core.requests.lives import Attempt, Chunk, CrossedClass
+from pdmesh.core.requests.histories import Attempt, Chunk, CrossedClass
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, OwnDecodeSteps
 from pdmesh.policy.batching import Mode

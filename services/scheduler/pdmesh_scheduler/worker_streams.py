@@ -29,7 +29,7 @@ from pdmesh.wire.session import converse, registration
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.mesh_check import MeshCheck
 from pdmesh_scheduler.peer_streams import Connection, Leases, Peers
-from pdmesh_scheduler.standby.mandate import ALONE, MIN_BEATS, Mandate
+from pdmesh_scheduler.standby.leader_term import ALONE, MIN_BEATS, LeaderTerm
 
 log = structlog.get_logger()
 
@@ -61,7 +61,7 @@ class WorkerStreams:
     stopping: anyio.Event
     check: MeshCheck
     profile: Profile | None = None
-    mandate: Mandate = ALONE
+    leader_term: LeaderTerm = ALONE
     _suspected: set[InstanceId] = field(default_factory=set[InstanceId])
     _loads: dict[InstanceId, LoadReported] = field(default_factory=dict[InstanceId, LoadReported])
     _answered_s: dict[InstanceId, float] = field(default_factory=dict[InstanceId, float])
@@ -102,14 +102,14 @@ class WorkerStreams:
             self._heard(instance_id)
             log.info("instance joined", instance_id=instance_id, role=registered.profile.role, peer=peer)
             try:
-                beat_s = self.mandate.beat_s(
+                beat_s = self.leader_term.beat_s(
                     min(self.config.heartbeat_s, self.config.suspect_s / BEATS_BEFORE_SUSPICION)
                 )
                 link.post(
                     WelcomeWorker(
                         heartbeat_s=beat_s,
-                        term=self.mandate.term,
-                        silent_beats=self.mandate.silent_beats(beat_s),
+                        term=self.leader_term.term,
+                        silent_beats=self.leader_term.silent_beats(beat_s),
                     )
                 )
                 joined = InstanceJoined(
@@ -171,7 +171,7 @@ class WorkerStreams:
         """Send a heartbeat if the last one is old. A worker without these leaves this scheduler."""
         now_s = anyio.current_time()
         said_s = self._answered_s.get(connection.peer_id, -math.inf)
-        if now_s - said_s > self.mandate.silence_s / (2 * MIN_BEATS):
+        if now_s - said_s > self.leader_term.silence_s / (2 * MIN_BEATS):
             self._answered_s[connection.peer_id] = now_s
             self.peers.post(connection.peer_id, SchedulerHeartbeat())
 

@@ -19,7 +19,7 @@ from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.service import ServiceContext
 from pdmesh.telemetry.tracing import Tracing
-from pdmesh.wire.rejected_peers import Strangers
+from pdmesh.wire.rejected_peers import RejectedPeers
 from pdmesh_gateway.gateway_metrics import GatewayMetrics
 from pdmesh_gateway.gateway_session import GatewaySession
 from pdmesh_gateway.generate import Generator
@@ -116,7 +116,7 @@ async def serve_gateway(config: MeshConfig, context: ServiceContext) -> None:
     """Serve as `pdmesh_gateway.main.serve` does, without HTTP and a model's files."""
     transcripts = Transcripts()
     gateway_id = GatewayId(f"gateway-{secrets.token_hex(4)}")
-    async with serve_tokens(transcripts, config.gateway, config.security, Strangers()) as token_port:
+    async with serve_tokens(transcripts, config.gateway, config.security, RejectedPeers()) as token_port:
         address = f"127.0.0.1:{token_port}"
         link = GatewaySession(gateway_id, config.scheduler_address, config.security, token_address=address)
         metrics = GatewayMetrics("simulated", transcripts, lambda: link.state)

@@ -18,7 +18,7 @@ from pdmesh.policy.batching import Batching, DecodePhase, Load, Mode, ModeChoice
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, ChunkSizer
-from pdmesh.policy.probing import Tally
+from pdmesh.policy.probing import StepTotals
 from pdmesh.policy.views import InstanceView
 
 #: Least number of ended requests in a cycle. A cycle of an exclusive instance also has a phase of each kind.
@@ -155,7 +155,7 @@ class Modes:
             batching.probing.restart()
         self._set(instance, choice)
 
-    def _learn(self, batching: BatchingState, tally: Tally, load: Load, model: LinearLatencyModel) -> None:
+    def _learn(self, batching: BatchingState, tally: StepTotals, load: Load, model: LinearLatencyModel) -> None:
         """Note the cycle that ended, which may begin or end a probe. After a probe, correct the predicted gain."""
         probing, gain = batching.probing, batching.choice.gain
         if gain is None or batching.choice.reason:
@@ -231,7 +231,7 @@ class Modes:
         if self.mode_of(instance) is Mode.MIXED:
             return True
         batching, choice = instance.batching, instance.batching.choice
-        start = instance.num_kept_granules(head.request) * GRANULE_TOKENS
+        start = instance.num_cached_granules(head.request) * GRANULE_TOKENS
         num_tokens = head.request.num_prompt_tokens - start
         if bundle.is_long(head.request, start) and num_tokens > choice.max_prompt_tokens:
             # The instance is mixed once it computes this prompt.

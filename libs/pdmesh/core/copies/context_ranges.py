@@ -19,8 +19,8 @@ from dataclasses import replace
 from math import inf
 
 from pdmesh.core.copies.decode_moves import MAX_AT_ONCE, MAX_FAILED
-from pdmesh.core.copies.receivers import do_without
-from pdmesh.core.events import MembersSet, PartLost
+from pdmesh.core.copies.receivers import replace_receiver
+from pdmesh.core.events import MembersSet, RangeLost
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.feasibility import could_place
 from pdmesh.core.instances.instance import InstanceState
@@ -37,7 +37,7 @@ from pdmesh.policy.seams import DecodePlacement
 FIND_ROOM_S = 30.0
 
 
-class Parts:
+class ContextRanges:
     """Full ranges and lost ranges of contexts, and their copies to the next holders."""
 
     def __init__(self, mesh: MeshState) -> None:
@@ -62,17 +62,17 @@ class Parts:
 
     def serve(self, leaving: Sequence[InstanceId], placement: DecodePlacement, now_s: float) -> None:
         """Copy lost ranges' tokens, full ranges, and the ranges that ``leaving`` instances hold; after any event."""
-        for key, state in list(self._mesh.parts_lost.items()):
-            if self._mesh.find(key) is not state or state.lost_part is None:
-                del self._mesh.parts_lost[key]
+        for key, state in list(self._mesh.lost_ranges.items()):
+            if self._mesh.find(key) is not state or state.lost_range is None:
+                del self._mesh.lost_ranges[key]
                 self._until_s.pop(key, None)
             elif state.outgoing is None:
-                self._serve_lost(state, state.lost_part, placement, now_s)
+                self._serve_lost(state, state.lost_range, placement, now_s)
         for key in list(self._full):
             self._serve_full(key, placement)
         for instance_id in leaving:
             source = self._mesh.instances.get(instance_id)
-            if source is not None and source.allocated.num_part_blocks and source.reachable and not source.suspected:
+            if source is not None and source.allocated.num_range_blocks and source.reachable and not source.suspected:
                 self._empty(source, placement)
 
     def _serve_full(self, key: RequestKey, placement: DecodePlacement) -> None:
@@ -114,15 +114,17 @@ class Parts:
         """Earliest deadline of a lost range that no instance computes yet; infinite if there is none."""
         return min(self._until_s.values(), default=inf)
 
-    def lost_range(self, event: PartLost) -> None:
+    def lost_range(self, event: RangeLost) -> None:
         """Replace the holder of a range, which did not answer the decoding instance."""
         state = self._mesh.find((event.request_id, event.epoch))
         if state is None or state.decode_id != event.instance_id or event.number >= len(state.members):
-            self._mesh.ignore("PartLost")
+            self._mesh.ignore("RangeLost")
             return
         member_id = state.members[event.number].instance_id
         if state.needs(member_id):
-            do_without(self._mesh, state, member_id, f"instance {member_id} does not answer, which holds KV of it")
+            replace_receiver(
+                self._mesh, state, member_id, f"instance {member_id} does not answer, which holds KV of it"
+            )
 
     def _serve_lost(self, state: RequestState, number: int, placement: DecodePlacement, now_s: float) -> None:
         assert state.phase is Phase.DECODING, f"{state.key} lacks a range, and is {state.phase}"
@@ -137,7 +139,7 @@ class Parts:
 
     @staticmethod
     def _may_move(state: RequestState) -> bool:
-        is_whole = state.outgoing is None and state.lost_part is None
+        is_whole = state.outgoing is None and state.lost_range is None
         return state.phase is Phase.DECODING and is_whole and state.num_failed_moves < MAX_FAILED
 
     # --- beginning a copy ---
@@ -160,7 +162,7 @@ class Parts:
             if each is not source
             and each.instance_id != home_id
             and state.key not in each.allocations
-            and each.exact_group == source.exact_group
+            and each.arithmetic_class == source.arithmetic_class
             and each.is_usable
             and each.role_decodes
             and source.part_blocks <= each.room.bounded
@@ -174,7 +176,7 @@ class Parts:
 
     def _hand_on(self, state: RequestState, source: InstanceState, target: InstanceState, number: int) -> None:
         mesh, size = self._mesh, source.part_blocks
-        is_lost = number == state.lost_part
+        is_lost = number == state.lost_range
         copy = mesh.begin_copy(
             state,
             source.shard(size, number * size),
@@ -199,7 +201,7 @@ class Parts:
     def landed_of_prompt(self, state: RequestState, copy: Copy) -> None:
         """Tell the computing instance the holders of landed ranges, so that it frees their blocks for the next ones."""
         num_ranges = copy.num_landed_parts
-        if state.gives_back and state.phase is Phase.PREFILLING and num_ranges > state.num_ranges_away:
+        if state.streams_out and state.phase is Phase.PREFILLING and num_ranges > state.num_ranges_away:
             self._mesh.set_places(state.prefill_ids[0], state.key, state.members[:num_ranges])
 
     def set(self, event: MembersSet) -> RequestState | None:
@@ -231,7 +233,7 @@ class Parts:
     def _given_back(self, state: RequestState, event: MembersSet) -> None:
         members = state.members[: len(event.member_ids)]
         member_ids = tuple([member.instance_id for member in members])
-        if not state.gives_back or event.instance_id != state.prefill_ids[0] or member_ids != event.member_ids:
+        if not state.streams_out or event.instance_id != state.prefill_ids[0] or member_ids != event.member_ids:
             self._mesh.ignore("MembersSet")
             return
         state.give_back(len(members))
@@ -241,9 +243,9 @@ class Parts:
         if copy.source_id != home.instance_id:
             self._mesh.free(copy.source_id, state.key)
         allocation = home.allocations[state.key]
-        first_block = allocation.num_elsewhere_tokens // home.block_size
+        first_block = allocation.num_remote_tokens // home.block_size
         state.hand_on_range(home.shard(allocation.num_blocks, first_block))
-        allocation.told_members = ()
+        allocation.last_sent_members = ()
         del self._mesh.copying[state.key]
         self._note(home, state.key)
 
@@ -285,7 +287,7 @@ class Parts:
     # --- membership ---
 
     def _of_instance(self, instance_id: InstanceId) -> list[tuple[RequestState, Copy]]:
-        return [(state, copy) for state, copy in self._mesh.copies_of(instance_id) if copy.plan.is_of_part]
+        return [(state, copy) for state, copy in self._mesh.copies_of(instance_id) if copy.plan.is_of_range]
 
     def lost(self, instance_id: InstanceId) -> None:
         """End the copies to or from a lost instance."""
@@ -309,7 +311,7 @@ class Parts:
         for state in list(self._mesh.copying.values()):
             landed = state.range_copy
             if landed is not None and landed.has_landed and state.decode_id == instance.instance_id:
-                if instance.allocations[state.key].told_members == state.next_members:
+                if instance.allocations[state.key].last_sent_members == state.next_members:
                     self._end(state, landed, instance)
                 else:
                     self.landed(state)

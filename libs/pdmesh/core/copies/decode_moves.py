@@ -56,7 +56,7 @@ class Moves:
             return f"is on its way to {state.move.target_id} already"
         if state.phase is not Phase.DECODING:
             return f"is {state.phase.replace('_', ' ')}, and only what decodes can move"
-        if state.outgoing is not None or state.lost_part is not None:
+        if state.outgoing is not None or state.lost_range is not None:
             return "has a context of which a range is on its way"
         source, allocation = self._where(state)
         if source is target:
@@ -68,7 +68,7 @@ class Moves:
             )
         if source.kv_group != target.kv_group:
             return f"has KV of another model or layout than {target.instance_id}"
-        if state.members and source.exact_group != target.exact_group:
+        if state.members and source.arithmetic_class != target.arithmetic_class:
             return f"has a context that is spread over instances of another arithmetic than {target.instance_id}"
         if allocation.kind is not AllocationKind.RESIDENT or allocation.freeing:
             return "is about to end"
@@ -87,8 +87,8 @@ class Moves:
         source, allocation = self._where(state)
         num_blocks = self._num_blocks(source, allocation)
         mesh, chain = self._mesh, () if state.members else state.request.chain
-        num_reused = target.num_kept_granules(state.request) if chain else 0
-        first_block = allocation.num_elsewhere_tokens // source.block_size
+        num_reused = target.num_cached_granules(state.request) if chain else 0
+        first_block = allocation.num_remote_tokens // source.block_size
         move = mesh.begin_copy(
             state,
             source.shard(allocation.num_blocks, first_block),
@@ -109,7 +109,7 @@ class Moves:
                 transfer_id=move.plan.transfer_id,
                 tenant=state.request.tenant,
                 share=state.request.share,
-                num_elsewhere_tokens=allocation.num_elsewhere_tokens,
+                num_remote_tokens=allocation.num_remote_tokens,
             ),
             chain,
             num_reused,
@@ -270,7 +270,7 @@ class Moves:
             ):
                 continue
             able = [each for each in targets if self.why_not(state, each) is None]
-            exact = [each for each in able if each.exact_group == source.exact_group]
+            exact = [each for each in able if each.arithmetic_class == source.arithmetic_class]
             found = [each for each in exact or able if num_coming[each.instance_id] < MAX_AT_ONCE]
             cut = mesh.cut.of(source.instance_id) | mesh.cut.of(state.request.gateway_id)
             target = mesh.nearest(source, allocation.num_blocks, found, cut, placement)

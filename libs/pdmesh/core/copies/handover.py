@@ -93,17 +93,17 @@ class HandOvers:
         if cut and any(
             each.is_usable
             and each.role_decodes
-            and each.exact_group == source.exact_group
+            and each.arithmetic_class == source.arithmetic_class
             and each.instance_id not in cut
             for each in mesh.instances.values()
         ):
-            return decoders.first_in(source.exact_group, request, mesh.depths(request), cut)
+            return decoders.first_in(source.arithmetic_class, request, mesh.depths(request), cut)
         firsts = decoders.firsts(request, mesh.depths(request))
-        receiver = firsts.get(source.exact_group)
+        receiver = firsts.get(source.arithmetic_class)
         if receiver is not None and mesh.links.are_uneven:
             slow = mesh.slow_from(source, source.num_prefill_blocks(request))
             if receiver.instance_id in slow:
-                return decoders.first_in(source.exact_group, request, mesh.depths(request), slow) or receiver
+                return decoders.first_in(source.arithmetic_class, request, mesh.depths(request), slow) or receiver
         if receiver is None and firsts and not source.can_keep(request):
             return decoders.across(firsts, source)
         return receiver

@@ -212,15 +212,15 @@ class OnDemandKv:
         The context is computed where most of it is cached, not counting this instance, where it would be evicted.
         """
         num_tokens = allocation.num_tokens or allocation.num_blocks * instance.block_size
-        num_tokens = max(num_tokens, allocation.num_elsewhere_tokens)
+        num_tokens = max(num_tokens, allocation.num_remote_tokens)
         num_left = max(1.0, min(self._mesh.growth.mean_tokens, state.request.max_total_tokens - num_tokens + 1))
-        num_kept = self._mesh.num_kept_elsewhere(state.request, instance)
-        again_s = latency.step_s(StepShape((ChunkShape(num_tokens - num_kept, num_kept),), 0, 0))
+        num_cached = self._mesh.num_cached_elsewhere(state.request, instance)
+        again_s = latency.step_s(StepShape((ChunkShape(num_tokens - num_cached, num_cached),), 0, 0))
         return again_s + num_left * latency.step_s(StepShape((), 1, num_tokens))
 
     def _can_resume(self, instance: InstanceState, state: RequestState, allocation: Allocation) -> bool:
         """Whether some instances could compute all of its held tokens as a prompt."""
-        num_held = allocation.num_blocks * instance.block_size + allocation.num_elsewhere_tokens
+        num_held = allocation.num_blocks * instance.block_size + allocation.num_remote_tokens
         return can_resume(self._mesh, state, num_held)
 
 

@@ -89,7 +89,7 @@ class Fetches:
         mesh, request, chain = self._mesh, state.request, state.request.chain[:num_granules]
         key = RequestId(f"fetch-{mesh.broker.new_capability():016x}"), Epoch(0)
         num_blocks = num_granules * source.kept.granule_blocks
-        num_there = destination.num_kept_granules(request)
+        num_there = destination.num_cached_granules(request)
         copy = mesh.broker.open(
             key,
             (source.shard(num_blocks),),

@@ -87,9 +87,9 @@ class Rebalancer:
         for state, allocation in self._movable(source, now_s):
             num_bytes = self._num_bytes(source, allocation)
             move_s = rule.move_s(source.view, num_bytes, self._bytes_per_s)
-            num_kept = self._mesh.num_kept_elsewhere(state.request, source)
+            num_cached = self._mesh.num_cached_elsewhere(state.request, source)
             num_freed = source.num_freed_blocks(allocation)
-            again_s = rule.again_s(self._num_tokens(source, allocation), num_kept)
+            again_s = rule.again_s(self._num_tokens(source, allocation), num_cached)
             if num_freed and is_younger(state) and move_s < again_s:
                 found.append((move_s / num_freed, state, num_freed))
         for _, state, number in sorted(found, key=lambda each: (each[0], each[1].key)):
@@ -182,7 +182,7 @@ class Rebalancer:
             if not each.low
             and each.instance_id not in coming_to
             and each is not source
-            and each.exact_group == source.exact_group
+            and each.arithmetic_class == source.arithmetic_class
             and each.takes_decodes
             and now_s - self._last_s.get((each.instance_id, source.instance_id), -inf) >= COOL_DOWN_S
             and self._mesh.broker.takes_move(each.instance_id)
@@ -195,8 +195,8 @@ class Rebalancer:
 
     def _heard(self, state: RequestState, targets: Iterable[InstanceState]) -> list[InstanceState]:
         """Return the targets whose tokens reach the request's gateway, as far as is known."""
-        unheard = self._mesh.cut.of(state.request.gateway_id)
-        return [each for each in targets if each.instance_id not in unheard]
+        unreachable = self._mesh.cut.of(state.request.gateway_id)
+        return [each for each in targets if each.instance_id not in unreachable]
 
     def _begin(self, state: RequestState, source: InstanceState, target: InstanceState, now_s: float) -> None:
         state.rebalance(now_s)

@@ -14,7 +14,7 @@ from pdmesh.core.requests.request import RequestState
 from pdmesh.model import InstanceId
 
 
-def do_without(
+def replace_receiver(
     mesh: MeshState, state: RequestState, instance_id: InstanceId, reason: str, *, blame: float = 0.0
 ) -> None:
     """Let a request continue without an instance that it needs.
@@ -30,15 +30,15 @@ def do_without(
     elif has_all_kv(mesh, state) and instance_id not in state.prefill_ids:
         lose_receiver(mesh, state)
     elif state.may_lose(instance_id):
-        lose_part(mesh, state, instance_id)
+        lose_range(mesh, state, instance_id)
     else:
         mesh.restart(state, reason, blame=blame)
 
 
-def lose_part(mesh: MeshState, state: RequestState, instance_id: InstanceId) -> None:
+def lose_range(mesh: MeshState, state: RequestState, instance_id: InstanceId) -> None:
     """Mark an instance's range of a decoding context as lost, and free it there if the instance still exists."""
-    state.lose_part(instance_id)
-    mesh.parts_lost[state.key] = state
+    state.lose_range(instance_id)
+    mesh.lost_ranges[state.key] = state
     mesh.free(instance_id, state.key)
 
 
@@ -48,7 +48,7 @@ def has_all_kv(mesh: MeshState, state: RequestState) -> bool:
     False if too many receivers were lost. False if the prompt frees ranges, since these are at the receiver alone.
     """
     copy, too_often = state.incoming, state.num_lost_receivers >= mesh.max_lost_receivers
-    if not state.is_in_prefill or copy is None or too_often or state.gives_back:
+    if not state.is_in_prefill or copy is None or too_often or state.streams_out:
         return False
     allocations = [mesh.allocation_of(source_id, state.key) for source_id in copy.source_ids]
     has_left = any(copy.was_sent_by(source_id) for source_id in copy.source_ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdmesh.core.commands import SHARED_BLAME
-from pdmesh.core.copies.context_ranges import Parts
+from pdmesh.core.copies.context_ranges import ContextRanges
 from pdmesh.core.copies.decode_moves import Moves
 from pdmesh.core.copies.prefix_fetches import Fetches
 from pdmesh.core.copies.rebalancing import Rebalancer
@@ -25,7 +25,9 @@ from pdmesh.model import MAX_REQUEST_TOKENS, NO_TRANSFER, Then
 class TransferReports:
     """Handlers of transfer reports. A report that does not fit the mesh state is counted and changes nothing."""
 
-    def __init__(self, mesh: MeshState, fetches: Fetches, parts: Parts, moves: Moves, rebalancer: Rebalancer) -> None:
+    def __init__(
+        self, mesh: MeshState, fetches: Fetches, parts: ContextRanges, moves: Moves, rebalancer: Rebalancer
+    ) -> None:
         self._mesh = mesh
         self._fetches = fetches
         self._parts = parts
@@ -76,7 +78,7 @@ class TransferReports:
         if copy.plan.is_move:
             if state.move is copy:
                 mesh.land_move(state)
-        elif copy.plan.is_of_part:
+        elif copy.plan.is_of_range:
             self._parts.landed(state)
         elif copy.has_landed:
             mesh.land(state)

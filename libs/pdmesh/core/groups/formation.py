@@ -32,10 +32,10 @@ class Formation:
             return False
         able, free = Counter[str](), Counter[str]()
         for instance in self._mesh.instances.values():
-            is_able = instance.could_prefill(request) and not instance.gives_back(request)
+            is_able = instance.could_prefill(request) and not instance.streams_out(request)
             if is_able and _may_be_member(instance, bundle):
-                able[instance.exact_group] += 1
-                free[instance.exact_group] += _is_free(instance, state, bundle)
+                able[instance.arithmetic_class] += 1
+                free[instance.arithmetic_class] += _is_free(instance, state, bundle)
         return bool(able) and all(free[name] < min(size, number) for name, number in able.items())
 
     def helpers(self, state: RequestState, leader: InstanceState, bundle: Bundle) -> list[InstanceState]:
@@ -54,7 +54,7 @@ class Formation:
             instance
             for instance in self._mesh.instances.values()
             if instance is not leader
-            and instance.exact_group == leader.exact_group
+            and instance.arithmetic_class == leader.arithmetic_class
             and instance.instance_id not in known
             and _may_be_member(instance, bundle)
             and _is_free(instance, state, bundle)
@@ -79,5 +79,5 @@ def _may_be_member(instance: InstanceState, bundle: Bundle) -> bool:
 
 def _is_free(instance: InstanceState, state: RequestState, bundle: Bundle) -> bool:
     takes = bundle.prefill_placement.takes
-    has_room = instance.can_prefill(state.request) and not instance.gives_back(state.request)
+    has_room = instance.can_prefill(state.request) and not instance.streams_out(state.request)
     return has_room and takes(state.request, instance.view, state.num_reused_tokens)

@@ -317,7 +317,7 @@ class GroupPlanner:
         candidates = [
             instance
             for instance in spare
-            if instance.exact_group == leader.exact_group
+            if instance.arithmetic_class == leader.arithmetic_class
             and instance.instance_id not in known
             and instance.can_prefill(request)
             and instance.num_prefill_blocks(request) <= _MAX_SHARE * instance.num_free_blocks

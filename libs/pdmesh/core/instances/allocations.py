@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from typing import Self
 
-from pdmesh.core.instances.kept import NOTHING
+from pdmesh.core.instances.prefix_cache import NOTHING
 from pdmesh.model import NO_TRANSFER, PartMember, TransferId
 
 
@@ -45,7 +45,7 @@ class Allocation:
     ``long_tokens``: length of the prompt if it is long, else 0. ``max_blocks``: upper limit of grants. ``num_tokens``:
     number of tokens in the last report; 0 before the first. ``transfer_id``: the transfer that brings the KV, or
     brought it. ``granules``: granules of the prompt, cached as they are computed. ``tenant`` is None until it is known.
-    ``num_elsewhere_tokens``: tokens of the context whose KV shard holders have; ``told_members`` are these holders,
+    ``num_remote_tokens``: tokens of the context whose KV shard holders have; ``last_sent_members`` are these holders,
     where an instance reported them. ``is_open``: the request may grow by more than the mean. ``freeing``: FreeKv was
     sent. ``waits``: the prompt is computed, or has no promised room at its receiver, and waits to move away.
     """
@@ -63,7 +63,7 @@ class Allocation:
         transfer_id: TransferId = NO_TRANSFER,
         tenant: str | None = None,
         share: int = 1,
-        num_elsewhere_tokens: int = 0,
+        num_remote_tokens: int = 0,
         members: tuple[PartMember, ...] = (),
     ) -> None:
         self.kind = kind
@@ -75,8 +75,8 @@ class Allocation:
         self.transfer_id = transfer_id
         self.granules = NOTHING
         self.tenant, self.share = tenant, share
-        self.num_elsewhere_tokens = num_elsewhere_tokens
-        self.told_members = members
+        self.num_remote_tokens = num_remote_tokens
+        self.last_sent_members = members
         self.is_open = False
         self.freeing = False
         self.waits = False
@@ -84,14 +84,14 @@ class Allocation:
     @property
     def num_own_tokens(self) -> int:
         """Number of tokens whose KV no shard holder has."""
-        return self.num_tokens - self.num_elsewhere_tokens
+        return self.num_tokens - self.num_remote_tokens
 
 
 @dataclass(slots=True)
 class AllocationSums:
     """Sums over the allocations on one instance.
 
-    ``num_waiting_blocks`` hold KV that waits to move away, and ``num_part_blocks`` shards of contexts that decode
+    ``num_waiting_blocks`` hold KV that waits to move away, and ``num_range_blocks`` shards of contexts that decode
     elsewhere. ``num_prefilling`` counts prompts that are computed here, or whose KV has not moved away.
     ``num_seats_taken`` counts requests that decode here, or will. ``long_prefill_tokens`` counts long prompts in
     prefill by length, ``num_with_tpot`` residents by TPOT target, and ``slo_tpots_s`` are these targets.
@@ -101,7 +101,7 @@ class AllocationSums:
     num_promised_blocks: int = 0
     num_waiting_blocks: int = 0
     num_resident_blocks: int = 0
-    num_part_blocks: int = 0
+    num_range_blocks: int = 0
     num_prefilling: int = 0
     num_decoding: int = 0
     num_seats_taken: int = 0
@@ -137,7 +137,7 @@ class AllocationSums:
         if kind is AllocationKind.FETCH:
             return
         if kind is AllocationKind.PART:
-            self.num_part_blocks += sign * num_blocks
+            self.num_range_blocks += sign * num_blocks
             return
         if kind is AllocationKind.PROMISED:
             self.num_seats_taken += sign

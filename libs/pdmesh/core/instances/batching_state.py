@@ -7,7 +7,7 @@ from math import inf
 
 from pdmesh.policy.batching import Batching, Mode, ModeChoice
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.policy.probing import Meter, Probing, Together
+from pdmesh.policy.probing import CycleMeter, Probing, SimultaneousStarts
 
 _UNDECIDED = ModeChoice(Mode.MIXED)
 
@@ -44,6 +44,6 @@ class BatchingState:
     sum_waiting: int = 0
     home: Mode = Mode.MIXED
     num_dwelt: int = 0
-    meter: Meter = field(default_factory=Meter)
+    meter: CycleMeter = field(default_factory=CycleMeter)
     probing: Probing = field(default_factory=Probing)
-    together: Together = field(default_factory=Together)
+    together: SimultaneousStarts = field(default_factory=SimultaneousStarts)

@@ -70,16 +70,16 @@ def have_way(request: Request, instances: Collection[InstanceState], cut: CutPai
 
     Without a usable instance whose role decodes, one that decodes locally is enough.
     """
-    unheard = cut.of(request.gateway_id)
-    heard = [each for each in instances if each.is_usable and each.instance_id not in unheard]
-    decoders = [each for each in heard if each.role_decodes]
+    unreachable = cut.of(request.gateway_id)
+    reachable = [each for each in instances if each.is_usable and each.instance_id not in unreachable]
+    decoders = [each for each in reachable if each.role_decodes]
     if not any(each.is_usable and each.role_decodes for each in instances):
-        return any(each.decodes_locally for each in heard)
+        return any(each.decodes_locally for each in reachable)
     return any(
-        each.exact_group == prefill.exact_group
+        each.arithmetic_class == prefill.arithmetic_class
         and each.instance_id not in cut.of(prefill.instance_id)
         and (each is not prefill or not each.num_parts(request))
-        for prefill in heard
+        for prefill in reachable
         if prefill.role_prefills
         for each in decoders
     )

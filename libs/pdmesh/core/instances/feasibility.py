@@ -23,7 +23,7 @@ def could_place(request: Request, instances: Collection[InstanceState], *, by_nu
 
 def is_held_whole(request: Request, instances: Collection[InstanceState]) -> bool:
     """Whether a usable instance that could compute the prompt, if all were empty, has room for all of it."""
-    return any(each.is_usable and not each.gives_back(request) for each in _able(request, instances))
+    return any(each.is_usable and not each.streams_out(request) for each in _able(request, instances))
 
 
 def as_placed(request: Request, instances: Collection[InstanceState]) -> Request:

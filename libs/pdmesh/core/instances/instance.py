@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pdmesh.core.instances.batching_state import BatchingState
-from pdmesh.core.instances.kept_where import KeptWhere
+from pdmesh.core.instances.cache_index import CacheIndex
+from pdmesh.core.instances.instance_load import InstanceLoad
 from pdmesh.core.instances.kv_growth import Growth
-from pdmesh.core.instances.occupied import OccupiedInstance
 from pdmesh.core.requests.request import RequestState
 from pdmesh.model import InstanceId, InstanceProfile
 from pdmesh.plans import StepPlan
@@ -17,12 +17,12 @@ from pdmesh.policy.views import InstanceView
 _CONTEXT_MOVED = 0.05
 
 
-class InstanceState(OccupiedInstance):
+class InstanceState(InstanceLoad):
     """State of one instance in the core.
 
     ``plans`` are in flight, and ``urgent_plan_id`` is the plan among them that overtakes the others. ``turned_s``: when
     the oldest of them began, as far as is known. ``prefills`` are placed here, with tokens not yet planned. Instances
-    of one ``device_class`` are equally fast. KV that moves inside an ``exact_group`` continues with the same bits.
+    of one ``device_class`` are equally fast. KV that moves inside an ``arithmetic_class`` continues with the same bits.
     """
 
     def __init__(
@@ -31,19 +31,19 @@ class InstanceState(OccupiedInstance):
         *,
         changed: dict[InstanceId, None],
         growth: Growth,
-        kept_where: KeptWhere | None = None,
+        cache_index: CacheIndex | None = None,
         number: int = 0,
         next_plan_id: int = 0,
         draining: bool = False,
     ) -> None:
-        """``changed`` records every change. ``number`` identifies the instance in ``kept_where``, the mesh's index."""
-        kept_where = KeptWhere() if kept_where is None else kept_where
-        super().__init__(profile, growth, changed=changed, kept_where=kept_where, number=number, draining=draining)
+        """``changed`` records every change. ``number`` identifies the instance in ``cache_index``, the mesh's index."""
+        cache_index = CacheIndex() if cache_index is None else cache_index
+        super().__init__(profile, growth, changed=changed, cache_index=cache_index, number=number, draining=draining)
         self.device_class = device_class_of(profile)
         self.num_stages = profile.num_stages
         self.switches = SwitchTimes()
         self.arithmetic = profile.arithmetic
-        self.exact_group = f"{self.kv_group} {profile.arithmetic}"
+        self.arithmetic_class = f"{self.kv_group} {profile.arithmetic}"
         self.next_plan_id = next_plan_id
         self.plans: dict[int, StepPlan] = {}
         self.turned_s = 0.0
@@ -148,7 +148,7 @@ class InstanceState(OccupiedInstance):
                 self.reachable,
                 self.suspected,
                 int(self.allocated.num_resident_blocks * self.block_size * self._context_share)
-                + self.allocated.num_part_blocks * self.block_size,
+                + self.allocated.num_range_blocks * self.block_size,
                 long_tokens.total() if long_tokens else 0,
                 self.allocated.num_long_decoding,
                 min(long_tokens) if long_tokens else None,

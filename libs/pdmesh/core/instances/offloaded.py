@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from pdmesh.core.instances.cache_index import GranuleIndex
 from pdmesh.core.instances.idle import IdleGranules, IdleLine
-from pdmesh.core.instances.kept_where import GranuleIndex
 from pdmesh.model import PrefixHash
 from pdmesh.plans import Evictions
 

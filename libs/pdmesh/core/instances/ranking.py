@@ -194,9 +194,9 @@ class Decoders:
     def _look_at(self, instance_id: InstanceId, instance: InstanceState | None) -> None:
         known, group = self._group_of.get(instance_id), None
         if instance is not None and instance.num_decode_tokens:
-            group = self._groups.get(instance.exact_group)
+            group = self._groups.get(instance.arithmetic_class)
             if group is None:
-                group = self._groups[instance.exact_group] = _ExactGroup(self._placement)
+                group = self._groups[instance.arithmetic_class] = _ExactGroup(self._placement)
             group.put(instance)
             self._group_of[instance_id] = group
         if known is not None and known is not group:
@@ -219,11 +219,11 @@ class Decoders:
         return firsts
 
     def first_in(
-        self, exact_group: str, request: Request, depths: Mapping[int, int], avoided: Collection[str]
+        self, arithmetic_class: str, request: Request, depths: Mapping[int, int], avoided: Collection[str]
     ) -> InstanceState | None:
         """Return the first instance of one exact group with room for the whole request that is not ``avoided``."""
         self.catch_up()
-        group = self._groups.get(exact_group)
+        group = self._groups.get(arithmetic_class)
         return None if group is None else group.first(request, depths, avoided)
 
     def spread(
@@ -235,10 +235,10 @@ class Decoders:
         are too few. The decode instance is not ``avoided``: its gateway must reach it, unlike the shard holders.
         """
         out = {source.instance_id, *avoided}
-        home = self.first_in(source.exact_group, request, NOTHING_KEPT, out)
+        home = self.first_in(source.arithmetic_class, request, NOTHING_KEPT, out)
         if home is None:
             return None, []
-        members = self._groups[source.exact_group].members(home, request, {source.instance_id})
+        members = self._groups[source.arithmetic_class].members(home, request, {source.instance_id})
         return (None, []) if len(members) < home.num_parts(request) else (home, members)
 
     def across(self, firsts: dict[str, InstanceState], source: InstanceState) -> InstanceState | None:

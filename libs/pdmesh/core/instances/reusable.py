@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from pdmesh.core.instances.cache_index import CacheIndex
 from pdmesh.core.instances.instance import InstanceState
-from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.model import GRANULE_TOKENS, Request
 from pdmesh.policy.reuse import ReuseCost
 
@@ -24,7 +24,7 @@ class Reusable(NamedTuple):
 def reusable(
     request: Request,
     kept: Mapping[int, int],
-    kept_where: KeptWhere,
+    cache_index: CacheIndex,
     by_number: Mapping[int, InstanceState],
     reuse: ReuseCost | None,
 ) -> Reusable:
@@ -32,14 +32,14 @@ def reusable(
 
     ``kept`` counts the cached granules of the prompt, by the number of the instance.
     """
-    if reuse is None or not request.prefix or not len(kept_where.offloaded):
+    if reuse is None or not request.prefix or not len(cache_index.offloaded):
         return Reusable(kept, {})
     depths, loads = dict(kept), dict[int, int]()
     chain = request.chain
-    for number, depth in kept_where.depths_with_tiers(chain, len(chain)).items():
-        num_kept, instance = kept.get(number, 0), by_number[number]
-        if depth > num_kept and reuse.pays(
-            request, num_kept * GRANULE_TOKENS, depth * GRANULE_TOKENS, instance.load_s(depth - num_kept)
+    for number, depth in cache_index.depths_with_tiers(chain, len(chain)).items():
+        num_cached, instance = kept.get(number, 0), by_number[number]
+        if depth > num_cached and reuse.pays(
+            request, num_cached * GRANULE_TOKENS, depth * GRANULE_TOKENS, instance.load_s(depth - num_cached)
         ):
-            depths[number], loads[number] = depth, depth - num_kept
+            depths[number], loads[number] = depth, depth - num_cached
     return Reusable(depths, loads)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from pdmesh.core.commands import SetRole, StopInstance
-from pdmesh.core.copies.receivers import do_without
+from pdmesh.core.copies.receivers import replace_receiver
 from pdmesh.core.instances.allocations import HAVE_SEATS, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.revisions import can_serve, have_pair
@@ -340,7 +340,7 @@ class Operations:
     def _restart(self, key: RequestKey, instance: InstanceState) -> None:
         state = self._mesh.find(key)
         if state is not None and state.needs(instance.instance_id):
-            do_without(self._mesh, state, instance.instance_id, f"instance {instance.instance_id} is drained")
+            replace_receiver(self._mesh, state, instance.instance_id, f"instance {instance.instance_id} is drained")
 
     # --- ends ---
 

@@ -285,9 +285,9 @@ class Pools:
             return "no supervisor is connected to start and stop processes"
         if away := self._actuators.away:
             return f"{', '.join(away)} is restarting: try again when it is back"
-        strangers = [each for each in requested.leaves if each not in self._actuators.instance_ids]
-        if strangers:
-            return f"{', '.join(strangers)} would have to stop, but was not started by this mesh's supervisor"
+        rejected_peers = [each for each in requested.leaves if each not in self._actuators.instance_ids]
+        if rejected_peers:
+            return f"{', '.join(rejected_peers)} would have to stop, but was not started by this mesh's supervisor"
         return self._actuators.why_stays(requested.leaves) or self._actuators.why_no_memory(requested.starts)
 
     def _ask(

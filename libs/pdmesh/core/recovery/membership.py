@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdmesh.core.copies.context_ranges import Parts
+from pdmesh.core.copies.context_ranges import ContextRanges
 from pdmesh.core.copies.decode_moves import Moves
 from pdmesh.core.copies.on_demand import OnDemandKv
 from pdmesh.core.copies.rebalancing import Rebalancer
@@ -24,7 +24,7 @@ class Membership:
         reconciler: Reconciler,
         on_demand_kv: OnDemandKv,
         moves: Moves,
-        parts: Parts,
+        parts: ContextRanges,
         rebalancer: Rebalancer,
         operations: Operations,
     ) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from pdmesh.core.commands import Outcome
-from pdmesh.core.copies.receivers import do_without
+from pdmesh.core.copies.receivers import replace_receiver
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
@@ -152,7 +152,7 @@ class Reconciler:
             profile,
             changed=mesh.changed,
             growth=mesh.growth,
-            kept_where=mesh.kept_where,
+            cache_index=mesh.cache_index,
             number=mesh.numbers.take() if old is None else old.number,
             next_plan_id=0 if old is None else old.next_plan_id,
             draining=stopping,
@@ -167,17 +167,17 @@ class Reconciler:
                 mesh.ignore("resident")
                 continue
             known = mesh.find(key)
-            num_elsewhere_tokens = len(resident.members) * instance.max_kv_tokens
+            num_remote_tokens = len(resident.members) * instance.max_kv_tokens
             instance.take(
                 key,
                 Allocation(
                     AllocationKind.RESIDENT if resident.part is None else AllocationKind.PART,
                     resident.num_blocks,
                     max_blocks=num_blocks_for(
-                        max(0, resident.max_total_tokens - num_elsewhere_tokens), instance.block_size
+                        max(0, resident.max_total_tokens - num_remote_tokens), instance.block_size
                     ),
                     num_tokens=resident.num_context_tokens,
-                    num_elsewhere_tokens=num_elsewhere_tokens,
+                    num_remote_tokens=num_remote_tokens,
                     members=resident.members,
                     transfer_id=resident.transfer_id,
                     tenant=None if known is None else known.request.tenant,
@@ -228,7 +228,7 @@ class Reconciler:
             allocation = mesh.allocation_of(orphan.owner, orphan.key)
             if is_own:
                 allocation = None if old is None else old.allocations.get(orphan.key)
-            members = () if allocation is None else allocation.told_members
+            members = () if allocation is None else allocation.last_sent_members
             if is_own or instance_id in [member.instance_id for member in members]:
                 self._unclaimed.pop(orphan.key[0], orphan.gateway_id)
                 for other_id in (orphan.owner, *[member.instance_id for member in members]):
@@ -245,7 +245,7 @@ class Reconciler:
         for key in keys:
             state = self._mesh.find(key)
             if state is not None and state.needs(instance_id):
-                do_without(self._mesh, state, instance_id, reason, blame=blames.get(key, 0.0))
+                replace_receiver(self._mesh, state, instance_id, reason, blame=blames.get(key, 0.0))
 
     def _start_dropped(self, keys: Iterable[RequestKey], now_s: float) -> None:
         """Resume the dropped requests that gateways wait for, and remember the others that are unknown."""
@@ -313,7 +313,7 @@ class Reconciler:
             gateway_id=gateway_id,
             num_prompt_tokens=num_tokens,
             max_tokens=max(
-                1, allocation.max_blocks * instance.block_size + allocation.num_elsewhere_tokens - num_tokens + 1
+                1, allocation.max_blocks * instance.block_size + allocation.num_remote_tokens - num_tokens + 1
             ),
             arrival_s=now_s,
         )

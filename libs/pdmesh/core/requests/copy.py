@@ -115,7 +115,7 @@ class Copy:
     @property
     def members(self) -> tuple[PartMember, ...]:
         """Holders of the ranges that the copy brings, in their order."""
-        ids = self.destination_ids if self.plan.is_of_part else self.destination_ids[1:]
+        ids = self.destination_ids if self.plan.is_of_range else self.destination_ids[1:]
         return tuple([PartMember(instance_id=each, capability=self.plan.capability) for each in ids])
 
     @property

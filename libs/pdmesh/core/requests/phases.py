@@ -49,7 +49,7 @@ TRANSITIONS: dict[str, tuple[tuple[Phase, ...], tuple[Phase, ...]]] = {
     "end_copy": (DECODES, (Phase.DECODING,)),
     "land_move": ((Phase.MOVING,), (Phase.DECODING,)),
     "hand_on_range": ((Phase.DECODING,), (Phase.DECODING,)),
-    "lose_part": ((Phase.DECODING,), (Phase.DECODING,)),
+    "lose_range": ((Phase.DECODING,), (Phase.DECODING,)),
 }
 
 

@@ -69,8 +69,8 @@ class RequestState:
     #: Holders of the first ranges of the decoding request's context, in their order.
     members: tuple[PartMember, ...] = ()
     #: Number of the range whose holder was lost, until another instance has the range.
-    lost_part: int | None = None
-    num_lost_parts: int = 0
+    lost_range: int | None = None
+    num_lost_ranges: int = 0
     #: Time when rebalancing last chose the request to move.
     rebalanced_s: float = -inf
     #: Arrival time in the core of a request that was resumed; None for a new one.
@@ -127,13 +127,13 @@ class RequestState:
     def is_interrupted(self) -> bool:
         """Whether the placed request still has prompt to compute, but no chunk of it in a plan in flight.
 
-        Always false if the request `gives_back` ranges: it may pause because these have not moved yet.
+        Always false if the request `streams_out` ranges: it may pause because these have not moved yet.
         """
         is_in_line = self.phase is Phase.PREFILLING and not self.is_planned and not self.chunks_in_flight
-        return is_in_line and not self.gives_back
+        return is_in_line and not self.streams_out
 
     @property
-    def gives_back(self) -> bool:
+    def streams_out(self) -> bool:
         """Whether the prompt is longer than the room where it is computed."""
         return self.held_tokens is not None
 
@@ -385,28 +385,28 @@ class RequestState:
         assert copy is not None, f"{self.key} has no part on its way"
         number, (_, *shards) = copy.range_number, self.decode_shards
         self.outgoing = None
-        self.lost_part = None if number == self.lost_part else self.lost_part
+        self.lost_range = None if number == self.lost_range else self.lost_range
         self.decode_shards = (home, *shards[:number], *copy.plan.destinations, *shards[number + 1 :])
 
     @property
     def lost_member_id(self) -> InstanceId | None:
         """Instance that held the lost range; None if no range is lost."""
-        return None if self.lost_part is None else self.members[self.lost_part].instance_id
+        return None if self.lost_range is None else self.members[self.lost_range].instance_id
 
     def may_lose(self, instance_id: InstanceId) -> bool:
         """Whether the request survives the loss of this instance: another one can compute its range again."""
         return (
             self.phase is Phase.DECODING
             and instance_id in self.decode_ids[1:]
-            and self.lost_part is None
-            and self.num_lost_parts < MAX_LOST_PARTS
+            and self.lost_range is None
+            and self.num_lost_ranges < MAX_LOST_PARTS
         )
 
-    def lose_part(self, instance_id: InstanceId) -> None:
+    def lose_range(self, instance_id: InstanceId) -> None:
         """Mark this member's range as lost: the request pauses until another instance has the range."""
-        self._go("lose_part", Phase.DECODING)
-        self.lost_part = self.decode_ids.index(instance_id) - 1
-        self.num_lost_parts += 1
+        self._go("lose_range", Phase.DECODING)
+        self.lost_range = self.decode_ids.index(instance_id) - 1
+        self.num_lost_ranges += 1
 
     def _give(self, shards: tuple[KvShard, ...]) -> None:
         for shard in shards:

@@ -182,10 +182,10 @@ class Round:
         if not self._is_held_whole:
             return {}, []
         computing = mesh.computing.shared_with(request)
-        if unheard := mesh.cut.of(request.gateway_id):
-            heard = [number for number in depths if mesh.by_number[number].instance_id not in unheard]
-            depths = {number: depths[number] for number in heard}
-            computing = [state for state in computing if state.prefill_ids[0] not in unheard]
+        if unreachable := mesh.cut.of(request.gateway_id):
+            reachable = [number for number in depths if mesh.by_number[number].instance_id not in unreachable]
+            depths = {number: depths[number] for number in reachable}
+            computing = [state for state in computing if state.prefill_ids[0] not in unreachable]
         return depths, computing
 
     def _find_taker(
@@ -304,7 +304,7 @@ class Round:
 
     def _local_offers(self, head: RequestState) -> Iterator[InstanceState]:
         """Yield decode instances whose next step takes a first chunk of the head: ones in a prefill phase first."""
-        unheard = self._mesh.cut.of(head.request.gateway_id)
+        unreachable = self._mesh.cut.of(head.request.gateway_id)
         in_phase = [
             each.instance
             for each in self._step_slots.values()
@@ -313,7 +313,7 @@ class Round:
         spare = self._known.spare() if self._for_waiting else ()
         others = (instance for instance in spare if instance.instance_id not in self._step_slots)
         for instance in chain(in_phase, others):
-            if instance.instance_id not in unheard and self._has_weights(instance) and self._fits(instance, head):
+            if instance.instance_id not in unreachable and self._has_weights(instance) and self._fits(instance, head):
                 yield instance
 
     def _may_begin(self, instance: InstanceState, head: RequestState) -> bool:
@@ -334,10 +334,10 @@ class Round:
         Instances that an operator is emptying take it, too, until the operation's time is up.
         """
         able = [each for each in self._mesh.instances.values() if each.could_finish(request)]
-        unheard = self._mesh.cut.of(request.gateway_id)
+        unreachable = self._mesh.cut.of(request.gateway_id)
         for instance in able:
             has_slot = instance.instance_id in self._step_slots or self._known.has_room(instance)
-            if has_slot and instance.instance_id not in unheard and instance.can_finish(request):
+            if has_slot and instance.instance_id not in unreachable and instance.can_finish(request):
                 return Placement(instance, instance)
         return Wait.FOR_WEIGHTS if able else Wait.FOR_INSTANCE
 
@@ -347,7 +347,7 @@ class Round:
         A step without chunks takes any head that may begin. If some instance holds the whole prompt, one that would
         have to stream it out does not take it.
         """
-        if self._mesh.spreads_contexts and self._is_held_whole and instance.gives_back(head.request):
+        if self._mesh.spreads_contexts and self._is_held_whole and instance.streams_out(head.request):
             return False
         step_slot = self._step_slots.get(instance.instance_id)
         has_begun = step_slot is not None and bool(step_slot.step.chunks)
@@ -365,7 +365,7 @@ class Round:
 
     def _num_reused_granules(self, instance: InstanceState, head: RequestState) -> int:
         """Return how many granules of the head are not computed on an instance: cached ones, and loaded ones."""
-        return instance.num_kept_granules(head.request) + self._reusing.num_loaded(instance)
+        return instance.num_cached_granules(head.request) + self._reusing.num_loaded(instance)
 
     def _place(self, state: RequestState, placement: Placement) -> None:
         prefill, num_prompt_tokens = placement.prefill, state.request.num_prompt_tokens
@@ -416,7 +416,7 @@ class Round:
         )
         if most > 0:
             most = self._modes.within_phase(step_slot.instance, step_slot.step.shapes, ChunkShape(most, start))
-        if step_slot.instance.gives_back(state.request):
+        if step_slot.instance.streams_out(state.request):
             most = min(most, self._num_tokens_with_room(step_slot.instance, state, start))
         if state.group is None:
             return self._prefill_groups.first_tokens(step_slot.instance, state, most, self._known.idle(), self._bundle)

@@ -94,7 +94,7 @@ def place(
             placement = _place(request, within, firsts, decoders, bundle, handovers, now_s, depths, may_be_ahead=ahead)
             if isinstance(placement, Placement):
                 return placement
-        across = ((offer.exact_group, decoders.across(firsts, offer)) for offer in offers)
+        across = ((offer.arithmetic_class, decoders.across(firsts, offer)) for offer in offers)
         firsts = {name: first for name, first in across if first is not None} | firsts
     return _place(request, offers, firsts, decoders, bundle, handovers, now_s, depths, slow_from=slow_from)
 
@@ -110,13 +110,13 @@ def _place_around(
     cut: CutPairs,
 ) -> Placement | Wait:
     """Return a placement whose instances reach each other and the request's gateway, or the last reason to wait."""
-    unheard, wait = cut.of(request.gateway_id), Wait.FOR_STEP_SLOT
+    unreachable, wait = cut.of(request.gateway_id), Wait.FOR_STEP_SLOT
     for offer in offers:
-        if offer.instance_id in unheard or offer.kv_group in handovers.closed_groups:
+        if offer.instance_id in unreachable or offer.kv_group in handovers.closed_groups:
             continue
-        first = decoders.first_in(offer.exact_group, request, depths, unheard | cut.of(offer.instance_id))
-        firsts = {} if first is None else {offer.exact_group: first}
-        placed = _place(request, [offer], firsts, decoders, bundle, handovers, now_s, depths, avoided=unheard)
+        first = decoders.first_in(offer.arithmetic_class, request, depths, unreachable | cut.of(offer.instance_id))
+        firsts = {} if first is None else {offer.arithmetic_class: first}
+        placed = _place(request, [offer], firsts, decoders, bundle, handovers, now_s, depths, avoided=unreachable)
         if isinstance(placed, Placement):
             return placed
         wait = placed
@@ -147,25 +147,25 @@ def _place(
         ends_here = request.ends_with_prompt and prefill.has_seat
         if not (firsts or ends_here) and (bundle.run_ahead is None or num_asked == MAX_ASKED):
             return Wait.FOR_ROOM
-        first = firsts.get(prefill.exact_group)
+        first = firsts.get(prefill.arithmetic_class)
         if first is not None and slow_from is not None:
             slow = slow_from(prefill, prefill.num_prefill_blocks(request))
             if first.instance_id in slow:
-                first = decoders.first_in(prefill.exact_group, request, depths, slow) or first
+                first = decoders.first_in(prefill.arithmetic_class, request, depths, slow) or first
         members: Sequence[InstanceState] = ()
         if first is not None and prefill.num_parts(request):
             first, members = decoders.spread(prefill, request, avoided)
-        gives_back = prefill.gives_back(request)
-        if gives_back and not members:
+        streams_out = prefill.streams_out(request)
+        if streams_out and not members:
             first = None
-        num_reused = _num_kept_tokens(depths, prefill)
+        num_reused = _num_cached_tokens(depths, prefill)
         if handovers.holds_back(prefill, bundle):
             continue
         if not prefill.can_prefill(request):
             wait = Wait.FOR_ROOM if wait is Wait.FOR_STEP_SLOT else wait
         elif first is None and not ends_here:
             takes = bundle.prefill_placement.takes
-            if may_be_ahead and not gives_back and num_asked < MAX_ASKED and takes(request, prefill.view, num_reused):
+            if may_be_ahead and not streams_out and num_asked < MAX_ASKED and takes(request, prefill.view, num_reused):
                 # An instance without room for its own decodes does not count: the next ones may have room.
                 num_asked += prefill.can_decode_locally(request) or not prefill.decodes_locally
                 if handovers.decodes_locally(request, prefill, decoders.sums, bundle):
@@ -180,7 +180,7 @@ def _place(
         else:
             if prefill.can_stay(request) and bundle.decode_placement.stays(request, prefill.view, first.view):
                 return Placement(prefill, prefill)
-            is_later = not gives_back and handovers.promises_later(request, prefill, num_reused, bundle)
+            is_later = not streams_out and handovers.promises_later(request, prefill, num_reused, bundle)
             return Placement(prefill, None) if is_later else Placement(prefill, first, members)
     return wait
 
@@ -210,8 +210,8 @@ def place_locally(
             continue
         prefill = least_queued(instance.kv_group)
         layer_bytes = instance.num_prefill_blocks(request) * instance.profile.kv_layout.block_bytes
-        num_here = _num_kept_tokens(depths, instance)
-        num_there = 0 if prefill is None else _num_kept_tokens(depths, prefill)
+        num_here = _num_cached_tokens(depths, instance)
+        num_there = 0 if prefill is None else _num_cached_tokens(depths, prefill)
         there = None if prefill is None else prefill.view
         if local.pays(
             request, beside(instance), there, layer_bytes, num_here, num_there
@@ -220,5 +220,5 @@ def place_locally(
     return None
 
 
-def _num_kept_tokens(depths: Mapping[int, int], instance: InstanceState) -> int:
+def _num_cached_tokens(depths: Mapping[int, int], instance: InstanceState) -> int:
     return depths.get(instance.number, 0) * GRANULE_TOKENS

@@ -58,7 +58,7 @@ class Reusing:
     def look_at(self, head: RequestState, reuse: ReuseCost | None) -> Mapping[int, int]:
         """Return how many granules of the head are cached or loadable on each instance, by the instance's number."""
         depths, self._loads = reusable(
-            head.request, self._mesh.depths(head.request), self._mesh.kept_where, self._mesh.by_number, reuse
+            head.request, self._mesh.depths(head.request), self._mesh.cache_index, self._mesh.by_number, reuse
         )
         return depths
 
@@ -140,7 +140,7 @@ class Reusing:
         candidate = self._candidate(head, instance, num_tokens, reuse)
         return candidate._replace(ready_s=candidate.ready_s + load_s, cost_s=candidate.cost_s + load_s)
 
-    def _num_kept_tokens(self, depths: Mapping[int, int], instance: InstanceState) -> int:
+    def _num_cached_tokens(self, depths: Mapping[int, int], instance: InstanceState) -> int:
         """Return how many tokens of the head an instance has in its cache."""
         return _num_tokens(depths, instance) - self.num_loaded(instance) * GRANULE_TOKENS
 
@@ -182,16 +182,16 @@ class Reusing:
         """
         request, least_s = head.request, min([candidate.cost_s for candidate in known])
         for source in holders:
-            num_tokens = self._num_kept_tokens(depths, source)
+            num_tokens = self._num_cached_tokens(depths, source)
             if reuse.cost_s(request, num_tokens, 0.0) >= least_s or not self._fetches.may_send(source):
                 continue
             cut = self._mesh.cut.of(source.instance_id)
             for candidate in known:
                 instance = candidate.instance
-                num_there = instance.num_kept_granules(request) * GRANULE_TOKENS
+                num_there = instance.num_cached_granules(request) * GRANULE_TOKENS
                 if (
                     max(num_there, candidate.num_tokens) < num_tokens
-                    and instance.exact_group == source.exact_group
+                    and instance.arithmetic_class == source.arithmetic_class
                     and instance.instance_id not in cut
                     and self._fetches.may_receive(instance)
                     and instance.can_prefill(request)

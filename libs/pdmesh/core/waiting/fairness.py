@@ -102,7 +102,7 @@ class TokenCounters:
         self._output = _Expectation()
         self._num_placed = 0
         # The number of tenants left by the last `_forget`.
-        self._num_kept = 0
+        self._num_cached = 0
 
     # --- the line ---
 
@@ -215,7 +215,7 @@ class TokenCounters:
 
     def _forget(self) -> None:
         """Forget tenants that owe no more than a new one, once their number may have doubled."""
-        if len(self._accounts) < 2 * self._num_kept + SPARE:
+        if len(self._accounts) < 2 * self._num_cached + SPARE:
             return
         floor = self._floor
         self._accounts = {
@@ -223,7 +223,7 @@ class TokenCounters:
             for tenant, account in self._accounts.items()
             if account.num_waiting or account.num_running or account.counter > floor or account is self._last
         }
-        self._num_kept = len(self._accounts)
+        self._num_cached = len(self._accounts)
 
     def _index(self, account: _Account) -> int:
         return bisect_left(self._line, account.place, key=_place)

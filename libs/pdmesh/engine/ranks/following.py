@@ -14,7 +14,7 @@ from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.engine.ranks.rank_commands import Abandon, Command, EndStep, Go, Replicas, Score, Step
 from pdmesh.engine.ranks.rank_elsewhere import AskedRows, ElsewhereOfRanks
 from pdmesh.errors import InstanceUnavailable, ProtocolError
-from pdmesh.kv.elsewhere import KvElsewhereLost
+from pdmesh.kv.remote_kv import RemoteKvLost
 
 log = structlog.get_logger()
 
@@ -72,7 +72,7 @@ class Follower(RankFollower):
         batch = self._replicas.batch(step, lambda _, num_tokens: ElsewhereOfRanks(num_tokens, self._group, self._asked))
         spans = step_spans(batch)
         with (
-            suppress(Abandoned, KvElsewhereLost),
+            suppress(Abandoned, RemoteKvLost),
             self._forward.step(batch, spans, self._layer_done if step.hooked else None) as output,
         ):
             self._score(output)

@@ -43,7 +43,7 @@ from pdmesh.engine.ranks.rank_commands import (
 from pdmesh.engine.ranks.rank_elsewhere import AskedRows
 from pdmesh.engine.sampler import sample
 from pdmesh.errors import InstanceUnavailable
-from pdmesh.kv.elsewhere import KvElsewhere, KvElsewhereLost, PartQuestion
+from pdmesh.kv.remote_kv import RangeQuestion, RemoteKv, RemoteKvLost
 
 
 class Stages(Protocol):
@@ -89,17 +89,17 @@ class _News(NamedTuple):
 class _Asked:
     """Questions of the stages about one sequence's KV on other instances."""
 
-    def __init__(self, elsewhere: KvElsewhere, asked: AskedRows) -> None:
+    def __init__(self, elsewhere: RemoteKv, asked: AskedRows) -> None:
         self._elsewhere = elsewhere
         self._asked = asked
         self._num_rows = 0
 
-    def ask(self, question: PartQuestion) -> None:
+    def ask(self, question: RangeQuestion) -> None:
         self._num_rows = len(self._asked.query_rows(question.query))
         self._elsewhere.ask(question)
 
     def answers(self) -> Answers:
-        """Return the answers for the stage's ranks. Raise KvElsewhereLost if other instances do not answer."""
+        """Return the answers for the stage's ranks. Raise RemoteKvLost if other instances do not answer."""
         rows = self._asked.answer_rows(self._elsewhere.answers(), self._num_rows, self._elsewhere)
         return Answers(rows.numpy().tobytes())
 
@@ -122,7 +122,7 @@ class _UnderWay:
     def follow(self, on_layer: LayerHook | None, flight: StepFlight) -> None:
         """Wait until all stages have computed the step. Call the layer hook, and answer the stages' questions.
 
-        Afterwards, raise the layer hook's exception if there was one, or KvElsewhereLost if other instances did not
+        Afterwards, raise the layer hook's exception if there was one, or RemoteKvLost if other instances did not
         answer.
         """
         began_s = time.perf_counter()
@@ -139,7 +139,7 @@ class _UnderWay:
                 case Awaiting(place=place):
                     try:
                         self._stages.tell(self._asked[place].answers(), stage)
-                    except KvElsewhereLost as error:
+                    except RemoteKvLost as error:
                         failure, awaits_scores = failure or error, False
                         self._stages.tell(Abandon(), stage)
                 case Written(layer=layer):

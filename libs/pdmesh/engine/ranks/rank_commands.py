@@ -18,7 +18,7 @@ import msgspec
 
 from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.errors import InstanceUnavailable, ProtocolError
-from pdmesh.kv.elsewhere import KvElsewhere, PartQuestion
+from pdmesh.kv.remote_kv import RangeQuestion, RemoteKv
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 
 _LENGTH = struct.Struct("<I")
@@ -149,7 +149,7 @@ class Question(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     number: int
     place: int
-    asked: PartQuestion
+    asked: RangeQuestion
 
 
 class Awaiting(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -232,7 +232,7 @@ class _Known(NamedTuple):
 
     key: int
     num_blocks: int
-    num_elsewhere_tokens: int
+    num_remote_tokens: int
 
 
 class Deltas:
@@ -251,7 +251,7 @@ class Deltas:
         return Step(slices, ended, hooked)
 
     def _slice(self, part: SequenceSlice, block_size: int) -> SliceDelta:
-        sequence, num_elsewhere = part.sequence, part.sequence.num_elsewhere_tokens
+        sequence, num_elsewhere = part.sequence, part.sequence.num_remote_tokens
         key, num_known, num_elsewhere_before = self._known.get(id(sequence)) or self._begin(sequence)
         num_given_back = min(num_known, (num_elsewhere - num_elsewhere_before) // block_size)
         num_known -= num_given_back
@@ -272,7 +272,7 @@ class Deltas:
             self._known.pop(identity, None)
 
         weakref.finalize(sequence, ended).atexit = False
-        return _Known(key, 0, sequence.num_elsewhere_tokens)
+        return _Known(key, 0, sequence.num_remote_tokens)
 
 
 class Replicas:
@@ -284,17 +284,17 @@ class Replicas:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def batch(self, step: Step, elsewhere_of: Callable[[int, int], KvElsewhere]) -> list[SequenceSlice]:
+    def batch(self, step: Step, elsewhere_of: Callable[[int, int], RemoteKv]) -> list[SequenceSlice]:
         """Return a step's slices with updated sequences. Raise ProtocolError if it does not follow the last step.
 
-        ``elsewhere_of`` makes the `KvElsewhere` of a slice, given the slice's index and the number of tokens there.
+        ``elsewhere_of`` makes the `RemoteKv` of a slice, given the slice's index and the number of tokens there.
         """
         for key in step.ended:
             self._sequences.pop(key, None)
         return [self._slice(delta, partial(elsewhere_of, index)) for index, delta in enumerate(step.slices)]
 
-    def _slice(self, delta: SliceDelta, elsewhere_of: Callable[[int], KvElsewhere]) -> SequenceSlice:
-        key, start, num_prompt_tokens, num_elsewhere_tokens, num_given_back, num_known = _SLICE_NUMBERS.unpack(
+    def _slice(self, delta: SliceDelta, elsewhere_of: Callable[[int], RemoteKv]) -> SequenceSlice:
+        key, start, num_prompt_tokens, num_remote_tokens, num_given_back, num_known = _SLICE_NUMBERS.unpack(
             delta.numbers
         )
         sequence = self._sequences.get(key)
@@ -305,7 +305,7 @@ class Replicas:
                 token_ids=array.array("i"),
                 num_prompt_tokens=num_prompt_tokens,
             )
-        sequence.elsewhere = elsewhere_of(num_elsewhere_tokens) if num_elsewhere_tokens else None
+        sequence.elsewhere = elsewhere_of(num_remote_tokens) if num_remote_tokens else None
         del sequence.block_table[:num_given_back]
         if len(sequence.block_table) != num_known:
             raise ProtocolError("a step of ranks that does not follow the last one")

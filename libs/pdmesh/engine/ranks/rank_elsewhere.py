@@ -17,7 +17,7 @@ from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.model_config import DecoderShape
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.engine.ranks.share import RankShare
-from pdmesh.kv.elsewhere import KvElsewhere, KvElsewhereLost, PartQuestion
+from pdmesh.kv.remote_kv import RangeQuestion, RemoteKv, RemoteKvLost
 from pdmesh.model import KvLayout
 
 
@@ -43,13 +43,13 @@ class AskedRows(NamedTuple):
         num_values = self.num_heads // num_ranks * self.head_dim
         return torch.frombuffer(bytearray(query), dtype=self.query_dtype).view(-1, num_values)
 
-    def answer_rows(self, answers: Sequence[bytes], num_rows: int, elsewhere: KvElsewhere) -> Tensor:
-        """Return (answers * num_rows, answer_values). Raise KvElsewhereLost for an answer of another size."""
+    def answer_rows(self, answers: Sequence[bytes], num_rows: int, elsewhere: RemoteKv) -> Tensor:
+        """Return (answers * num_rows, answer_values). Raise RemoteKvLost for an answer of another size."""
         num_outputs = num_rows * self.num_heads * self.head_dim
         rows: list[Tensor] = []
         for answer in answers:
             if len(answer) != 4 * num_rows * self.answer_values:
-                raise KvElsewhereLost(elsewhere, f"an answer of {len(answer)} bytes to {num_rows} query rows")
+                raise RemoteKvLost(elsewhere, f"an answer of {len(answer)} bytes to {num_rows} query rows")
             values = torch.frombuffer(bytearray(answer), dtype=torch.float32)
             outputs, lse = values[:num_outputs].view(num_rows, -1), values[num_outputs:].view(num_rows, -1)
             rows.append(torch.cat((outputs, lse), dim=1))
@@ -69,7 +69,7 @@ class AskedRows(NamedTuple):
 
 
 class _OfRanks(ABC):
-    """`KvElsewhere` on each rank that computes a layer. It remembers the last question's size and range."""
+    """`RemoteKv` on each rank that computes a layer. It remembers the last question's size and range."""
 
     def __init__(self, num_tokens: int, group: RankGroup, asked: AskedRows) -> None:
         self.num_tokens = num_tokens
@@ -78,7 +78,7 @@ class _OfRanks(ABC):
         self._num_rows = 0
         self._first_range = 0
 
-    def ask(self, question: PartQuestion, *, more: bool = False) -> None:
+    def ask(self, question: RangeQuestion, *, more: bool = False) -> None:
         share = self._group.share
         rows = self._asked.query_rows(question.query, share.num_ranks)
         self._num_rows, self._first_range = len(rows), question.first_range
@@ -91,23 +91,23 @@ class _OfRanks(ABC):
         return self._asked.own_answers(self._answer_rows(), self._num_rows, self._group.share)
 
     @abstractmethod
-    def _ask(self, question: PartQuestion, *, more: bool) -> None:
+    def _ask(self, question: RangeQuestion, *, more: bool) -> None:
         """Ask with rows of all heads. Called on the first rank only."""
 
     @abstractmethod
     def _answer_rows(self) -> Tensor:
-        """Return `AskedRows.answer_rows` on all ranks. Raise KvElsewhereLost on all ranks alike."""
+        """Return `AskedRows.answer_rows` on all ranks. Raise RemoteKvLost on all ranks alike."""
 
 
 class ElsewhereOfRanks(_OfRanks):
-    """`KvElsewhere` on each rank of an instance of one stage. The leader asks, and shares the answers."""
+    """`RemoteKv` on each rank of an instance of one stage. The leader asks, and shares the answers."""
 
-    def __init__(self, num_tokens: int, group: RankGroup, asked: AskedRows, leaders: KvElsewhere | None = None) -> None:
-        """``leaders`` is the sequence's own `KvElsewhere`, on the leader. The leader is the first rank."""
+    def __init__(self, num_tokens: int, group: RankGroup, asked: AskedRows, leaders: RemoteKv | None = None) -> None:
+        """``leaders`` is the sequence's own `RemoteKv`, on the leader. The leader is the first rank."""
         super().__init__(num_tokens, group, asked)
         self._leaders = leaders
 
-    def _ask(self, question: PartQuestion, *, more: bool) -> None:
+    def _ask(self, question: RangeQuestion, *, more: bool) -> None:
         assert self._leaders is not None, "the leader alone asks"
         self._leaders.ask(question, more=more)
 
@@ -115,12 +115,12 @@ class ElsewhereOfRanks(_OfRanks):
         share, num_values = self._group.share, self._asked.answer_values
         num_rows = (self.num_tokens // self._asked.range_tokens - self._first_range) * self._num_rows
         given = torch.zeros(1 + num_rows, num_values if share.rank == 0 else 0)  # row 0: whether all answered
-        lost = KvElsewhereLost(self, "the leader has no answers")
+        lost = RemoteKvLost(self, "the leader has no answers")
         if self._leaders is not None:
             try:
                 given[1:] = self._asked.answer_rows(self._leaders.answers(), self._num_rows, self._leaders)
                 given[0] = 1
-            except KvElsewhereLost as error:
+            except RemoteKvLost as error:
                 lost = error
         rows = self._group.gather(given, [num_values] + [0] * (share.num_ranks - 1))
         if not rows[0].all():
@@ -129,7 +129,7 @@ class ElsewhereOfRanks(_OfRanks):
 
 
 class ElsewhereOfStage(_OfRanks):
-    """`KvElsewhere` on each rank of a stage. The first rank asks the leader, which answers all ranks."""
+    """`RemoteKv` on each rank of a stage. The first rank asks the leader, which answers all ranks."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class ElsewhereOfStage(_OfRanks):
         group: RankGroup,
         asked: AskedRows,
         *,
-        ask: Callable[[PartQuestion], object],
+        ask: Callable[[RangeQuestion], object],
         answer: Callable[[], bytes | None],
     ) -> None:
         """``answer`` waits for `AskedRows.answer_rows` as bytes, or None if there are none."""
@@ -145,11 +145,11 @@ class ElsewhereOfStage(_OfRanks):
         self._ask_leader = ask
         self._answer = answer
 
-    def _ask(self, question: PartQuestion, *, more: bool) -> None:
+    def _ask(self, question: RangeQuestion, *, more: bool) -> None:
         del more  # the leader sends each question alone
         self._ask_leader(question)
 
     def _answer_rows(self) -> Tensor:
         if (answer := self._answer()) is None:
-            raise KvElsewhereLost(self, "the leader has no answers")
+            raise RemoteKvLost(self, "the leader has no answers")
         return torch.frombuffer(bytearray(answer), dtype=torch.float32).view(-1, self._asked.answer_values)

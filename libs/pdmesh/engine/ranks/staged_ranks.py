@@ -39,7 +39,7 @@ from pdmesh.engine.ranks.rank_commands import (
 from pdmesh.engine.ranks.rank_elsewhere import AskedRows, ElsewhereOfStage
 from pdmesh.engine.transformer_model import Carried, Transformer
 from pdmesh.errors import InstanceUnavailable
-from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
+from pdmesh.kv.remote_kv import RangeQuestion, RemoteKvLost
 
 
 class StageFollower(RankFollower):
@@ -111,7 +111,7 @@ class StageFollower(RankFollower):
             self._tell(Begun(command.number))
         began_s, self._waited_s = time.perf_counter(), 0.0
         carried: Carried | None = None
-        with suppress(Abandoned, KvElsewhereLost):
+        with suppress(Abandoned, RemoteKvLost):
             carried = self._through(batch, before, self._hook(command))
         busy_s = time.perf_counter() - began_s - self._waited_s
         if not self._share.is_last or carried is None:
@@ -132,7 +132,7 @@ class StageFollower(RankFollower):
     def _elsewhere(self, number: int, place: int, num_tokens: int) -> ElsewhereOfStage:
         """Return the KV on other instances of slice ``place`` of step ``number``, which is asked through the leader."""
 
-        def ask(question: PartQuestion) -> None:
+        def ask(question: RangeQuestion) -> None:
             layer = self._transformer.first_layer + question.layer
             self._tell(Question(number, place, question._replace(layer=layer)))
 

@@ -81,6 +81,7 @@ from pdmesh.wire.messages.status_messages import (
 from pdmesh.wire.messages.tokens import (
     PromptLogprobs,
     RegisterTokens,
+    StreamHandover,
     TokenLogprobs,
     TokenMessage,
     TokenOut,
@@ -89,7 +90,6 @@ from pdmesh.wire.messages.tokens import (
     TokensHeard,
     TokensHeartbeat,
     TokensUp,
-    TurnOver,
 )
 from pdmesh.wire.messages.workers import (
     CheckPeers,
@@ -173,6 +173,7 @@ __all__ = [
     "StartResize",
     "StartRolling",
     "StepBar",
+    "StreamHandover",
     "Submit",
     "TenantStatus",
     "TokenLogprobs",
@@ -183,7 +184,6 @@ __all__ = [
     "TokensHeard",
     "TokensHeartbeat",
     "TokensUp",
-    "TurnOver",
     "WaitOperation",
     "WelcomeGateway",
     "WelcomeWorker",

@@ -54,7 +54,7 @@ class Submit(Message, frozen=True, kw_only=True):
     * ``tenant``, ``share``: name and share of the API key of the request.
     * ``num_tokens_before``: number of tokens in earlier prompts of the same client request.
     * ``age_s``: for a resumed request, seconds since it was first submitted.
-    * ``unheard_id``: for a request resumed because its tokens stopped coming, the instance that sent them.
+    * ``silent_source_id``: for a request resumed because its tokens stopped coming, the instance that sent them.
     """
 
     generation: Generation
@@ -66,7 +66,7 @@ class Submit(Message, frozen=True, kw_only=True):
     share: int = 1
     num_tokens_before: int = 0
     age_s: float = 0.0
-    unheard_id: InstanceId | None = None
+    silent_source_id: InstanceId | None = None
 
     def generations(self) -> Iterator[Generation]:
         """Yield a generation for every choice. They share the tokens' bytes."""

@@ -74,7 +74,7 @@ class BatchingStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class InstanceStatus(Message, frozen=True, kw_only=True):
     """A row of `pdmesh status`.
 
-    * ``num_free_blocks`` includes the ``num_kept_blocks``, which are cached for later requests.
+    * ``num_free_blocks`` includes the ``num_cached_blocks``, which are cached for later requests.
     * ``num_offloaded_granules`` of at most ``num_offload_granules`` are in the offload tier.
     * ``num_taken_blocks``: blocks that are held, or promised to requests on their way.
     * ``block_size``: in tokens.
@@ -105,7 +105,7 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     num_decoding: int
     num_queued_tokens: int
     block_size: int = 0
-    num_kept_blocks: int = 0
+    num_cached_blocks: int = 0
     num_offloaded_granules: int = 0
     num_offload_granules: int = 0
     num_taken_blocks: int = 0

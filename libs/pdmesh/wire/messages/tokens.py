@@ -65,7 +65,7 @@ class PromptLogprobs(Message, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprobs, ...]
 
 
-class TurnOver(Message, frozen=True, kw_only=True):
+class StreamHandover(Message, frozen=True, kw_only=True):
     """The next sender of a request's tokens.
 
     Token ``index`` comes from ``next_instance_id``, whichever instance was named before. The message counts if it comes
@@ -86,7 +86,7 @@ class TokensHeartbeat(Message, frozen=True, kw_only=True):
 
 
 #: Messages about a request.
-TokenMessage = TokenOut | PromptLogprobs | TurnOver
+TokenMessage = TokenOut | PromptLogprobs | StreamHandover
 
 TokensUp = RegisterTokens | TokenMessage | TokensHeartbeat
 

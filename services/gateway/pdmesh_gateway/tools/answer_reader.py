@@ -26,14 +26,14 @@ MAX_SPACES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Maybe:
+class OptionalText:
     """Optional text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class Lookahead:
     """Text that must follow, and is not taken."""
 
     text: str
@@ -51,7 +51,7 @@ SPACE = Capture(r"\s")
 NAME = Capture(f"[{NAME_CHARS}]")
 
 #: Part of a sequence: text, one of several texts, or one of the above.
-Part: TypeAlias = str | tuple[str, ...] | Maybe | Ahead | Capture
+Part: TypeAlias = str | tuple[str, ...] | OptionalText | Lookahead | Capture
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,10 +255,10 @@ def _match(text: str, parts: Sequence[Part], *, is_over: bool) -> Head | None:
         left = text[at:]
         whole = next((option for option in options if left.startswith(option)), None)
         if whole is not None:
-            at += 0 if isinstance(part, Ahead) else len(whole)
-        elif any(option.startswith(left) for option in options) and not (is_over and isinstance(part, Maybe)):
+            at += 0 if isinstance(part, Lookahead) else len(whole)
+        elif any(option.startswith(left) for option in options) and not (is_over and isinstance(part, OptionalText)):
             return Head(len(text), tuple(captured), is_whole=False)
-        elif not isinstance(part, Maybe):
+        elif not isinstance(part, OptionalText):
             return None
     return Head(at, tuple(captured))
 

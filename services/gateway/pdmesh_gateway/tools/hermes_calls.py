@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pdmesh_gateway.tools.answer_reader import NAME, SPACE, Ahead, Part, Reader, Script
+from pdmesh_gateway.tools.answer_reader import NAME, SPACE, Lookahead, Part, Reader, Script
 from pdmesh_gateway.tools.format import CallableTool, ToolFormat, is_special, json_value, literal, repeated, without
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -18,7 +18,7 @@ def json_head(arguments: tuple[str, ...], *before: Part) -> tuple[Part, ...]:
     """
     keys = tuple(f'"{name}"' for name in arguments)
     colon = (SPACE, ":", SPACE)
-    return (*before, "{", SPACE, '"name"', *colon, '"', NAME, '"', SPACE, ",", SPACE, keys, *colon, Ahead("{"))
+    return (*before, "{", SPACE, '"name"', *colon, '"', NAME, '"', SPACE, ",", SPACE, keys, *colon, Lookahead("{"))
 
 
 def json_call(tool: CallableTool, arguments: str) -> str:

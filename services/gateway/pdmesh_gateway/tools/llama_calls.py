@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pdmesh_gateway.tools.answer_reader import SPACE, Maybe, Reader, Script
+from pdmesh_gateway.tools.answer_reader import SPACE, OptionalText, Reader, Script
 from pdmesh_gateway.tools.format import CallableTool, ToolFormat, is_special, literal, repeated
 from pdmesh_gateway.tools.hermes_calls import json_call, json_head
 
@@ -28,7 +28,7 @@ class Llama(ToolFormat):
 
     def read(self, reader: Reader, schemas: Mapping[str, Mapping[str, Any]]) -> Script[None]:
         head_parts = json_head(("parameters", "arguments"), SPACE)
-        head = yield from reader.call_head(SPACE, Maybe(TAG), *head_parts)
+        head = yield from reader.call_head(SPACE, OptionalText(TAG), *head_parts)
         while head is not None:
             reader.begin_call(head)
             if not (yield from reader.json_object()) or not (yield from reader.skip(SPACE, "}")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pdmesh_gateway.tools.answer_reader import NAME, SPACE, Ahead, Capture, Reader, Script
+from pdmesh_gateway.tools.answer_reader import NAME, SPACE, Capture, Lookahead, Reader, Script
 from pdmesh_gateway.tools.format import CallableTool, ToolFormat, json_value, literal, repeated
 from pdmesh_gateway.tools.hermes_calls import free_text, json_call, json_head
 
@@ -74,6 +74,6 @@ _LIST = json_head(("arguments",), OPEN, SPACE, "[", SPACE)
 _WITH_ID = (SPACE, ",", SPACE, '"id"', SPACE, ":", SPACE, '"', NAME, '"', SPACE, "}")
 _HEADS = (
     _LIST,
-    (OPEN, SPACE, NAME, ARGUMENTS, SPACE, Ahead("{")),
-    (OPEN, SPACE, NAME, ID, Capture("[A-Za-z0-9]"), ARGUMENTS, SPACE, Ahead("{")),
+    (OPEN, SPACE, NAME, ARGUMENTS, SPACE, Lookahead("{")),
+    (OPEN, SPACE, NAME, ID, Capture("[A-Za-z0-9]"), ARGUMENTS, SPACE, Lookahead("{")),
 )

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from pdmesh_gateway.items import ItemWriter
-from pdmesh_gateway.tools.answer_reader import NAME, SPACE, Capture, Maybe, Reader, Script
+from pdmesh_gateway.tools.answer_reader import NAME, SPACE, Capture, OptionalText, Reader, Script
 from pdmesh_gateway.tools.format import CallableTool, ToolFormat, json_value, literal, regex, repeated
 from pdmesh_gateway.tools.hermes_calls import free_text
 
@@ -44,7 +44,7 @@ class QwenCoder(ToolFormat):
 
     def read(self, reader: Reader, schemas: Mapping[str, Mapping[str, Any]]) -> Script[None]:
         while (yield from reader.until([OPEN, FUNCTION], reader.writer.text)):
-            head = yield from reader.call_head(Maybe(OPEN), SPACE, FUNCTION, NAME, ">")
+            head = yield from reader.call_head(OptionalText(OPEN), SPACE, FUNCTION, NAME, ">")
             if head is None:
                 reader.text(len(OPEN if reader.buffer.startswith(OPEN) else FUNCTION))
                 continue
@@ -59,7 +59,7 @@ def _read_parameters(reader: Reader, schema: Mapping[str, Any]) -> Script[None]:
     properties = schema.get("properties", {})
     writer.arguments("{", drawn="")
     before = ""
-    while (head := (yield from reader.call_head(SPACE, PARAMETER, _KEY, ">", Maybe("\n")))) is not None:
+    while (head := (yield from reader.call_head(SPACE, PARAMETER, _KEY, ">", OptionalText("\n")))) is not None:
         key = head.captured[0]
         reader.mark(head.num_chars)
         writer.arguments(f"{before}{json.dumps(key)}: ", drawn="")
@@ -79,7 +79,7 @@ def _read_value(reader: Reader, schema: Any) -> Script[bool]:
     is_whole = yield from reader.until(("\n" + VALUE_END, VALUE_END), value.push, is_inside=True)
     if is_whole:
         value.end()
-        yield from reader.skip(Maybe("\n"), VALUE_END)
+        yield from reader.skip(OptionalText("\n"), VALUE_END)
     else:
         value.cut()
         reader.mark(len(reader.buffer))

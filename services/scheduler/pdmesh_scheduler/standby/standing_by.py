@@ -24,15 +24,15 @@ from pdmesh.wire.dialing import is_wildcard
 from pdmesh.wire.endpoint import serving
 from pdmesh.wire.link import FrameLink, serve_link
 from pdmesh.wire.messages import GatewayUp, RegisterGateway, StandingBy, WorkerUp
-from pdmesh.wire.rejected_peers import Strangers
+from pdmesh.wire.rejected_peers import RejectedPeers
 from pdmesh_scheduler.operator_tokens import Operators
 from pdmesh_scheduler.scheduler_metrics import leads_gauge
 from pdmesh_scheduler.standby.etcd_store import open_etcd
 from pdmesh_scheduler.standby.file_store import FileStore
 from pdmesh_scheduler.standby.keeper import LeaseKeeper, LeaseLost
+from pdmesh_scheduler.standby.leader_term import Judge, LeaderTerm
 from pdmesh_scheduler.standby.leadership import Candidate
 from pdmesh_scheduler.standby.lease_store import LeaseStore
-from pdmesh_scheduler.standby.mandate import Judge, Mandate
 
 log = structlog.get_logger()
 
@@ -45,8 +45,8 @@ REFUSAL_LIMIT_S = 1.0
 #: Entry points of lease stores in other distributions, by the name in `standby.store`.
 STORES = "pdmesh.lease_stores"
 
-#: Leads with a mandate, on the configured port, until the service is told to stop.
-Lead = Callable[[MeshConfig, Mandate], Awaitable[None]]
+#: Leads for a term, on the configured port, until the service is told to stop.
+Lead = Callable[[MeshConfig, LeaderTerm], Awaitable[None]]
 
 
 async def lead_in_turn(
@@ -54,7 +54,7 @@ async def lead_in_turn(
     context: ServiceContext,
     operators: Operators,
     registry: CollectorRegistry,
-    strangers: Strangers,
+    rejected_peers: RejectedPeers,
     service: str,
     lead: Lead,
     **facts: Any,
@@ -66,7 +66,7 @@ async def lead_in_turn(
     standby = config.standby
     leads = leads_gauge(registry)
     async with _open_store(config) as store:
-        async with _refusing(config, service, operators, strangers) as (port, keepers):
+        async with _refusing(config, service, operators, rejected_peers) as (port, keepers):
             address = standby.address or _own_address(config, port)
             keeper = LeaseKeeper(store, Candidate(secrets.token_hex(8), address, standby.lease_s), standby.lease_s)
             keepers.append(keeper)
@@ -74,7 +74,7 @@ async def lead_in_turn(
             if not await _acquired(keeper, context.stopping):
                 return
         leads.set(1)
-        mandate = Mandate(
+        leader_term = LeaderTerm(
             term=keeper.term,
             silence_s=SILENCE * standby.lease_s,
             is_valid=lambda: keeper.leads,
@@ -95,7 +95,7 @@ async def lead_in_turn(
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(keep)
-            await lead(replace(config, scheduler=replace(config.scheduler, port=port)), mandate)
+            await lead(replace(config, scheduler=replace(config.scheduler, port=port)), leader_term)
             tasks.cancel_scope.cancel()
         await keeper.release()
         if lost is not None:
@@ -131,7 +131,7 @@ async def _acquired(keeper: LeaseKeeper, stopping: anyio.Event) -> bool:
 
 @asynccontextmanager
 async def _refusing(
-    config: MeshConfig, service: str, operators: Operators, strangers: Strangers
+    config: MeshConfig, service: str, operators: Operators, rejected_peers: RejectedPeers
 ) -> AsyncGenerator[tuple[int, list[LeaseKeeper]]]:
     """Answer all calls within the block with the leader's address. Yield the port, and the list for the lease's keeper.
 
@@ -172,7 +172,7 @@ async def _refusing(
         setting="scheduler.port",
         grace_s=0.0,
         admits=lambda method, metadata: method == ADMIN_METHOD and operators.admits(metadata),
-        strangers=strangers,
+        rejected_peers=rejected_peers,
     ) as port:
         yield port, keepers
 

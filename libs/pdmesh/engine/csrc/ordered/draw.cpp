@@ -154,20 +154,20 @@ Kept filtered(const Row& row, const Scores& scores, const Settings& settings, co
 
     Walk walk{counts, weights};
     while (walk.step < settings.num_steps) walk.next();
-    int64_t num_kept = std::min(walk.num_tokens, static_cast<int64_t>(settings.top_k));
+    int64_t num_cached = std::min(walk.num_tokens, static_cast<int64_t>(settings.top_k));
     if (settings.top_p < 1.0) {
         walk = Walk{counts, weights};
-        while (walk.num_tokens < num_kept) walk.next();
-        const double surplus = static_cast<double>(walk.num_tokens - num_kept) * weights[walk.step];
+        while (walk.num_tokens < num_cached) walk.next();
+        const double surplus = static_cast<double>(walk.num_tokens - num_cached) * weights[walk.step];
         const double target = settings.top_p * (walk.weight - surplus);
         walk = Walk{counts, weights};
         while (walk.weight < target && walk.step < kNumSteps) walk.next();
         const double beyond = std::floor((walk.weight - target) / weights[walk.step]);
-        num_kept = std::max<int64_t>(1, std::min(num_kept, walk.num_tokens - static_cast<int64_t>(beyond)));
+        num_cached = std::max<int64_t>(1, std::min(num_cached, walk.num_tokens - static_cast<int64_t>(beyond)));
     }
     walk = Walk{counts, weights};
-    while (walk.num_tokens < num_kept) walk.next();
-    return {walk.step, num_kept - walk.num_tokens + counts[walk.step]};
+    while (walk.num_tokens < num_cached) walk.next();
+    return {walk.step, num_cached - walk.num_tokens + counts[walk.step]};
 }
 
 // 31 random bits for each token.

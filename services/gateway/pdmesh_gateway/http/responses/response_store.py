@@ -17,7 +17,7 @@ _OVERHEAD_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptResponse:
+class StoredResponse:
     """A stored response as JSON, with its input.
 
     ``input_items`` is the list of items of the response's own request. ``conversation`` is the list of all items up to
@@ -46,7 +46,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._clock = clock
         #: Responses by tenant and id, oldest first, with the time of storing.
-        self._responses: dict[tuple[str, str], tuple[float, KeptResponse]] = {}
+        self._responses: dict[tuple[str, str], tuple[float, StoredResponse]] = {}
         #: Id of the latest response by tenant and output item.
         self._items: dict[tuple[str, str], str] = {}
         #: Bytes by tenant.
@@ -62,7 +62,7 @@ class ResponseStore:
         """Number of bytes that all responses count for."""
         return self._num_bytes.total()
 
-    def put(self, tenant: str, kept: KeptResponse) -> None:
+    def put(self, tenant: str, kept: StoredResponse) -> None:
         """Store a response in place of one with its id, unless it alone is too large. Remove old ones to make room."""
         if kept.num_bytes > self._max_bytes:
             return
@@ -82,7 +82,7 @@ class ResponseStore:
         if (kept := self.get(tenant, response_id)) is not None:
             self.put(tenant, replace(kept, events=events))
 
-    def get(self, tenant: str, response_id: str) -> KeptResponse | None:
+    def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """Return a response of the tenant; None if it is not stored or too old."""
         kept_s, kept = self._responses.get((tenant, response_id), (-math.inf, None))
         return kept if kept_s >= self._oldest_s else None

@@ -18,7 +18,7 @@ from pdmesh_gateway.http.generation_endpoint import GenerationEndpoint
 from pdmesh_gateway.http.http_exchange import Exchange
 from pdmesh_gateway.http.request_intake import read_request
 from pdmesh_gateway.http.responses.background_responses import MAX_EVENT_BYTES, BackgroundResponse
-from pdmesh_gateway.http.responses.response_store import KeptResponse
+from pdmesh_gateway.http.responses.response_store import StoredResponse
 from pdmesh_gateway.http.responses.responses_logprobs import TextLogprobs
 from pdmesh_gateway.http.responses.responses_protocol import (
     InputTokenCount,
@@ -239,10 +239,10 @@ def _begun(request: ResponsesRequest, job: GenerationJob, *, model: str, store: 
     )
 
 
-def _kept(response: ResponseObject, asked: _Input) -> KeptResponse:
+def _kept(response: ResponseObject, asked: _Input) -> StoredResponse:
     items = {item.id: msgspec.json.encode(item) for item in response.output}
     conversation = b",".join(filter(None, (asked.every[1:-1], *items.values())))
-    return KeptResponse(
+    return StoredResponse(
         response_id=response.id,
         response=msgspec.json.encode(response),
         input_items=asked.own,

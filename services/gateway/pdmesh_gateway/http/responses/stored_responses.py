@@ -15,7 +15,7 @@ from pdmesh.model import RequestId
 from pdmesh_gateway.http.body import INLINE_BYTES, read_in_pieces
 from pdmesh_gateway.http.http_exchange import Exchange
 from pdmesh_gateway.http.responses.background_responses import BackgroundResponse, EventLog
-from pdmesh_gateway.http.responses.response_store import KeptResponse, ResponseStore
+from pdmesh_gateway.http.responses.response_store import ResponseStore, StoredResponse
 from pdmesh_gateway.http.responses.responses_protocol import InputItemList, ResponseDeleted
 from pdmesh_gateway.http.responses.responses_requests import ItemObject, kind_of
 from pdmesh_gateway.http.sse import KEEP_ALIVE
@@ -35,7 +35,7 @@ class StoredResponses:
         #: Running responses by tenant and id.
         self.runs: dict[tuple[str, str], BackgroundResponse] = {}
 
-    def get(self, tenant: str, response_id: str, *, status: int = 404) -> KeptResponse:
+    def get(self, tenant: str, response_id: str, *, status: int = 404) -> StoredResponse:
         """Return a stored response of the tenant.
 
         Raises RequestRejected with ``status``: 404 for a path, 400 for a body.

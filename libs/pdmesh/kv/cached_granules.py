@@ -13,7 +13,7 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.model import PrefixHash, PrefixHashes, blocks_of_granule
 
 
-class KeptGranules:
+class CachedGranules:
     """The blocks of each cached granule. Event loop only.
 
     A granule's blocks are full, and no request writes into them. A request that reuses a granule reuses all granules
@@ -47,11 +47,11 @@ class KeptGranules:
         """Return the blocks of a granule; none if it is not here."""
         return self._blocks.get(granule, [])
 
-    def num_kept_of(self, prefix: Sequence[PrefixHash]) -> int:
+    def num_cached_of(self, prefix: Sequence[PrefixHash]) -> int:
         """Return the number of a chain's first granules that are here."""
         return next((number for number, granule in enumerate(prefix) if granule not in self._blocks), len(prefix))
 
-    def num_kept_in(self, block_table: list[int], prefix: Sequence[PrefixHash]) -> int:
+    def num_cached_in(self, block_table: list[int], prefix: Sequence[PrefixHash]) -> int:
         """Return the number of a chain's first granules whose blocks here are the table's own first blocks."""
         for number, granule in enumerate(prefix):
             own = block_table[number * self._num_blocks : (number + 1) * self._num_blocks]

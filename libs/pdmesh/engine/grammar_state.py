@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 from pdmesh.engine.json_bounds import JsonBounds
 
 
-class Guide:
+class GrammarState:
     """Tokens that a grammar allows in one sequence. Each instance rebuilds it from the output tokens.
 
     A step may be computed again after its token was drawn. The guide is then rolled back to the sequence's output.

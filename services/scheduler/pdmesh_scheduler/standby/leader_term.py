@@ -21,7 +21,7 @@ MIN_BEATS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mandate:
+class LeaderTerm:
     """Right of a leader among several schedulers; the defaults are for a scheduler that is alone.
 
     `term` is sent to all peers and is higher than the terms of all leaders before. After `silence_s` of silence,
@@ -46,4 +46,4 @@ class Mandate:
         return max(MIN_BEATS, int(self.silence_s / beat_s))
 
 
-ALONE = Mandate()
+ALONE = LeaderTerm()

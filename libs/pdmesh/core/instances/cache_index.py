@@ -56,7 +56,7 @@ class GranuleIndex:
         return {granule for granule, mask in self._masks.items() if mask & bit}
 
 
-class KeptWhere(GranuleIndex):
+class CacheIndex(GranuleIndex):
     """The instances with each granule in their caches, and in ``offloaded`` the instances with it in their tiers."""
 
     def __init__(self) -> None:

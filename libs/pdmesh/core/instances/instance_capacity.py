@@ -11,7 +11,7 @@ from pdmesh.policy.on_demand import first_tokens
 MOST_RANGES_HELD = 3
 
 
-class EmptyInstance:
+class InstanceCapacity:
     """An instance without requests.
 
     KV moves only inside a ``kv_group``: equal layouts and equal weights. ``part_blocks``: blocks of one range of a
@@ -50,7 +50,7 @@ class EmptyInstance:
     def num_prefill_blocks(self, request: Request) -> int:
         return num_blocks_for(request.num_prompt_tokens, self.block_size)
 
-    def gives_back(self, request: Request) -> bool:
+    def streams_out(self, request: Request) -> bool:
         """Whether the prompt is longer than the room here, so that its ranges are freed once they have moved away."""
         if not 0 < self.part_blocks <= self.num_blocks:
             return False
@@ -58,7 +58,7 @@ class EmptyInstance:
 
     def num_prompt_blocks(self, request: Request) -> int:
         """Return the most blocks that a prompt holds at once on the instance that computes it."""
-        if not self.gives_back(request):
+        if not self.streams_out(request):
             return self.num_prefill_blocks(request)
         return min(MOST_RANGES_HELD * self.part_blocks, max(self.part_blocks, self.num_blocks // 2))
 

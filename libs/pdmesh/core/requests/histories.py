@@ -1,7 +1,7 @@
 """History of each request from arrival to end, reduced from the core's events and commands alone.
 
-Observers of requests (records, spans, metrics, recorded runs) follow the milestones that `Lives` finds. The core itself
-does not use them.
+Observers of requests (records, spans, metrics, recorded runs) follow the milestones that `RequestHistories` finds. The
+core itself does not use them.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Milestone(NamedTuple):
         return self.attempt is self.life.attempt
 
 
-class Lives:
+class RequestHistories:
     """Histories of every active request, and of the last ``max_ended`` that ended (None: of all).
 
     Requests that the core refused unopened, or knows from an instance alone, have no history.

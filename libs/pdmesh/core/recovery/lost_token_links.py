@@ -8,7 +8,7 @@ counts only for requests that it was given.
 from __future__ import annotations
 
 from pdmesh.core.copies.decode_moves import Moves
-from pdmesh.core.copies.receivers import do_without
+from pdmesh.core.copies.receivers import replace_receiver
 from pdmesh.core.events import TokenLinkReported
 from pdmesh.core.instances.cut_pairs import have_way
 from pdmesh.core.mesh_state import MeshState
@@ -31,6 +31,6 @@ def on_token_link(mesh: MeshState, moves: Moves, event: TokenLinkReported, now_s
         if state.key in unconfirmed and instance_id in state.given_ids:
             mesh.restart(state, reason)
         elif state.needs(instance_id):
-            do_without(mesh, state, instance_id, reason)
+            replace_receiver(mesh, state, instance_id, reason)
         elif state.move is not None and state.move.target_id == instance_id:
             moves.cancel(state)

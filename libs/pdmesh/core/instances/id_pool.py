@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 
 
-class Numbers:
+class IdPool:
     """Pool of the numbers 1, 2, 3, …; returned numbers are used again first, the least of them before others."""
 
     def __init__(self) -> None:

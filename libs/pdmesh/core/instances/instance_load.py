@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdmesh.core.instances.allocations import READ_BY_STEPS, Allocation, AllocationKind, AllocationSums
-from pdmesh.core.instances.empty import EmptyInstance
-from pdmesh.core.instances.kept import NOTHING, KeptHere
-from pdmesh.core.instances.kept_where import KeptWhere
+from pdmesh.core.instances.cache_index import CacheIndex
+from pdmesh.core.instances.instance_capacity import InstanceCapacity
 from pdmesh.core.instances.kv_growth import Growth, GrowthSums
+from pdmesh.core.instances.prefix_cache import NOTHING, PrefixCache
 from pdmesh.model import (
     GRANULE_TOKENS,
     NO_TRANSFER,
@@ -31,7 +31,7 @@ from pdmesh.plans import Evictions, KvShard
 from pdmesh.policy.on_demand import Room
 
 
-class OccupiedInstance(EmptyInstance):
+class InstanceLoad(InstanceCapacity):
     """An instance with the allocations of its requests, its cache, and its willingness to take new requests.
 
     ``draining``: the worker is leaving. ``closed``: an operator lets no new request in. ``shut``: not even requests
@@ -46,11 +46,11 @@ class OccupiedInstance(EmptyInstance):
         growth: Growth,
         *,
         changed: dict[InstanceId, None],
-        kept_where: KeptWhere,
+        cache_index: CacheIndex,
         number: int,
         draining: bool,
     ) -> None:
-        """``changed`` takes note of every change; ``number`` is the instance's place in the index ``kept_where``."""
+        """``changed`` takes note of every change; ``number`` is the instance's place in the index ``cache_index``."""
         super().__init__(profile, growth)
         layout = profile.kv_layout
         self._layers, self._heads = IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads)
@@ -66,7 +66,7 @@ class OccupiedInstance(EmptyInstance):
         self.low: dict[RequestKey, None] = {}
         self.allocated = AllocationSums()
         self._growing = GrowthSums()
-        self.kept = KeptHere(kept_where, number, self.block_size, profile.num_offload_granules)
+        self.kept = PrefixCache(cache_index, number, self.block_size, profile.num_offload_granules)
         self.num_quarantined_blocks = 0
         self._room: Room | None = None
         #: Tokens of the largest request that could decode here, and of the largest prompt. Valid if `_knows_room`.
@@ -111,7 +111,7 @@ class OccupiedInstance(EmptyInstance):
         allocation.granules = NOTHING
         allocation.num_blocks -= self.part_blocks
         allocation.max_blocks = max(allocation.num_blocks, max_blocks)
-        allocation.num_elsewhere_tokens += self.max_kv_tokens
+        allocation.num_remote_tokens += self.max_kv_tokens
         self._count(allocation, 1)
 
     def keep(self, key: RequestKey, num_blocks: int, max_blocks: int) -> None:
@@ -182,9 +182,9 @@ class OccupiedInstance(EmptyInstance):
 
     # --- the cache ---
 
-    def num_kept_granules(self, request: Request) -> int:
+    def num_cached_granules(self, request: Request) -> int:
         """Return how many granules of a request's prompt are cached here; 0 for a prompt that is streamed out."""
-        if not request.prefix or self.kept.is_empty or self.gives_back(request):
+        if not request.prefix or self.kept.is_empty or self.streams_out(request):
             return 0
         chain = request.chain
         return self.kept.depth(chain, len(chain))

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from pdmesh.core.instances.cache_index import CacheIndex
 from pdmesh.core.instances.idle import IdleGranules, IdleLine
-from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.core.instances.offloaded import OffloadedHere
 from pdmesh.model import PrefixHash, blocks_of_granule
 from pdmesh.plans import NO_EVICTIONS, Evictions
@@ -44,14 +44,14 @@ class HeldGranules:
 NOTHING = HeldGranules((), IdleLine())
 
 
-class KeptHere:
+class PrefixCache:
     """Prefix cache of one instance, as the core knows it.
 
     ``granule_blocks`` is 0 if the instance caches nothing. ``last_begun`` is the mesh-wide number of the last request
     with a chain that began here. ``offloaded`` is the offload tier, None without one.
     """
 
-    def __init__(self, where: KeptWhere, number: int, block_size: int, num_offload_granules: int = 0) -> None:
+    def __init__(self, where: CacheIndex, number: int, block_size: int, num_offload_granules: int = 0) -> None:
         """``number`` is the instance's number in the index ``where``; its tier holds ``num_offload_granules``."""
         self.granule_blocks = blocks_of_granule(block_size)
         self._where = where
@@ -98,12 +98,12 @@ class KeptHere:
                 high = middle - 1
         return low
 
-    def num_loadable(self, chain: Sequence[PrefixHash], num_kept: int) -> int:
-        """Return how many consecutive granules after the first ``num_kept`` of a chain the tier has."""
+    def num_loadable(self, chain: Sequence[PrefixHash], num_cached: int) -> int:
+        """Return how many consecutive granules after the first ``num_cached`` of a chain the tier has."""
         offloaded = self.offloaded
         if offloaded is None:
             return 0
-        behind = chain[num_kept:]
+        behind = chain[num_cached:]
         return next((number for number, granule in enumerate(behind) if granule not in offloaded), len(behind))
 
     # --- live requests ---
