@@ -285,7 +285,7 @@ class KvPart(NamedTuple):
 
     @property
     def num_pages(self) -> int:
-        """Number of blocks, counted in each layer."""
+        """Number of pages: blocks times layers."""
         return self.blocks.size * self.layers.size
 
     def common(self, other: KvPart) -> KvPart:

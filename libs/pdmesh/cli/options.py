@@ -152,7 +152,10 @@ class Asked:
     output: Output
 
     async def ask(self, question: AdminRequest, *kinds: type[T]) -> T:
-        """Return the scheduler's answer, which is one of ``kinds``. Raises PdmeshError if no mesh can be asked."""
+        """Return the scheduler's answer, which is one of ``kinds``.
+
+        Raises InstanceUnavailable if no scheduler answers, and PdmeshError if no mesh runs or the scheduler refuses.
+        """
         from pdmesh.wire.admin import ask_scheduler
 
         _, address, security = scheduler_of(self.config, self.state)

@@ -94,7 +94,10 @@ def speed_line(latest: Sequence[messages.RequestRecord], now: float) -> str | No
 
 
 def weights_line(answer: messages.MeshStatus) -> str | None:
-    """Return a line with the loaded weights, and the instances and requests of each if there are several; or None."""
+    """Return a line with the identity of the loaded weights; None if it is not known.
+
+    Several identities are listed with their numbers of instances and shares of new requests.
+    """
     if len(answer.revisions) > 1:
         from pdmesh.core.instances.revisions import several_revisions
 

@@ -368,7 +368,10 @@ def check_profile(config: MeshConfig) -> None:
 
 
 def _device(name: str) -> tuple[str, str]:
-    """Return the device that workers will choose, and its hardware. Another process loads torch to find out."""
+    """Return the device that workers will choose for ``name``, and its hardware. Another process loads torch for this.
+
+    Raises ConfigError if there is no such device, or torch cannot be loaded.
+    """
     code = (
         "import sys; from pdmesh.engine.runner import torch_device; from pdmesh.worker.engines import hardware_name; "
         "device = str(torch_device(sys.argv[1])); print(device); print(hardware_name(device))"

@@ -94,7 +94,10 @@ class Roster:
 
     @property
     def new_weights(self) -> str | None:
-        """The weights identity that new requests are placed on; None if none can serve one."""
+        """The weights identity that new requests are placed on; None without instances, or if no identity can serve.
+
+        If all instances have one identity, the property is this identity even while none of them can serve.
+        """
         if len(self.weights) < 2:
             return next(iter(self.weights), None)
         return weights_for_new(self.instances.values())

@@ -259,7 +259,10 @@ class SchedulerCore:
 
     @property
     def new_weights(self) -> str | None:
-        """The weights identity that new requests are placed on; None if none can serve one."""
+        """The weights identity that new requests are placed on; None without instances, or if no identity can serve.
+
+        If all instances have one identity, the property is this identity even while none of them can serve.
+        """
         return self._mesh.new_weights
 
     @property

@@ -97,7 +97,7 @@ def load_weights(
     """Read every tensor that the configuration requires.
 
     Raise ConfigError for a tensor that is missing, misshapen or not used. All names and shapes are compared before
-    memory is allocated.
+    memory is allocated. A tied head that differs from the embedding is loaded as untied.
 
     ``packed`` allows layouts that products read faster; ``library`` has kernels for these. A rank reads its ``share``,
     and exchanges results with its ``group`` if other ranks compute the same layers. ``lora`` is the directory of an

@@ -24,9 +24,10 @@ from pdmesh.model import KvLayout
 def choose_library(
     config: ModelConfig, layout: KvLayout, device: torch.device, *, cpu_level: str, ordered: bool
 ) -> KernelChoice:
-    """Return the compiled kernels for this model. ``cpu_level`` and ``ordered`` are as in `choose_kernels`.
+    """Return the compiled kernels for this model. ``cpu_level``, ``ordered`` and errors are as in `choose_kernels`.
 
     The library is None on other devices than the CPU, or if no compiled level computes the dtype. The reason says so.
+    If the fastest level does not compute the model's shape, the library is ordered, and may not suit it either.
     """
     if device.type != "cpu":
         return KernelChoice(None, f"it computes on {device}")

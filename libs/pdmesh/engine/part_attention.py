@@ -28,7 +28,10 @@ class PartAttention:
     caches: Sequence[Tensor]
 
     def attend(self, number: int, block_ids: Sequence[int], question: RangeQuestion) -> bytes:
-        """Attend as `pdmesh.engine.base.Engine.attend_part` describes."""
+        """Attend to range ``number`` of another instance's sequence, whose KV is in blocks ``block_ids`` here.
+
+        Return the rows' outputs, then their log-sum-exps, as bytes. Raise ValueError if ``question`` does not fit.
+        """
         dtype, head_dim = TORCH_DTYPES[self.layout.dtype], self.layout.head_dim
         layer, start, query, _ = question
         if not query or len(query) % (self.num_heads * head_dim * dtype.itemsize):

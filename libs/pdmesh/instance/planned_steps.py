@@ -133,7 +133,11 @@ class Steps:
         ended_s: float,
         ended_by_first_token: bool,
     ) -> None:
-        """End the running step: the inner step of two; with several stages, the step that began first."""
+        """End the running step, and report its chunks. Residents draw a token once each was in a step of the round.
+
+        With one stage, the step that began last ends, else the step that began first. Chunks of ``uncomputed`` were not
+        computed, because earlier KV did not come. With ``ended_by_first_token``, generations end with the first token.
+        """
         step = self.running.pop(self.next_to_end)
         computed: list[tuple[Sequence, ChunkPlan]] = []
         results: list[ChunkDone] = []

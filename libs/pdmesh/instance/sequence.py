@@ -289,7 +289,7 @@ class Sequence:
         self._go("decode", SeqPhase.DECODING)
 
     def pause(self, num_tokens: int) -> None:
-        """Stop drawing tokens, with ``num_tokens`` of prompt and output."""
+        """Stop drawing tokens now. ``num_tokens`` is the present length of prompt and output."""
         self._go("pause", SeqPhase.PAUSED)
         self.num_tokens = num_tokens
 

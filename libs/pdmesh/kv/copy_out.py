@@ -288,7 +288,7 @@ class CopyOut:
             lane.flush()
 
     def flush(self) -> None:
-        """Hold nothing back, and wake the waits of `run`."""
+        """Send the layers that are held back now, and have `run` check its conditions again."""
         self.hold_nothing_back()
         self._note()
 

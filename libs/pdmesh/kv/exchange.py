@@ -234,7 +234,10 @@ class KvExchange:
             self._on_failed(self, reason)
 
     def cut_off(self, address: bytes) -> None:
-        """Stop sending to this address. The scheduler decides about the request."""
+        """Stop sending the request's KV to the member at ``address``; cancel sends in progress.
+
+        The exchange with other members continues, until the scheduler decides about the request.
+        """
         for peer in self._peers.values():
             if peer.lane.address == address:
                 peer.lane.cut_off()

@@ -161,7 +161,10 @@ class SimultaneousStarts:
 
     @property
     def number(self) -> float:
-        """Mean number of requests that begin together, from the observed share of steps in which any begin."""
+        """Mean size of a group of requests that begin together, if the groups begin at random; at least 1.
+
+        The number is 1 until enough steps with new requests were observed, and if every step had new requests.
+        """
         if not _ENOUGH_STEPS <= self._with_begun < self._steps:
             return 1.0
         number = -self._begun / self._steps / math.log1p(-self._with_begun / self._steps)

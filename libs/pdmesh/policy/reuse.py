@@ -26,9 +26,10 @@ class ReuseCost:
     price: float = 1.0
 
     def cost_s(self, request: Request, num_reused_tokens: int, ready_s: float, bring_s: float = 0.0) -> float:
-        """Return the cost on an instance that is ready in ``ready_s`` and has ``num_reused_tokens`` cached by then.
+        """Return the seconds to the first token, plus ``price`` for each second of fetching and computing.
 
-        Fetching the tokens that are not there yet takes ``bring_s``, while the instance computes other prompts.
+        The instance is free in ``ready_s``. The first ``num_reused_tokens`` are not computed. Fetching the missing ones
+        takes ``bring_s``, while the instance computes other prompts.
         """
         return max(ready_s, bring_s) + self.price * bring_s + (1 + self.price) * self.work_s(request, num_reused_tokens)
 

@@ -23,7 +23,11 @@ class DecisionKeeper:
         self._recent.record(handled.now_s, handled.event, handled.commands)
 
     def page(self, start: int) -> LatestDecisions:
-        """Return the next page of decisions, from number ``start`` on."""
+        """Return a page of decisions from number ``start`` on, or from the oldest one kept if ``start`` was dropped.
+
+        The bundle and the profiles are the mesh's before the oldest decision kept. ``next_start`` is None after the
+        last page.
+        """
         decisions, next_start = self._recent.page(start)
         before = self._recent.before
         return LatestDecisions(

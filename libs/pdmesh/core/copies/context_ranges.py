@@ -145,7 +145,7 @@ class ContextRanges:
     # --- beginning a copy ---
 
     def _begin(self, state: RequestState, source: InstanceState, number: int, placement: DecodePlacement) -> bool:
-        """Hand a range on to another instance with room, or let it compute a lost one.
+        """Begin to copy range ``number`` to another instance with room, or to compute the range there if it was lost.
 
         Returns False if no instance has room. True without a copy means that the range waits for its turn, or for a
         silent instance.

@@ -119,7 +119,10 @@ class InstanceState(InstanceLoad):
     # --- views and checks ---
 
     def note_context(self, num_decodes: float, num_tokens: float) -> None:
-        """Learn the residents' context share from a step of ``num_decodes`` decodes over ``num_tokens`` of context."""
+        """Learn which share of the residents' blocks is filled, from the latest step.
+
+        The step had ``num_decodes`` decodes, with ``num_tokens`` of context in all. A change of at most 5 % is ignored.
+        """
         room = self.allocated.num_resident_blocks * self.block_size * num_decodes / max(1, self.allocated.num_decoding)
         share = min(1.0, num_tokens / room) if room and num_tokens else self._context_share
         if abs(share - self._context_share) > _CONTEXT_MOVED * self._context_share:

@@ -42,7 +42,10 @@ class Actuators:
     # --- state ---
 
     def why_not(self, actuator_id: str, name_prefix: str) -> str | None:
-        """Return why an actuator may not start and stop processes here; None if it may."""
+        """Return why an actuator may not manage the processes with ``name_prefix``; None if it may.
+
+        A prefix belongs to the actuator that reported it last, until that actuator is lost.
+        """
         other = self._reports.get(name_prefix)
         if other is None or name_prefix in self._lost or other.actuator_id == actuator_id:
             return None

@@ -221,7 +221,11 @@ class Reconciler:
         self._mesh.drop_plans(instance)
 
     def _drop_unclaimed(self, instance_id: InstanceId, old: InstanceState | None) -> None:
-        """Forget unclaimed residents that the instance had, or held a range of; free the other instances' parts."""
+        """Forget residents on this instance, or with a range here, that no gateway claimed. Free their KV elsewhere.
+
+        ``old`` is the instance before its removal, and names the holders of its residents' ranges. If None, these
+        ranges are not freed.
+        """
         mesh = self._mesh
         for orphan in list(self._unclaimed) if mesh.spreads_contexts else ():
             is_own = orphan.owner == instance_id

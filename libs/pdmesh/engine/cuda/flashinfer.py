@@ -154,11 +154,12 @@ class FlashInfer:
 
 
 def workspace_bytes(layout: KvLayout, *, num_heads: int, max_decodes: int, num_multiprocessors: int) -> int:
-    """Return the size of the partial results of FlashInfer's "fa2" kernels, which split contexts over the device.
+    """Return the bytes of the partial results of FlashInfer's "fa2" kernels, which split contexts over the device.
 
     The formula is from the planner (``scheduler.cuh`` of 0.6.3): outputs and log-sums of every head in fp32, for all
-    tiles of queries that may run at once. Each decode of a graph is a tile of its own, of the next size that holds the
-    heads of a group. Plans without a graph split only as far as two tiles of 128 fit each multiprocessor.
+    tiles of queries that may run at once. Each of a graph's ``max_decodes`` decodes has its own tile: the smallest of
+    16, 64 and 128 rows that holds the query heads of one KV head. Plans without a graph split only as far as two tiles
+    of 128 fit each multiprocessor.
     """
     group = num_heads // layout.num_kv_heads
     at_once = 2 * num_multiprocessors // layout.num_kv_heads

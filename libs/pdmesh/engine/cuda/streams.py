@@ -46,7 +46,7 @@ class Streams(Protocol):
         ...
 
     def host_buffer(self, num_values: int, dtype: torch.dtype) -> Tensor:
-        """Return pinned memory. Copies from it do not wait for the stream."""
+        """Return uninitialized pinned host memory. The thread need not wait for copies from it to the device."""
         ...
 
 

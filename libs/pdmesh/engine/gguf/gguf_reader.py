@@ -103,7 +103,8 @@ class GgufHeader:
 def read_header(path: Path, *, strings: bool = True) -> GgufHeader:
     """Read the header of one file. Without ``strings``, lists of strings are empty.
 
-    Raise ConfigError for another kind of file, or a damaged one.
+    Raise ConfigError for a file that cannot be read, is no GGUF file, is damaged, or has tensors of a type that is not
+    served.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -248,7 +249,7 @@ class _Parser:
         return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
     def _bounded(self, number: int, *, least_bytes: int) -> int:
-        """Return ``number`` if the file has room for as many items of ``least_bytes``, else raise ConfigError."""
+        """Return ``number`` if as many items of ``least_bytes`` fit the rest of the file, else raise ConfigError."""
         if number * least_bytes > len(self._data) - self._place:
             raise self._damaged("it says of more than it holds")
         return number

@@ -160,7 +160,7 @@ class Reader:
         return head.is_whole
 
     def spaces(self) -> Script[None]:
-        """Take blanks as markers."""
+        """Take blanks, which are part of no item, up to the next other character or the end of the text."""
         while True:
             self.mark(len(self.buffer) - len(self.buffer.lstrip()))
             if self.buffer or self.is_over:
