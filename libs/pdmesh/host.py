@@ -78,7 +78,10 @@ def _of_machine(meminfo: Path) -> Iterator[int]:
 
 
 def _of_groups(root: Path) -> Iterator[int]:
-    """Yield the remaining memory of each control group with a limit."""
+    """Yield the bytes left in each control group of this process that limits memory.
+
+    Inactive file pages count as free, because the kernel can reclaim them.
+    """
     for group in _groups(root, "memory"):
         limit = _memory_limit(group)
         usage = _number(group / "memory.current", group / "memory.usage_in_bytes")

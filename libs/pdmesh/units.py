@@ -16,7 +16,10 @@ _NUMBER = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECA
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number of bytes, rounded. A number without a unit must be whole. Raises ValueError."""
+    """Return the number of bytes in a size such as ``1.5GiB``, ``10 gb`` or ``4096``, rounded.
+
+    A number without a unit must be whole. Raises ValueError if ``text`` is no size.
+    """
     number, unit = _split(text)
     num_bytes = float(number) * _BYTES[unit] if unit in _BYTES else math.nan
     if not math.isfinite(num_bytes) or (_BYTES[unit] == 1 and not num_bytes.is_integer()):

@@ -190,7 +190,10 @@ class Service:
         return life
 
     async def _watch(self, child: Child) -> None:
-        """Kill the child once ``NUM_PROBES`` probes in a row, spread over ``hang_s``, had no answer."""
+        """Kill the child once ``NUM_PROBES`` probes in a row, spread over ``hang_s``, had no answer.
+
+        Return then, or once the supervisor is stopping: a draining child is not killed here.
+        """
         num_silent = 0
         while not self._stopping.is_set():  # a draining child takes no new connections
             answered = False

@@ -78,9 +78,10 @@ class RequestEnds:
             self._mesh.ignore("RequestDropped")
 
     def released(self, event: KvReleased) -> None:
-        """Free the blocks of a request, and grant transfers that wait for its backend.
+        """Free the blocks that an instance has released for a request. Ignored if no such blocks are known.
 
-        If the request still needs the instance, the instance is replaced or the request starts again.
+        Copies that wait for the request's transfer backends at the instance are granted. If the request still needs KV
+        there, another instance takes over or the request starts again (`replace_receiver`).
         """
         key = (event.request_id, event.epoch)
         instance = self._mesh.instance_of(event)

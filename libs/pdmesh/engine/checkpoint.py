@@ -426,7 +426,10 @@ class _Reader:
     def _head_norm(
         self, name: str, num_heads: int, heads_of: Callable[[RankShare, ModelConfig], IndexRange]
     ) -> HeadNorm | None:
-        """Return the norm of queries or keys. ``heads_of`` returns a rank's heads of all ``num_heads``."""
+        """Return the norm of queries or keys; None if the model has none.
+
+        A norm over all ``num_heads`` heads gathers them from all ranks: ``heads_of`` returns each rank's heads.
+        """
         match self.config.qk_norm:
             case QkNorm.NONE:
                 return None

@@ -67,9 +67,12 @@ def choose_attention(
     deterministic: bool,
     in_ranges: bool = False,
 ) -> AttentionChoice:
-    """Return the fastest attention over a cache of this layout. ``library`` computes the rest of the model.
+    """Return the fastest attention on a CPU over a cache of this layout.
 
-    ``num_cache_heads`` is as in `TorchAttention`. ``in_ranges`` requests a backend that `RangedAttention` can use.
+    Compiled kernels attend if ``library``, which computes the rest of the model, suits the model and some library has
+    the masks. Otherwise torch attends, by `TiledAttention` if ``deterministic``. ``in_ranges`` requests a backend that
+    `RangedAttention` can use. ``num_cache_heads`` is the number of key-value heads in the cache if ``layout`` has only
+    some of them; 0 means equal.
     """
     masking = None
     if library is not None and suits(library.level, config, layout):

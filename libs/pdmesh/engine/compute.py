@@ -26,7 +26,10 @@ class PagedStore(KvStore, Protocol):
 
     @property
     def layers(self) -> Sequence[Tensor]:
-        """Tensors of the layers: (blocks, 2, num_kv_heads, block_size, head_dim)."""
+        """Tensor of each layer: (blocks, 2, num_kv_heads, block_size, head_dim).
+
+        A layer with a window may have frames in place of blocks (`pdmesh.kv.frames`).
+        """
         ...
 
 

@@ -181,7 +181,7 @@ class Holding:
         self.residents_change()
 
     def leave(self, sequence: Sequence) -> None:
-        """Let a resident leave before the next step."""
+        """Let a resident leave before the next step, unless the running step ends it; add `ResidentsChange`."""
         self.residents.leave(sequence.key)
         self.residents_change()
 

@@ -80,7 +80,7 @@ class Shares:
         return self._size(num_residents, (self._num_begun - 1) % self._num_parts)
 
     def largest(self, num_residents: int) -> int:
-        """Return the number of residents in the largest share."""
+        """Return the size of the largest share if ``num_residents`` are split evenly over the steps of a round."""
         return self._size(num_residents, 0)
 
     @property

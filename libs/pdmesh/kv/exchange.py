@@ -291,7 +291,11 @@ class KvExchange:
             peer.lane.put(Outgoing(blocks, len(self._addresses)))
 
     def _push(self, blocks: Blocks, pace: ChunkPace = ChunkPace.IN_TURN) -> None:
-        """Add blocks that were computed here to the ledger, and send them to all known members."""
+        """Add blocks that were computed here to the ledger, and send them to all known members.
+
+        ``pace`` says when the members need the blocks: the sooner, the fewer layers go in a piece. Members that join
+        later get the blocks from the leader.
+        """
         for new in self.ledger.place(blocks):
             self._on_new(new)
         num_members = max(1, len(self._addresses))

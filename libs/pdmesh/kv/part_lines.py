@@ -306,9 +306,10 @@ class PartPort:
     def __init__(
         self, address: bytes, key: MeshKey, weights: int, answer: Callable[[PieceHeader, bytes], Said | None]
     ) -> None:
-        """``answer`` is called on the threads of several owners at once.
+        """Prepare to answer owners that have the mesh's key and the same ``weights``.
 
-        It returns None if it has passed the question to the event loop.
+        ``address`` is this instance's data address. ``answer`` is called on several threads at once, one for each
+        owner. A result of None means that the event loop answers the question.
         """
         self._name = _name(os.getpid(), address)
         self._hello = _hello(address, weights)

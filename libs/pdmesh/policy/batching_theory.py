@@ -216,9 +216,9 @@ def mixed_state(
     ``together`` is the mean number of requests that begin at once. Requests that began at once with outputs of one
     length keep ending at once, so fewer steps have a chunk.
 
-    A limit cuts prompts, whose lengths are taken as geometric, into chunks, and more steps have one. Where the prompts
-    would need more than all steps, they hold slots. Then as many requests decode as leave room in a step for the prompt
-    tokens of the requests that replace the ended ones.
+    A limit cuts prompts, whose lengths are taken as geometric, into chunks, and more steps have one. If the prompts
+    need more chunks than there are steps, every step has one, and prompts under way hold slots. The number of decodes
+    is then the highest at which a step has room for the prompt tokens of the requests that replace ended ones.
     """
     starts = num_slots / (1 + lengths.mean_output_tokens)
     num_decodes = starts * lengths.mean_output_tokens

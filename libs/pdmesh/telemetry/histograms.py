@@ -37,7 +37,7 @@ class LoopHistogram(Collector):
         registry.register(self)
 
     def of(self, model: str) -> Observations:
-        """Return the observations of a model."""
+        """Return the observations of a model; a new model gets empty ones."""
         return self._by_model.setdefault(model, Observations(self._bounds))
 
     def describe(self) -> Iterable[Metric]:

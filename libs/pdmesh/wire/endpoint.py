@@ -187,7 +187,10 @@ class _Doorkeeper(grpc.aio.ServerInterceptor):
 
 
 def _noting(handler: Any, rejected_peers: RejectedPeers) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return a handler that notes each caller, for the two kinds of handlers of the services."""
+    """Return ``handler`` so that each call first notes its peer by `RejectedPeers.called`.
+
+    ``handler`` must take and answer streams, or take and answer single messages.
+    """
     behaviour = handler.stream_stream or handler.unary_unary
 
     async def handle(request: Any, context: Any) -> Any:

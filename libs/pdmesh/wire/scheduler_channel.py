@@ -133,7 +133,10 @@ class SchedulerChannel:
         return self._channels[address]
 
     async def _close_others(self) -> None:
-        """Close the channels to a silent leader and to leaders that were named earlier."""
+        """Close the channels of addresses that are neither configured nor chosen now.
+
+        The channel of a leader that fell silent is closed whatever its address, so that the next use opens a new one.
+        """
         kept = {*self._addresses, self._address}
         if self._is_silent:
             kept.discard(self.unreached_leader)

@@ -252,7 +252,10 @@ class GatewayMetrics:
         self._longest.observe(num_longest_tokens)
 
     def refused(self, reason: RejectReason, took_s: float) -> None:
-        """Record a request that was refused for lack of room or time."""
+        """Count a request that was refused for lack of room (OVERLOADED) or time (QUEUE_TIMEOUT).
+
+        ``took_s`` is recorded for lack of room alone.
+        """
         self._rejections[reason].inc()
         if reason is RejectReason.OVERLOADED:
             self._refusal.observe(took_s)

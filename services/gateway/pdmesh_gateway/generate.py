@@ -83,8 +83,8 @@ class Generator:
     async def open(self, job: GenerationJob) -> AsyncGenerator[TextStream]:
         """Submit a job and yield the stream of its text. Leaving the block cancels the choices that have not ended.
 
-        Raises RequestRejected if the scheduler is unreachable, no instance is usable, or no token comes for
-        ``job.max_wait_s``.
+        Raises RequestRejected if the scheduler is unreachable or no instance is usable. Raises it, too, if no token
+        comes, or the client reads nothing, for ``job.max_wait_s``.
         """
         mailbox: Mailbox[Transcript] = Mailbox()
         choices: list[Choice] = []
@@ -161,7 +161,7 @@ class Generator:
         self._transcripts.remove(transcript)
 
     def resume_stalled(self, transcript: Transcript) -> None:
-        """Cancel a request that lost a token on the way, and submit it again.
+        """Cancel a request that lost a token on the way, and submit it again; fail it if it has too much blame.
 
         The request gets a share of the blame, because its tokens may be the cause. No blame is given if the scheduler
         changed or is unreachable, or if nothing could arrive from the instance.

@@ -53,9 +53,10 @@ class Guard(grpc.aio.ServerInterceptor):
         return None if handler is None else _careful(handler)
 
     def _probe(self, method: str, handler: _Handler) -> _Handler:
-        """Return ``handler`` with limits for calls without a key:
+        """Return ``handler`` with limits for calls without a key.
 
-        `MAX_PROBES` at once, each with `PROBE_LIMIT_S` for its message.
+        At most `MAX_PROBES` calls of ``method`` run at once, and each has `PROBE_LIMIT_S` to send its message. A call
+        beyond a limit is refused, and so is a malformed message.
 
         The result is a handler of streams. gRPC calls a handler of single messages only after the message has arrived,
         which is too late to limit the wait.

@@ -271,10 +271,10 @@ class Transcript:
             self.mailbox.put(self)
 
     def restart(self, *, blame: float) -> bool:
-        """Move to the next epoch, so that `generation` resumes the request. Return False if it has too much blame.
+        """Begin the request's next epoch. Return False, and begin none, if its blame exceeds `MAX_BLAME`.
 
-        ``blame`` is this restart's share, as in `pdmesh.core.commands.Restart`. Blame adds up until the request
-        progresses.
+        The caller submits the request again, as `generation` returns it. ``blame`` is this restart's share, as in
+        `pdmesh.core.commands.Restart`. Blame adds up until the request progresses.
         """
         self.num_restarts += 1
         self.num_fruitless += blame > 0

@@ -235,7 +235,11 @@ class MeshHistory:
         self._add(now_s, "left" if absence.is_planned else "lost", instance_id, absence=absence)
 
     def _ended(self, ended: EndedProcess, now_s: float) -> None:
-        """Note why a process ended. The report may come before or after the loss, or after the successor has joined."""
+        """Record why a process ended, as the cause of its instance's absence or as an event.
+
+        A planned absence keeps its cause. An event is added for a process that never served or is no known instance.
+        The report may come before or after the loss, or after the successor has joined.
+        """
         cause = ended.cause[:MAX_CAUSE]
         name = InstanceId(ended.name[:MAX_CAUSE])
         instance = self._there.get(name) or self._gone.get(name)

@@ -28,7 +28,10 @@ class LongestContext:
         self._lost.pop(instance_id, None)
 
     def is_lost(self, instance_id: InstanceId) -> None:
-        """Count an instance that the core is about to lose as coming back, unless it is drained or leaves its pool."""
+        """Count an instance that the core is about to lose as coming back, for `COME_BACK_S`.
+
+        Ignored if the core does not know the instance, or if it is drained or leaves its pool.
+        """
         view = next((each for each in self._core.instances if each.instance_id == instance_id), None)
         pools = self._core.desired.pools
         leaves = self._drained() if pools is None else {*self._drained(), *pools.leaves}

@@ -39,7 +39,7 @@ class HandOvers:
 
     @property
     def closed_groups(self) -> set[str]:
-        """KV groups whose room to decode is reserved for computed prompts."""
+        """KV groups where a request found no room to decode at the last `find_receivers`: free room is kept for it."""
         return self._closed
 
     @property
@@ -193,7 +193,10 @@ class HandOvers:
         )
 
     def _may_yet_wait(self, state: RequestState, bundle: Bundle) -> bool:
-        """Whether a request may leave room to others while its prompt is computed: it is long, and others wait."""
+        """Whether a request may leave room to others while its prompt is computed.
+
+        True if the policy runs ahead (`Bundle.run_ahead`), the prompt is long and not all planned, and others wait.
+        """
         is_open = bundle.run_ahead is not None and not state.is_planned
         is_long = bundle.is_long(state.request, state.num_reused_tokens)
         return is_open and is_long and bool(len(self._mesh.queue))

@@ -492,6 +492,6 @@ class GroupPlanner:
 
 
 def _turn(instance: InstanceState) -> tuple[int, int, int]:
-    """Sort key of an instance's turn among the members."""
+    """Return the key that sorts helpers for their next chunk: fewest plans, then earliest chunk in flight."""
     starts = [chunk.start for plan in instance.plans.values() for chunk in plan.chunks]
     return len(instance.plans), min(starts, default=0), instance.number

@@ -95,7 +95,7 @@ class Operations:
 
     @property
     def desired(self) -> list[OperationRequested]:
-        """Operations to ask of the next scheduler: roles that hold, drains that hold, then running operations."""
+        """Operations to ask of the next scheduler: roles and drains in effect, then running operations."""
         running = [operation.desired for operation in self._running.values()]
         return list(dict.fromkeys([*self._roles.values(), *self._drains.values(), *running]))
 

@@ -43,7 +43,7 @@ class Replacements:
 
     @property
     def next_deadline_s(self) -> float:
-        """Time limit of the first replacement to fail; infinite if none runs."""
+        """Earliest time at which a running replacement fails unless it is done by then; infinite if none runs."""
         return min((self._deadline_s(each) for each in self._running.values()), default=inf)
 
     def _deadline_s(self, each: _Replacement) -> float:

@@ -259,7 +259,7 @@ class RequestState:
     # --- computing the prompt ---
 
     def plan_chunk(self, instance_id: InstanceId, plan_id: int, num_tokens: int) -> None:
-        """Count the prompt's next ``num_tokens`` as planned, in a plan of this instance."""
+        """Count the prompt's next ``num_tokens`` as planned. The instance's plan is in flight until `end_chunk`."""
         self._go("plan_chunk", Phase.PREFILLING)
         self.num_planned_tokens += num_tokens
         self.chunks_in_flight.add((instance_id, plan_id))

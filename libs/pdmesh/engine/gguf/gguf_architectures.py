@@ -59,7 +59,10 @@ class GgufModel:
         return [place for place, tensors in _BIASES.items() if not names.isdisjoint(tensors)]
 
     def vector(self, name: str) -> list[float] | None:
-        """Return the values of a vector in fp32, or None if there is no such tensor."""
+        """Return the values of a vector in fp32, or None if there is no such tensor.
+
+        Raises ConfigError for a tensor of another type or shape, or with more than `_MAX_VECTOR` values.
+        """
         stored = self.header.tensors.get(name)
         if stored is None:
             return None

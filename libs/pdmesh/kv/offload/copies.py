@@ -130,7 +130,10 @@ class KvLoad(Gate):
         self._on_stuck(reason)
 
     def write(self, call: Callable[[], object]) -> bool:
-        """Call ``call``, which writes some of the KV, unless the load was aborted. Return whether it was called."""
+        """Call ``call``, which writes some of the KV, unless the load was aborted. Return whether it was called.
+
+        Each `write` counts as progress, so that no load of the tier is taken for stuck.
+        """
         self._progress.came()
         return self.copy.write(call)
 
