@@ -188,7 +188,7 @@ MAX_WEIGHTS_CHARS = 64
 
 
 def short_weights(weights: str) -> str:
-    """Return the first letters of a weights identity, for people."""
+    """Return the first letters of a weights identity, for people; ``unknown`` for an empty one."""
     return weights[:6] or "unknown"
 
 

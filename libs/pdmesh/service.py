@@ -87,7 +87,7 @@ def run_service(name: str, config: MeshConfig, serve: Serve) -> int:
 
 
 def _failed(name: str, error: Exception, ready_fd: int | None) -> int:
-    """Report why the service ends, on stderr and to the supervisor, and return the exit code."""
+    """Report why the service ends, on stderr and to the supervisor. Return `EXIT_CONFIG` for a ConfigError, else 1."""
     why = sentences(error)
     causes = leaves(error)
     is_configuration = any(isinstance(cause, ConfigError) for cause in causes)

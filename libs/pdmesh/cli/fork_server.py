@@ -174,7 +174,10 @@ def _wait_for_adoption(parent_ends: int, supervisor_pid: int) -> None:
 
 
 def _become(request: ForkRequest, log_fd: int, ready_fd: int, go_fd: int) -> None:
-    """Take on a worker's session, output, environment and descriptors; close all other descriptors."""
+    """Begin a session for a worker, with output to ``log_fd`` and the environment of ``request``.
+
+    Wait for a byte from ``go_fd``; without one, end this process. Close all other descriptors except ``ready_fd``.
+    """
     os.setsid()
     if not os.read(go_fd, 1):
         os._exit(1)  # the supervisor does not know this process

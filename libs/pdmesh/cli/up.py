@@ -221,7 +221,7 @@ class MeshRun:
                 self._complain(f"cannot rotate {file}: {error.strerror}")
 
     def _drain_s(self) -> float:
-        """Return how long to drain: as `pdmesh down` requested, else as configured."""
+        """Return how long to drain: as `pdmesh down` requested, else as configured; without a limit, a week."""
         told_s = self.state.read_drain()
         limit_s = self.config.drain_s if told_s is None else told_s
         return LONGEST_DRAIN_S if limit_s is None else limit_s

@@ -118,7 +118,7 @@ def _four_bits(quantization: Quantization) -> Layout:
 
 
 def _state(stored: Tensor) -> Mapping[str, object]:
-    """Return a weight's JSON state. Raise LayoutError unless its block sizes are served."""
+    """Return a weight's JSON state. Raise LayoutError unless this is an object, and its block sizes are served."""
     try:
         state = json.loads(bytes(stored.tolist()))
     except (ValueError, RecursionError):

@@ -49,7 +49,7 @@ class Fields:
         return None if name not in self.raw and default is None else self.integer(name, default=default)
 
     def number(self, name: str, *, default: float | None = None) -> float:
-        """Return a positive number."""
+        """Return a positive, finite number: the field, or ``default`` if absent. Raises ConfigError without one."""
         value = self._value(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
             raise ConfigError(f"{self.where}: {name} is {value!r}; it must be a positive number")

@@ -190,7 +190,10 @@ class Holding:
         self.residents.stay(sequence.key)
 
     def lose_range(self, sequence: Sequence, number: int) -> None:
-        """Pause a resident until another instance has computed a lost range of its context."""
+        """Pause a resident before the next step, until another instance has computed range ``number`` again.
+
+        Ignored unless the resident decodes and has all other ranges.
+        """
         if sequence.is_decoding and not sequence.has_lost_range:
             sequence.lose_range(number)
             self.leave(sequence)

@@ -276,7 +276,7 @@ class Residents:
         return room < LOW_TOKENS and resident.num_blocks * self._block_size < resident.length.max_total_tokens
 
     def _num_made(self, resident: _Resident) -> int:
-        """Return the number of steps since a resident joined."""
+        """Return the number of steps since a resident last joined; 0 while the resident is paused."""
         return 0 if resident.joined_step is None else self._num_steps - resident.joined_step
 
     def _stand(self, resident: _Resident) -> None:

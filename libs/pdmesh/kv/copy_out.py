@@ -161,9 +161,10 @@ class KvSource:
     # --- of a decode --------------------------------------------------------------------------------------------------
 
     def advance(self, num_kv_tokens: int) -> None:
-        """Send the blocks that ``num_kv_tokens`` computed tokens fill.
+        """Note that a decode has ``num_kv_tokens`` computed tokens, and send the new complete blocks.
 
-        If the destination has no room for the tokens, the copy fails.
+        Without a copy under way, the next copy sends these blocks. A copy whose destination has no room for the tokens
+        fails, and `run` reports the failure.
         """
         if self.has_room_for(num_kv_tokens):
             self._grow(num_kv_tokens // self.layout.block_size)
@@ -293,7 +294,10 @@ class CopyOut:
         self._note()
 
     def tell(self, tail: bytes) -> None:
-        """Send the end of the transcript."""
+        """Begin to send ``tail``, the last tokens of a decode's transcript. A failure ends the copy.
+
+        Call while `run` is in progress.
+        """
         self._tasks.start_soon(self._tell, tail)
 
     @property

@@ -120,7 +120,10 @@ class WindowFrames:
                 self._passed[block_id] = None
 
     def check_integrity(self, held: Collection[int]) -> None:
-        """Raise AssertionError unless ``held + idle + free = all``, and each frame is one used block's."""
+        """Raise AssertionError unless each frame is free or one block's, and tables hold exactly the blocks ``held``.
+
+        All other blocks with frames must be cached, pinned or in a table.
+        """
         numbers = f"{self.num_held} held + {self.num_available} to be had of {self.num_frames} frames"
         idle = self._passed.keys() | self._resumable.keys()
         placed = {

@@ -212,7 +212,10 @@ class SpreadKv:
         return header.chunk == self._number and member in self._asked and capabilities == [header.capability]
 
     def set_members(self, members: Sequence[PartHolder], num_tokens: int) -> None:
-        """Ask ``members``, which hold the first ``num_tokens`` tokens, from now on. Call between two steps."""
+        """Send later attention queries to ``members``, which hold the first ``num_tokens`` tokens.
+
+        Forget an earlier failure and the lost members. Call between two steps.
+        """
         self.members, self._num_tokens = tuple(members), num_tokens
         self._failure, self.lost_members = None, ()
 

@@ -109,13 +109,15 @@ class GroupPolicy:
         return num_tokens * token_bytes / self.bytes_per_s
 
     def chunk_tokens(self, start: int, num_left: int, num_members: int, most: int) -> int:
-        """Return the size of the next chunk of a group's prompt, for a member with a step for ``most`` tokens.
+        """Return the size of a group's next chunk, for a member with a step for at most ``most`` tokens.
 
-        At most a member's part of the rest of the prompt. Shorter chunks would not end more evenly, since each ends
-        after the previous one, and every chunk costs its constant time and its pieces. Also at most a member's part of
-        `_GROWTH` times ``start``, since each member begins a layer of a chunk after the previous one. Two members do
-        not wait long for this layer, and gain more by longer chunks (5 % of a 16K prompt, 82M on two EPYC cores,
-        2026-11-23).
+        The chunk is a member's share of the ``num_left`` tokens: shorter chunks cost more and do not end more evenly.
+        With three or more members, the chunk is at most a member's share of `_GROWTH` times ``start``. Then no member
+        waits long for the previous chunk's layers. Two members gain more by long chunks (5 % of a 16K prompt, 82M on
+        two EPYC cores, 2026-11-23).
+
+        A chunk shorter than fits into ``min_step_s`` is lengthened to that time, and at least to `CHUNK_UNIT_TOKENS`.
+        So the result may exceed ``num_left``, but not ``most``.
         """
         num_together = num_left if num_members == 2 else min(num_left, _GROWTH * start)
         part = num_together // num_members

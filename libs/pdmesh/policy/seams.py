@@ -26,11 +26,11 @@ class PrefillOrder(Protocol):
         ...
 
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
-        """Return a key for each of ``ranks``, valid now: smaller is earlier.
+        """Return a key for each of ``ranks``, valid at ``now_s``: smaller is earlier.
 
-        Equal keys are served by arrival, then by id. Three rules hold for all orders. Within a bucket, keys follow the
-        places. A key depends only on the ranks of its own bucket, so keys can be cached while another bucket changes. A
-        key never grows as time passes, so a key for a later time is a lower bound until then.
+        Equal keys are served by arrival, then by id. Three rules hold for all orders. Ranks of one ``bucket`` have keys
+        in the order of their ``place``. A key depends only on the ranks of its own bucket, so keys can be cached while
+        another bucket changes. A key never grows as time passes, so a key for a later time is a lower bound until then.
         """
         ...
 

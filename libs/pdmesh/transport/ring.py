@@ -228,7 +228,7 @@ class ReceiveRing:
         self._arrays.clear()
 
     def _messages_wait(self) -> bool:
-        """Whether messages have arrived that match no posted receive, though some receives do not count as stalled."""
+        """Whether a message has arrived that matches no posted receive. False if all posted receives are stalled."""
         assert self._api is not None
         posted = len(self._posted) > len(self._stalled)
         return posted and bool(self._api.worker.tag_probe(self._api.tag, self._api.any_tag, remove=False).matched)

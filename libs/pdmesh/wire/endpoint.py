@@ -272,8 +272,9 @@ def bind(
     setting: str,
     on_handshake: Callable[[], None] = lambda: None,
 ) -> int:
-    """Add a port, with TLS if configured, and return its number. Raises ConfigError, which names ``setting``.
+    """Add a port, with TLS if configured, and return its number.
 
+    Raises ConfigError if the port is not available, with ``setting`` as its name, or if a certificate cannot be read.
     ``on_handshake`` is called, on a thread of gRPC's, when a peer begins to connect with TLS.
     """
     address = _address(host, port)

@@ -205,7 +205,7 @@ def load_rank(config: MeshConfig, num_threads: int, group: RankGroup) -> tuple[L
 
 
 def _compute_options(worker: WorkerConfig) -> dict[str, Any]:
-    """Return the options that must be equal in all ranks of an instance."""
+    """Return the arguments of `ComputeOptions` that must be equal in all ranks of an instance."""
     return {
         "block_size": worker.block_size,
         "dtype": worker.dtype,

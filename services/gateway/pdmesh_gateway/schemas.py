@@ -275,9 +275,10 @@ class _Rewriter:
             result["enum"] = arrays
 
     def _resolved(self, schema: Any) -> Any:
-        """Return the schema at the end of at most eight references, with keywords that stand beside them.
+        """Follow at most eight references, one after the other, and return the schema that is reached.
 
-        References beside a keyword that their target has, too, are left.
+        Keywords beside a reference are added to the target. A reference is not followed if the target is missing, or
+        if such keywords cannot be added, because the target has one of them or is no object.
         """
         for _ in range(8):
             if not isinstance(schema, Mapping) or (target := target_of(self._schema, schema.get("$ref"))) is None:

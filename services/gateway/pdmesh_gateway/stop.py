@@ -18,9 +18,10 @@ class StopFinder:
     _held: str = ""
 
     def push(self, text: str, *, check: bool = True) -> tuple[str, str | None]:
-        """Add a piece; return the text to show and, if one was found, the stop string.
+        """Add a piece; return the text to show now and the stop string that is complete, or None.
 
-        ``check=False`` skips the search, because fewer than ``min_tokens`` tokens have been drawn.
+        Text that may begin a stop string is held back. The shown text ends before a found stop string, or with it if
+        ``include_stop``. ``check=False``, for the first ``min_tokens`` tokens, searches and holds back nothing.
         """
         if not self.stops:
             return text, None

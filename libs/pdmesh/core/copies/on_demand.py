@@ -219,7 +219,10 @@ class OnDemandKv:
         return again_s + num_left * latency.step_s(StepShape((), 1, num_tokens))
 
     def _can_resume(self, instance: InstanceState, state: RequestState, allocation: Allocation) -> bool:
-        """Whether some instances could compute all of its held tokens as a prompt."""
+        """Whether the mesh, if empty, could compute a request's held tokens as a prompt, and decode on.
+
+        The held tokens are the room of ``allocation``, which is on ``instance``, and the tokens on other instances.
+        """
         num_held = allocation.num_blocks * instance.block_size + allocation.num_remote_tokens
         return can_resume(self._mesh, state, num_held)
 

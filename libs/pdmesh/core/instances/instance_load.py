@@ -325,9 +325,10 @@ class InstanceLoad(InstanceCapacity):
         return self._has_room_for(request, allocation.num_blocks)
 
     def can_finish(self, request: Request) -> bool:
-        """Whether a request that these weights began can be computed and decoded here now.
+        """Whether a request that these weights began can be computed and decoded here now, without other instances.
 
-        Also while an operator empties the instance, and whatever its prefill role: no other instance may be left.
+        No other instance may be left. So the prefill role is ignored, and an instance that an operator empties counts
+        until the operation's time is up.
         """
         return self.is_open_to_begun and not self.suspected and self._has_room_to_finish(request)
 

@@ -53,9 +53,10 @@ class LatencyLearner:
         return self.model if refinement is None else refinement.estimate
 
     def joined(self, profile: InstanceProfile) -> bool:
-        """Learn from a new instance's measurements of itself. Return whether a model or `num_stages` has changed.
+        """Learn a new instance's stages and, with ``MEASURED``, its timed steps; return whether anything changed.
 
-        The first instance of a device class that prefills and timed itself decides; until there is one, the latest.
+        The first instance of a device class that prefills and timed its steps sets the class's latency model. Until
+        then each instance with timed steps does. Likewise the first instance that prefills sets `num_stages`.
         """
         device_class = device_class_of(profile)
         has_moved = self._note_stages(profile)

@@ -211,7 +211,10 @@ class Round:
     def _place_on(
         self, head: RequestState, offers: Iterable[InstanceState], depths: Mapping[int, int]
     ) -> Placement | Wait:
-        """Place the head on one of ``offers`` by the hard rules and the policy."""
+        """Choose the head's placement, with the prompt on one of ``offers``, or return the reason to wait.
+
+        ``offers`` are in the policy's order. ``depths``: cached granules of the head by instance number.
+        """
         mesh = self._mesh
         return place(
             head.request,

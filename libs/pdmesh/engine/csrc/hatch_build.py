@@ -1,7 +1,7 @@
-"""Compiles the CPU kernels while the wheel is built: a library for each processor level, and one that asks for them.
+"""Compile the CPU kernels while the wheel is built: one library for each processor level, and the probe of levels.
 
-Without a compiler the wheel has none, and the engine computes with torch. ``CXX`` names the compiler, with options if
-need be; it is asked what it compiles for, so that a cross compiler makes a wheel of its target.
+Without a compiler the wheel has no kernels, and the engine computes with torch. ``CXX`` names the compiler, with
+options if need be. The compiler names its own target, so a cross compiler makes a wheel for that target.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ORDERED_FLAGS = ("-ffp-contract=off",)
 
 
 class LevelSources(NamedTuple):
-    """One library: a pattern of its sources below the source folder, and what the compiler may use for them."""
+    """Sources of one library, as a pattern below the source folder, and the compiler flags for them."""
 
     pattern: str
     flags: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ def compile_kernels(
 
 
 def _compile(compiler: list[str], level: str, library: LevelSources, root: Path) -> tuple[str, str]:
-    """The library's file name, and what went wrong."""
+    """Compile a library unless it is up to date. Return the file name, and the problem or an empty string."""
     sources = root / SOURCE_FOLDER
     path = root / LIBRARY_FOLDER / f"_kernels.{level}.so"
     made_from = path.with_suffix(".stamp")
@@ -117,7 +117,10 @@ def _compiler() -> list[str]:
 
 
 def _target(compiler: list[str]) -> str:
-    """The machine that it compiles for."""
+    """Return the processor that ``compiler`` compiles for, such as ``x86_64``.
+
+    Raise BuildError if the compiler fails, or compiles for a system other than Linux on a processor of `LIBRARIES`.
+    """
     triple = _run([*compiler, "-dumpmachine"]).strip()
     machine = triple.partition("-")[0]
     if machine not in LIBRARIES or "linux" not in triple:
