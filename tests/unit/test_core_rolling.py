@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import ExpectCopy, RunStep, StopInstance
+from pdmesh.core.commands import ExpectCopy, RunStep, StopInstance, WakeAt
 from pdmesh.core.events import Event, InstanceJoined, InstanceLost, Tick
 from pdmesh.core.operator_events import (
     ActuatorLost,
@@ -305,6 +305,17 @@ def test_who_is_away_is_waited_for_before_the_pools_change(
     assert machine.act_until_over() is state
     assert machine.bench.operation("x").detail == detail
     assert machine.did == ["prefill-0", "prefill-1"], "nobody is started beside them"
+
+
+def test_a_wait_that_has_ended_wakes_the_scheduler_no_more() -> None:
+    machine = Machine("prefill-0", "decode-0")
+    machine.weights, machine.began_at = "new", 1.0
+    machine.bench.feed(ROLLING)
+    machine.bench.core.desired_processes("a")
+    machine.bench.feed(InstanceJoined(machine.profile("prefill-1"), ()))
+    assert machine.bench.operation("x").detail == "waits for prefill-1 to come back"
+    for now_s in (101.0, 102.0):
+        assert all(wake.at_s > now_s for wake in of(WakeAt, machine.bench.feed(Tick(), now_s)))
 
 
 def test_one_of_which_a_part_fails_is_over_once_all_are_there_and_nobody_else() -> None:

@@ -92,7 +92,9 @@ class RollingRestarts:
         rolling = self._running
         if rolling is None:
             return inf
-        waits_by_s = inf if rolling.waits_by_s is None else rolling.waits_by_s
+        part = rolling.requested.part
+        has_begun = part is not None and self._records.get(part.operation_id) is not None
+        waits_by_s = inf if rolling.waits_by_s is None or has_begun else rolling.waits_by_s
         return waits_by_s if rolling.settles_by_s == -inf else min(waits_by_s, rolling.settles_by_s)
 
     # --- requests ---
