@@ -129,6 +129,7 @@ ADDED: Sequence[str] = (
     "InstanceJoined.profile.max_kv_tokens",
     "InstanceJoined.profile.kv_layout.window",
     "InstanceJoined.profile.kv_layout.windowed_layers",
+    "InstanceJoined.profile.kv_layout.pages",
     "Reject.reject_ttl_s",
     "Restart.retracted",
     "Restart.blame",

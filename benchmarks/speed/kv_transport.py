@@ -202,13 +202,13 @@ def device_store(layout: KvLayout, num_blocks: int) -> DeviceKvStore:
 async def move(store_of: StoreOf, pipe: Connection, config: TransferConfig, num_pieces: int, *, sending: bool) -> None:
     """Requests of 16 layers, each layer of four pieces, one after another but for the two under way at once."""
     layout = layout_for(config.max_payload_bytes)
-    num_blocks = 4 * config.max_payload_bytes // layout.block_bytes
+    num_blocks = 4 * config.max_payload_bytes // layout.max_page_bytes
     num_requests = max(2, num_pieces // (4 * NUM_LAYERS))
     pool = BlockPool(num_blocks)
     store = store_of(layout, num_blocks)
     block_ids = pool.allocate(num_blocks)
     for layer in range(NUM_LAYERS):  # memory that was never written would be committed while it is measured
-        store.scatter(layer, block_ids, memoryview(bytearray(os.urandom(num_blocks * layout.block_bytes))))
+        store.scatter(layer, block_ids, memoryview(bytearray(os.urandom(num_blocks * layout.max_page_bytes))))
     ended, slots = anyio.Semaphore(0), anyio.Semaphore(2)
 
     def on_outcome(outcome: TransferOutcome) -> None:
@@ -251,7 +251,7 @@ async def move(store_of: StoreOf, pipe: Connection, config: TransferConfig, num_
                 sender.commit(FirstToken(0, 0))
         for _ in request_ids:
             await ended.acquire()
-        num_bytes = num_requests * NUM_LAYERS * num_blocks * layout.block_bytes
+        num_bytes = num_requests * NUM_LAYERS * num_blocks * layout.max_page_bytes
         pipe.send(Part(at_s or time.monotonic(), num_bytes, time.process_time() - cpu_s))
         await anyio.to_thread.run_sync(pipe.recv)
 

@@ -6,7 +6,7 @@ tokens, blocks or bytes, as the name says. ``docs/terms.md`` defines the words.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, NamedTuple, NewType
 
@@ -197,12 +197,20 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
+class PageShape(NamedTuple):
+    """Number of key-value heads of a layer's KV, and width of each key and value."""
+
+    num_kv_heads: Annotated[int, COUNT]
+    head_dim: Annotated[int, COUNT]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
     """Shape of an instance's KV cache. A transfer needs equal layouts at both ends.
 
     `dtype` is "float32", "bfloat16" or "float16". The KV of `windowed_layers` (ascending) is freed behind the window: a
-    token attends to the latest `window` tokens, including itself.
+    token attends to the latest `window` tokens, including itself. `pages` has the shape of each layer's pages; empty if
+    all layers have `num_kv_heads` heads of `head_dim`. Layers that read another layer's KV are not counted.
     """
 
     num_layers: Annotated[int, COUNT]
@@ -212,26 +220,54 @@ class KvLayout:
     dtype: str
     window: Annotated[int, ANY_COUNT] = 0
     windowed_layers: tuple[int, ...] = ()
+    pages: tuple[PageShape, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.pages and len(self.pages) != self.num_layers:
+            raise ValueError(f"a layout of {self.num_layers} layers has {len(self.pages)} shapes of pages")
+
+    def page(self, layer: int) -> PageShape:
+        """Return the shape of a layer's pages."""
+        return self.pages[layer] if self.pages else PageShape(self.num_kv_heads, self.head_dim)
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one (layer, block) piece: keys and values."""
-        itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
-        return 2 * self.num_kv_heads * self.block_size * self.head_dim * itemsize
+    def distinct_pages(self) -> tuple[PageShape, ...]:
+        """Different shapes of pages, in the order of their first layers."""
+        return tuple(dict.fromkeys(self.pages)) or (self.page(0),)
+
+    def page_bytes(self, layer: int) -> int:
+        """Return the bytes of one block in one layer: a page of keys and values."""
+        return self._bytes_of(self.page(layer))
+
+    @property
+    def max_page_bytes(self) -> int:
+        """Bytes of a page in the layer with the largest pages."""
+        return max(map(self._bytes_of, self.distinct_pages))
+
+    def bytes_of(self, layers: IndexRange) -> int:
+        """Return the bytes of one block in some layers."""
+        if not self.pages:
+            return layers.size * self.page_bytes(0)
+        return sum(map(self._bytes_of, self.pages[slice(*layers)]))
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block in all layers."""
+        return self.bytes_of(IndexRange(0, self.num_layers))
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in all layers."""
-        return self.num_layers * self.block_bytes // self.block_size
+        return self.bytes_per_block // self.block_size
 
-    def cache_bytes(self, num_blocks: int, num_frames: int) -> int:
-        """Return the bytes of a cache of ``num_blocks``, and ``num_frames`` of windowed layers (`pdmesh.kv.frames`)."""
-        num_windowed = len(self.windowed_layers)
-        return ((self.num_layers - num_windowed) * num_blocks + num_windowed * (num_frames + 1)) * self.block_bytes
+    @property
+    def bytes_per_frame(self) -> int:
+        """Bytes of one block in all windowed layers."""
+        return sum(map(self.page_bytes, self.windowed_layers))
 
-    def with_all_held(self) -> KvLayout:
-        """Return the layout in which nothing is freed behind windows."""
-        return replace(self, window=0, windowed_layers=())
+    def _bytes_of(self, page: PageShape) -> int:
+        itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return 2 * page.num_kv_heads * self.block_size * page.head_dim * itemsize
 
     def first_seen_block(self, num_tokens: int) -> int:
         """Return the first block that the token behind ``num_tokens`` sees in layers with a window."""

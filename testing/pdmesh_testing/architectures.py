@@ -85,7 +85,7 @@ def move(request: SteppedRequest, source: TorchEngine, target: TorchEngine) -> N
     assert layout == target.kv.layout
     moved = [(block + 11) % target.kv.num_blocks for block in table]
     for layer in range(layout.num_layers):
-        data = memoryview(bytearray(len(table) * layout.block_bytes))
+        data = memoryview(bytearray(len(table) * layout.page_bytes(layer)))
         source.kv.gather(layer, table, data)
         target.kv.scatter(layer, moved, data)
     request.sequence.block_table[:] = moved

@@ -79,7 +79,8 @@ class Member:
         """Wait until other members have sent all layers of ``num_blocks`` blocks."""
         with anyio.fail_after(20):
             while (
-                self.mover.counters().num_bytes_exchanged.received < num_blocks * NUM_LAYERS * SMALL_LAYOUT.block_bytes
+                self.mover.counters().num_bytes_exchanged.received
+                < num_blocks * NUM_LAYERS * SMALL_LAYOUT.max_page_bytes
             ):
                 await anyio.lowlevel.checkpoint()
 

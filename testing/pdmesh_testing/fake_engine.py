@@ -59,7 +59,7 @@ class FakeKvStore(HostKvStore):
     """A paged cache of 32-bit words, all of them in use: ``words[layer, block, k or v, token, lane]``."""
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
-        lanes, rest = divmod(layout.block_bytes, 2 * layout.block_size * _WORD_BYTES)
+        lanes, rest = divmod(layout.max_page_bytes, 2 * layout.block_size * _WORD_BYTES)
         if rest:
             raise ValueError(f"a token of {layout} is not whole 32-bit words")
         self.layout = layout

@@ -7,17 +7,22 @@ import ctypes
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from pdmesh.config import TransferConfig
 from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
-from pdmesh.model import IndexRange, KvLayout, KvPart
+from pdmesh.model import IndexRange, KvLayout, KvPart, PageShape
 from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.kv_transport import KvTransport
 from pdmesh.transport.ucx import UcxTransport
 from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 
 SMALL_LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
+#: Layers whose pages differ in heads, width and bytes.
+UNEQUAL_LAYOUT = replace(
+    SMALL_LAYOUT, num_layers=4, pages=(PageShape(2, 4), PageShape(1, 24), PageShape(2, 4), PageShape(3, 2))
+)
 SMALL_TRANSFER = TransferConfig(
     max_payload_bytes=4096,
     num_send_buffers=4,
@@ -38,7 +43,8 @@ class ByteStore(HostKvStore):
 
     def __init__(self, layout: KvLayout, num_blocks: int, *, seed: int | None = None) -> None:
         """Zeros, or with a ``seed`` random bytes."""
-        size = layout.num_layers * num_blocks * layout.block_bytes
+        layer_bytes = (num_blocks * layout.page_bytes(layer) for layer in range(layout.num_layers))
+        *self._offsets, size = accumulate(layer_bytes, initial=0)
         self.data = bytearray(size) if seed is None else bytearray(random.Random(seed).randbytes(size))
         self._layout = layout
         self._num_blocks = num_blocks
@@ -59,23 +65,20 @@ class ByteStore(HostKvStore):
     @property
     def shared(self) -> HostCache:
         start = ctypes.addressof(ctypes.c_char.from_buffer(self.data))
-        layer_bytes = self._num_blocks * self._layout.block_bytes
-        return HostCache(
-            self._layout, self._num_blocks, [start + layer * layer_bytes for layer in range(self._layout.num_layers)]
-        )
+        return HostCache(self._layout, self._num_blocks, [start + offset for offset in self._offsets])
 
     def block(self, layer: int, block_id: int) -> memoryview:
-        size = self._layout.block_bytes
-        start = (layer * self._num_blocks + block_id) * size
+        size = self._layout.page_bytes(layer)
+        start = self._offsets[layer] + block_id * size
         return memoryview(self.data)[start : start + size]
 
     def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
-        size = self._layout.block_bytes
+        size = self._layout.page_bytes(layer)
         for i, block_id in enumerate(block_ids):
             out[i * size : (i + 1) * size] = self.block(layer, block_id)
 
     def scatter(self, layer: int, block_ids: Sequence[int], data: memoryview) -> None:
-        size = self._layout.block_bytes
+        size = self._layout.page_bytes(layer)
         for i, block_id in enumerate(block_ids):
             self.block(layer, block_id)[:] = data[i * size : (i + 1) * size]
 

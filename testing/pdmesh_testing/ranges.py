@@ -48,7 +48,7 @@ def spread(request: SteppedRequest, engines: Sequence[TorchEngine], first_block:
         blocks, member = table[:size], engines[1 + number % (len(engines) - 1)]
         taken = [first_block + number * size + index for index in reversed(range(size))]
         for layer in range(layout.num_layers):
-            data = memoryview(bytearray(size * layout.block_bytes))
+            data = memoryview(bytearray(size * layout.max_page_bytes))
             home.kv.gather(layer, blocks, data)
             member.kv.scatter(layer, taken, data)
             # Blocks that must not be read any more.

@@ -150,7 +150,7 @@ class Pair:
     @property
     def total_bytes(self) -> int:
         layout = self.a.store.layout
-        return 9 * layout.num_layers * layout.block_bytes
+        return 9 * layout.bytes_per_block
 
 
 @asynccontextmanager

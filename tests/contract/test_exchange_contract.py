@@ -162,12 +162,12 @@ async def test_a_member_that_joins_late_gets_what_there_is(
 
 
 def a_page(**changes: object) -> PieceHeader:
-    return a_piece(PieceKind.KV, SMALL_LAYOUT.block_bytes)._replace(**changes)  # type: ignore[arg-type]
+    return a_piece(PieceKind.KV, SMALL_LAYOUT.max_page_bytes)._replace(**changes)  # type: ignore[arg-type]
 
 
 #: A page that the leader has computed.
 HERE = KvPart(IndexRange(8, 9), IndexRange(0, 1), HEADS)
-GARBAGE = b"\xff" * SMALL_LAYOUT.block_bytes
+GARBAGE = b"\xff" * SMALL_LAYOUT.max_page_bytes
 REFUSED = {
     "epoch": a_page(epoch=Epoch(2)),
     "capability": a_page(capability=1),

@@ -325,7 +325,9 @@ async def test_whatever_a_peer_of_the_mesh_says_in_a_header_is_no_error_of_the_r
                     changes: dict[str, Any] = {
                         name: rng.choice(values) % (1 << 16) for name in rng.sample(numbers, rng.randint(0, 4))
                     }
-                    payload_bytes = rng.choice([0, 1, SMALL_LAYOUT.block_bytes, 2 * SMALL_LAYOUT.block_bytes, 4096])
+                    payload_bytes = rng.choice(
+                        [0, 1, SMALL_LAYOUT.max_page_bytes, 2 * SMALL_LAYOUT.max_page_bytes, 4096]
+                    )
                     header = PieceHeader(
                         kind=rng.choice(list(PieceKind)), request_key=request_key(request), epoch=epoch, capability=1
                     )

@@ -26,7 +26,7 @@ from pdmesh_testing.transfers import CAPABILITY, EPOCH, NUM_BLOCKS, REQUEST, Pai
 pytestmark = pytest.mark.anyio
 
 KEY = MeshKey("")
-PAGE_BYTES = SMALL_LAYOUT.block_bytes
+PAGE_BYTES = SMALL_LAYOUT.max_page_bytes
 HEADS = IndexRange(0, SMALL_LAYOUT.num_kv_heads)
 A_READ = PieceHeader(
     kind=PieceKind.PEER_READ,

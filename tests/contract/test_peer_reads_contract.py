@@ -64,7 +64,7 @@ async def test_nothing_is_staged(maker: TransportMaker) -> None:
             assert member.content(5, 3) == leader.content(5, 3)
             assert member.content(8, 8) == late.content(8, 8)
             assert store_of(member).num_staged == 0
-            block_bytes = SMALL_LAYOUT.block_bytes * NUM_LAYERS
+            block_bytes = SMALL_LAYOUT.max_page_bytes * NUM_LAYERS
             computed = {leader: 3, helper: 5, late: 8}[member]
             counters = member.mover.counters()
             num_bytes = (NUM_BLOCKS - computed) * block_bytes
@@ -131,7 +131,7 @@ async def test_a_member_that_cannot_read_may_be_lent_much_before_it_says_so(
     monkeypatch.setattr(PeerReadWriter, "refused", taking_back)
 
     def config(number: int) -> TransferConfig:
-        return replace(SMALL_TRANSFER, peer_reads=number == 0, max_payload_bytes=SMALL_LAYOUT.block_bytes)
+        return replace(SMALL_TRANSFER, peer_reads=number == 0, max_payload_bytes=SMALL_LAYOUT.max_page_bytes)
 
     async with open_members(maker, 2, store=a_store, config=config) as members:
         leader, late = members
@@ -143,7 +143,7 @@ async def test_a_member_that_cannot_read_may_be_lent_much_before_it_says_so(
         assert late.content(0, NUM_BLOCKS) == leader.content(0, NUM_BLOCKS)
         assert 0 < late.mover.counters().dropped["unreadable"] <= FREE_PIECES
         num_pages = NUM_BLOCKS * SMALL_LAYOUT.num_layers
-        assert leader.mover.counters().num_bytes_exchanged.sent == num_pages * SMALL_LAYOUT.block_bytes
+        assert leader.mover.counters().num_bytes_exchanged.sent == num_pages * SMALL_LAYOUT.max_page_bytes
         assert late.outcomes == []
         for member in members:
             member.free()
@@ -169,7 +169,7 @@ async def test_what_was_given_back_while_it_was_copied_is_not_taken(maker: Trans
                 lost.free()
                 for layer in range(NUM_LAYERS):
                     for block_id in table:
-                        lost.store.block(layer, block_id)[:] = b"\xff" * SMALL_LAYOUT.block_bytes
+                        lost.store.block(layer, block_id)[:] = b"\xff" * SMALL_LAYOUT.max_page_bytes
             loop_called.set()
 
         loop = anyio.lowlevel.current_token()
@@ -212,7 +212,7 @@ async def test_what_is_copied_in_vain_does_not_lie_where_good_pages_do(maker: Tr
         def end_read() -> None:
             window_of(owner).end()
             for block_id in owner.table:
-                owner.store.block(0, block_id)[:] = b"\xff" * SMALL_LAYOUT.block_bytes
+                owner.store.block(0, block_id)[:] = b"\xff" * SMALL_LAYOUT.max_page_bytes
 
         store_of(helper).before = end_read
         owner.exchange.publish(Blocks(0, 0, 0, 5, NUM_LAYERS), ChunkPace.AT_ONCE)
@@ -257,7 +257,7 @@ async def test_pages_wait_for_a_peer_read_to_the_same_blocks(maker: TransportMak
         lost.free()
         for layer in range(NUM_LAYERS):
             for block_id in range(2 * NUM_BLOCKS):
-                lost.store.block(layer, block_id)[:] = b"\xff" * SMALL_LAYOUT.block_bytes
+                lost.store.block(layer, block_id)[:] = b"\xff" * SMALL_LAYOUT.max_page_bytes
         leader.join(members)
         for member in (leader, helper):
             member.tell(members, lost=[lost])
@@ -271,7 +271,7 @@ async def test_pages_wait_for_a_peer_read_to_the_same_blocks(maker: TransportMak
             helper.exchange.publish(Blocks(0, layer, 0, 3))
         await helper.until_here(NUM_BLOCKS)
         assert helper.content(3, 13) == leader.content(3, 13)
-        assert b"\xff" * SMALL_LAYOUT.block_bytes not in helper.content(3, 13)
+        assert b"\xff" * SMALL_LAYOUT.max_page_bytes not in helper.content(3, 13)
         for member in (leader, helper):
             member.free()
 

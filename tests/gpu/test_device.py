@@ -98,7 +98,7 @@ def test_flashinfer_equals_the_reference(streams: CudaStreams, only_decodes: boo
 def test_a_store_moves_blocks_beside_the_computation(streams: CudaStreams) -> None:
     """Through pinned memory; what is told of was written, although a long computation came before it."""
     store = DeviceKvStore(LAYOUT, 8, streams)
-    (buffer,) = allocate_buffers(1, 3 * LAYOUT.block_bytes)
+    (buffer,) = allocate_buffers(1, 3 * LAYOUT.max_page_bytes)
     told: list[float] = []
     with store.serving([buffer.memory]):
         product = torch.randn(4096, 4096, device=streams.device)

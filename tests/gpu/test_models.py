@@ -182,7 +182,7 @@ def test_a_rest_of_a_prompt_is_computed_over_what_was_moved(tmp_path: Path, devi
     moved = [5 * number % 32 for number in range(17)]
     for layer in range(layout.num_layers):
         for part in (slice(0, 4), slice(4, 13)):
-            data = memoryview(bytearray(len(blocks[part]) * layout.block_bytes))
+            data = memoryview(bytearray(len(blocks[part]) * layout.max_page_bytes))
             first.kv.gather(layer, blocks[part], data)
             second.kv.scatter(layer, moved[:13][part], data)
     request = SteppedRequest(new_sequence(turn, moved), 10, num_computed=13 * 16)

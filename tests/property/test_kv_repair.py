@@ -74,7 +74,7 @@ def parts(draw: st.DrawFn) -> list[KvPart]:
 
 
 def a_piece(part: KvPart, *, is_lent: bool) -> PieceHeader:
-    page_bytes = part.num_pages * SMALL_LAYOUT.block_bytes
+    page_bytes = part.num_pages * SMALL_LAYOUT.max_page_bytes
     return A_COMMIT._replace(
         kind=PieceKind.PEER_READ if is_lent else PieceKind.KV,
         part=part,
@@ -153,6 +153,6 @@ def test_a_receiver_lands_once_every_page_came_sound_whatever_was_damaged(
         assert not receiver.complete
         assert receiver.commit(A_COMMIT) is None
     assert placed == set(pieces)
-    assert receiver.num_bytes == EVERYTHING.num_pages * SMALL_LAYOUT.block_bytes
+    assert receiver.num_bytes == EVERYTHING.num_pages * SMALL_LAYOUT.max_page_bytes
     if not is_move:  # its transcript is missing
         assert receiver.complete

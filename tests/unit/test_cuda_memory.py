@@ -34,13 +34,13 @@ def random_bytes(size: int, seed: int) -> bytes:
 )
 def test_gather_and_scatter_are_inverse_and_follow_the_order_of_ids(block_ids: list[int]) -> None:
     store = DeviceKvStore(LAYOUT, 7, FakeStreams())
-    size = len(block_ids) * LAYOUT.block_bytes
+    size = len(block_ids) * LAYOUT.max_page_bytes
     data = memoryview(bytearray(random_bytes(size + 3, 1)))[3:]  # as it lies in a buffer: anywhere
     store.scatter(1, block_ids, data)
     for position, block_id in enumerate(block_ids):
-        piece = bytearray(LAYOUT.block_bytes)
+        piece = bytearray(LAYOUT.max_page_bytes)
         store.gather(1, [block_id], memoryview(piece))
-        assert piece == data[position * LAYOUT.block_bytes : (position + 1) * LAYOUT.block_bytes]
+        assert piece == data[position * LAYOUT.max_page_bytes : (position + 1) * LAYOUT.max_page_bytes]
     out = bytearray(len(data))
     store.gather(1, block_ids, memoryview(out))
     assert out == data
@@ -51,7 +51,7 @@ def test_a_store_is_the_host_stores_equal_byte_for_byte() -> None:
     """Instances of both kinds exchange KV."""
     host = ByteStore(LAYOUT, 4, seed=3)
     device = DeviceKvStore(LAYOUT, 4, FakeStreams())
-    piece = bytearray(LAYOUT.block_bytes)
+    piece = bytearray(LAYOUT.max_page_bytes)
     host.gather(1, [2], memoryview(piece))
     device.scatter(1, [2], memoryview(piece))
     expected = torch.frombuffer(piece, dtype=torch.int16).view(2, 3, 5, 4)
@@ -60,7 +60,7 @@ def test_a_store_is_the_host_stores_equal_byte_for_byte() -> None:
 
 def test_no_block_outside_the_cache_is_touched() -> None:
     store = DeviceKvStore(LAYOUT, 2, FakeStreams())
-    piece = bytearray(LAYOUT.block_bytes)
+    piece = bytearray(LAYOUT.max_page_bytes)
     for block_id in (-1, store.scratch_block):
         with pytest.raises(IndexError, match="2 blocks"):
             store.scatter(0, [block_id], memoryview(piece))

@@ -103,7 +103,7 @@ def test_layers_of_one_allocation_are_opened_once() -> None:
     host, reader = FakeHost(), a_process(FakeHost(), 0)
     reader = a_process(host, 0)
     streams = FakeStreams()
-    driver, whole = FakeDriver(host, streams), torch.randn(3, NUM_BLOCKS, LAYOUT.block_bytes // 4)
+    driver, whole = FakeDriver(host, streams), torch.randn(3, NUM_BLOCKS, LAYOUT.max_page_bytes // 4)
     driver.own([whole])
     owner = CudaSharedCache(LAYOUT, NUM_BLOCKS, [layer.data_ptr() for layer in whole], memory=driver, streams=streams)
     peer = reader.shared.open(ANOTHER_PROCESS, owner.describe())

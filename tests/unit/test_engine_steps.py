@@ -31,7 +31,7 @@ def engine(tmp_path: Path) -> TorchEngine:
 
 
 def layer_bytes(engine: TorchEngine, layer: int, blocks: list[int]) -> bytes:
-    out = bytearray(len(blocks) * engine.kv.layout.block_bytes)
+    out = bytearray(len(blocks) * engine.kv.layout.max_page_bytes)
     engine.kv.gather(layer, blocks, memoryview(out))
     return bytes(out)
 

@@ -54,7 +54,7 @@ def land(exchange: KvExchange, source: int, layer: int, blocks: IndexRange, *, n
         source=source,
         num_members=num_members,
         part=part,
-        payload_bytes=part.num_pages * LAYOUT.block_bytes,
+        payload_bytes=part.num_pages * LAYOUT.max_page_bytes,
     )
     assert exchange.expects(header)
     assert exchange.ledger.claim(Blocks.of(header), source) == [Blocks.of(header)]

@@ -104,7 +104,7 @@ async def test_a_peer_read_that_cannot_be_made_commits_no_memory() -> None:
         intake = PageIntake(a_context(store, tasks, copies, KEY), pool)
         for kind, num_bytes in (
             (PieceKind.PEER_READ, note_bytes(2)),
-            (PieceKind.KV, part.num_pages * LAYOUT.block_bytes),
+            (PieceKind.KV, part.num_pages * LAYOUT.max_page_bytes),
         ):
             payload = memoryview(bytes(num_bytes))
             header = PieceHeader(
@@ -138,7 +138,7 @@ async def test_a_thread_copies_what_reaches_into_memory_that_may_not_be_committe
             *(((0, 1), [9]), ((0, 1), [5])),  # of two requests, of which the second one's KV comes first
         ):
             part = KvPart(IndexRange(0, len(blocks)), IndexRange(*layers), IndexRange(0, 1))
-            payload = memoryview(bytes(part.num_pages * LAYOUT.block_bytes))
+            payload = memoryview(bytes(part.num_pages * LAYOUT.max_page_bytes))
             header = PieceHeader(
                 kind=PieceKind.KV,
                 request_key=bytes(16),

@@ -24,7 +24,7 @@ from pdmesh.kv.repair import FREE_PIECES
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
 from pdmesh.transport.buffers import MAX_PIECES, MESSAGE_BYTES, PieceBuffer
 from pdmesh.transport.seal import MeshKey
-from pdmesh_testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
+from pdmesh_testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, UNEQUAL_LAYOUT, ByteStore, TransportMaker
 from pdmesh_testing.memory_transport import MemoryFaults
 from pdmesh_testing.transfers import (
     CAPABILITY,
@@ -44,8 +44,8 @@ KEY = MeshKey("")
 A_PAGE = KvPart(IndexRange(0, 1), IndexRange(0, 1), IndexRange(0, 2))
 #: Blocks of 128 KiB: copied on a thread.
 LARGE_LAYOUT = KvLayout(num_layers=2, num_kv_heads=8, head_dim=64, block_size=32, dtype="float32")
-LARGE_TRANSFER = replace(SMALL_TRANSFER, max_payload_bytes=3 * LARGE_LAYOUT.block_bytes)
-assert LARGE_LAYOUT.block_bytes > ByteStore(LARGE_LAYOUT, 1).inline_copy_bytes
+LARGE_TRANSFER = replace(SMALL_TRANSFER, max_payload_bytes=3 * LARGE_LAYOUT.max_page_bytes)
+assert LARGE_LAYOUT.max_page_bytes > ByteStore(LARGE_LAYOUT, 1).inline_copy_bytes
 
 
 @pytest.fixture(params=["in pieces", "peer reads"])
@@ -72,10 +72,10 @@ def hand_over(pair: Pair) -> None:
     sender.commit(FirstToken(7, 2))
 
 
-@pytest.mark.parametrize("layout", [SMALL_LAYOUT, LARGE_LAYOUT], ids=["small", "large"])
+@pytest.mark.parametrize("layout", [SMALL_LAYOUT, LARGE_LAYOUT, UNEQUAL_LAYOUT], ids=["small", "large", "unequal"])
 @pytest.mark.parametrize("granted_first", [True, False])
 async def test_a_request_moves(maker: TransportMaker, layout: KvLayout, granted_first: bool) -> None:
-    config = SMALL_TRANSFER if layout is SMALL_LAYOUT else LARGE_TRANSFER
+    config = LARGE_TRANSFER if layout is LARGE_LAYOUT else SMALL_TRANSFER
     async with open_pair(maker, layout, config) as pair:
         pair.expect()
         sender = pair.offer()
@@ -196,17 +196,18 @@ async def test_layers_are_pushed_while_later_ones_are_computed(maker: TransportM
         sender = pair.offer()
         pair.grant()
         sender.blocks_ready(chunk=0, layer=0, first_block=0, num_blocks=4)
-        while pair.b.mover.counters().num_bytes_received < 4 * SMALL_LAYOUT.block_bytes:
+        while pair.b.mover.counters().num_bytes_received < 4 * SMALL_LAYOUT.max_page_bytes:
             await anyio.lowlevel.checkpoint()
         assert pair.b.store.block(0, pair.b_blocks[3]) == pair.a.store.block(0, pair.a_blocks[3])
         pair.free_all()
 
 
-@pytest.mark.parametrize("sizes", [(8, 3), (3, 8)])
-async def test_pieces_are_what_both_sides_hold(maker: TransportMaker, sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize("layout", [SMALL_LAYOUT, UNEQUAL_LAYOUT], ids=["small", "unequal"])
+@pytest.mark.parametrize("sizes", [(8, 3), (3, 8), (1, 1)])
+async def test_pieces_are_what_both_sides_hold(maker: TransportMaker, layout: KvLayout, sizes: tuple[int, int]) -> None:
     """Instances with KV on devices have larger buffers than those without."""
-    configs = [replace(SMALL_TRANSFER, max_payload_bytes=size * SMALL_LAYOUT.block_bytes) for size in sizes]
-    await hand_over_between(maker, SMALL_LAYOUT, *configs)
+    configs = [replace(SMALL_TRANSFER, max_payload_bytes=size * layout.max_page_bytes) for size in sizes]
+    await hand_over_between(maker, layout, *configs)
 
 
 async def test_no_bytes_move_before_the_grant(memory: TransportMaker) -> None:
@@ -337,7 +338,7 @@ async def test_blocks_freed_during_a_copy_stay_quarantined_until_it_ends(memory:
 @pytest.mark.parametrize("name", ["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
 async def test_small_pieces_that_wait_travel_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each still counts, and is checked, as if it had come alone."""
-    config = replace(SMALL_TRANSFER, max_payload_bytes=SMALL_LAYOUT.block_bytes, peer_reads=False)
+    config = replace(SMALL_TRANSFER, max_payload_bytes=SMALL_LAYOUT.max_page_bytes, peer_reads=False)
     async with open_pair(TransportMaker(name), config=config) as pair:
         sent, num_sends = pair.a.transport.send, 0
 
@@ -350,9 +351,9 @@ async def test_small_pieces_that_wait_travel_together(name: str, monkeypatch: py
         hand_over(pair)
         await pair.lands()
         pair.check_moved()
-        num_pieces = pair.total_bytes // SMALL_LAYOUT.block_bytes
+        num_pieces = pair.total_bytes // SMALL_LAYOUT.max_page_bytes
         assert pair.a.mover.counters().num_pieces_sent == pair.b.mover.counters().num_pieces_received == num_pieces
-        assert num_sends == 1 + ceil(num_pieces / min(MAX_PIECES, MESSAGE_BYTES // SMALL_LAYOUT.block_bytes))
+        assert num_sends == 1 + ceil(num_pieces / min(MAX_PIECES, MESSAGE_BYTES // SMALL_LAYOUT.max_page_bytes))
         pair.free_all()
 
 
@@ -454,7 +455,7 @@ async def test_only_what_was_sent_is_sent_again(maker: TransportMaker, reason: s
         sender = pair.offer()
         pair.grant()
         pair.compute(sender, chunks=((0, 4),))
-        while pair.b.mover.counters().num_bytes_received < 4 * SMALL_LAYOUT.num_layers * SMALL_LAYOUT.block_bytes:
+        while pair.b.mover.counters().num_bytes_received < 4 * SMALL_LAYOUT.bytes_per_block:
             await anyio.lowlevel.checkpoint()
         await send_raw(pair, header, b"", backwards=True)
         while pair.a.mover.counters().dropped != {reason: 1}:
@@ -472,7 +473,7 @@ async def test_whoever_asks_for_ever_is_not_answered_for_ever(maker: TransportMa
         sender = pair.offer()
         pair.grant()
         pair.compute(sender, chunks=((0, 4),))
-        while pair.b.mover.counters().num_bytes_received < 4 * SMALL_LAYOUT.num_layers * SMALL_LAYOUT.block_bytes:
+        while pair.b.mover.counters().num_bytes_received < 4 * SMALL_LAYOUT.bytes_per_block:
             await anyio.lowlevel.checkpoint()
         for _ in range(200):
             await send_raw(pair, AGAIN, b"", backwards=True)
@@ -621,7 +622,7 @@ class Forgery:
 
 
 def _forgeries() -> list[Forgery]:
-    size = SMALL_LAYOUT.block_bytes
+    size = SMALL_LAYOUT.max_page_bytes
     good = PieceHeader(
         kind=PieceKind.KV,
         request_key=request_key(REQUEST),
@@ -715,7 +716,7 @@ async def test_pieces_that_were_recorded_and_are_sent_again_change_nothing(
         assert await replay() == len(recorded) > 0
         pair.check_moved()
         pair.free_all()
-        others = [bytes([layer + 1]) * SMALL_LAYOUT.block_bytes for layer in range(SMALL_LAYOUT.num_layers)]
+        others = [bytes([layer + 1]) * SMALL_LAYOUT.max_page_bytes for layer in range(SMALL_LAYOUT.num_layers)]
         for layer, content in enumerate(others):
             pair.b.store.scatter(layer, pair.b_blocks, memoryview(content * len(pair.b_blocks)))
         assert await replay() == len(recorded)
@@ -856,7 +857,7 @@ async def test_leaving_the_mover_ends_what_is_under_way(memory: TransportMaker) 
 
 
 async def test_a_piece_must_hold_a_block(memory: TransportMaker) -> None:
-    config = replace(SMALL_TRANSFER, max_payload_bytes=SMALL_LAYOUT.block_bytes - 1)
+    config = replace(SMALL_TRANSFER, max_payload_bytes=SMALL_LAYOUT.max_page_bytes - 1)
     async with memory.open(config) as transport:
         store = ByteStore(SMALL_LAYOUT, 1)
         with pytest.raises(ConfigError, match="max_payload_bytes"):
@@ -942,11 +943,11 @@ async def test_each_source_sends_its_blocks_to_all_and_the_sampler_the_token(
             landed = await side.outcome()
             assert isinstance(landed, LandedTransfer)
             assert (landed.token_id, landed.token_index) == (7, 2)
-            assert landed.num_bytes == 9 * SMALL_LAYOUT.num_layers * SMALL_LAYOUT.block_bytes
+            assert landed.num_bytes == 9 * SMALL_LAYOUT.bytes_per_block
         for side, share in zip(mesh.sources, mesh.shares, strict=True):
             sent = await side.outcome()
             assert isinstance(sent, SentTransfer)
-            num_bytes = 2 * share.size * SMALL_LAYOUT.num_layers * SMALL_LAYOUT.block_bytes
+            num_bytes = 2 * share.size * SMALL_LAYOUT.bytes_per_block
             if faults is damaged_at_first and peer_reads == "1110":  # by the one that refuses
                 assert 2 * num_bytes <= sent.num_bytes <= 5 * num_bytes / 2
             else:

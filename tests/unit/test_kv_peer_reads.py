@@ -176,7 +176,7 @@ def test_threads_that_read_of_a_peer_at_once_open_its_cache_once(monkeypatch: py
 
 def test_a_cache_of_another_layout_is_not_opened() -> None:
     layout = KvLayout(num_layers=3, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
-    assert layout.block_bytes == SMALL_LAYOUT.block_bytes
+    assert layout.max_page_bytes == SMALL_LAYOUT.max_page_bytes
     store = ByteStore(layout, NUM_BLOCKS)
     peer_reads = PeerReads(store.shared, layout, MemoryTransport(SMALL_TRANSFER, MemoryFabric()))
     with running_owner() as peer, pytest.raises(KvTransferError, match="of another kind"):
@@ -203,7 +203,7 @@ def test_what_fills_a_receivers_buffers_with_peer_reads_holds_nobody_up_for_long
     """A decode that stands still may have its commit behind them: in host memory some 10 GB/s are copied."""
     _, peer_reads = reading()
     num_buffers = TransferConfig().num_receive_buffers
-    assert num_buffers * peer_reads.max_pages * SMALL_LAYOUT.block_bytes < 10e9 * FREEZE_LIMIT_S / 8
+    assert num_buffers * peer_reads.max_pages * SMALL_LAYOUT.max_page_bytes < 10e9 * FREEZE_LIMIT_S / 8
 
 
 def test_a_cache_that_is_said_to_lie_beyond_all_memory_is_an_error() -> None:
@@ -211,9 +211,7 @@ def test_a_cache_that_is_said_to_lie_beyond_all_memory_is_an_error() -> None:
     store = ByteStore(SMALL_LAYOUT, 4)
     for their_layers in ([(1 << 64) - 1] * SMALL_LAYOUT.num_layers, [8] * SMALL_LAYOUT.num_layers):
         num_pages = [1 << 63] * SMALL_LAYOUT.num_layers
-        peer = HostPeerCache(
-            os.getpid(), num_pages, their_layers, store.shared._layer_addresses, SMALL_LAYOUT.block_bytes
-        )
+        peer = HostPeerCache(os.getpid(), num_pages, their_layers, store.shared._layer_addresses, SMALL_LAYOUT)
         for block_ids in ([(1 << 32) - 1, 0], [(1 << 62) + 1, 5]):
             with pytest.raises(KvTransferError, match="cannot be read"):
                 peer.read(IndexRange(0, SMALL_LAYOUT.num_layers), block_ids, [2, 0])

@@ -18,6 +18,7 @@ from pdmesh.policy.latency import PROFILES, ChunkShape, StepShape
 from pdmesh.worker.engines import (
     EngineFacts,
     build_engine,
+    cache_bytes,
     check_ranks_can_compute,
     engine_facts,
     frees_behind_windows,
@@ -78,10 +79,9 @@ def test_what_layers_with_a_window_leave_goes_to_the_others(num_blocks_worth: in
     of = partial(num_blocks_of, config.worker, free_bytes=None, max_model_len=1 << 17)
     num_blocks = of(WINDOWED, max_frames=max_frames)
     num_frames = min(num_blocks, max_frames)
-    assert WINDOWED.cache_bytes(num_blocks, num_frames) <= kv_cache_bytes
+    assert cache_bytes(WINDOWED, num_blocks, num_frames) <= kv_cache_bytes
     assert (num_blocks > of(LAYOUT)) == (num_frames < num_blocks)
     assert num_blocks >= of(LAYOUT) - 1  # a frame of zeros
-    assert WINDOWED.with_all_held() == LAYOUT
     num_seen = num_blocks_for(WINDOWED.window + GRANULE_TOKENS, WINDOWED.block_size) + 1
     assert max_frames >= 8 * num_seen + num_blocks_for(config.policy.max_chunk_tokens, WINDOWED.block_size)
 

@@ -184,7 +184,7 @@ def test_gather_and_scatter_are_inverse() -> None:
     source, target = FakeEngine(layout, num_blocks=8), FakeEngine(layout, num_blocks=8)
     prefill(source, sequence_of(list(range(20)), [6, 1, 4]), [20])
     for layer in range(3):
-        data = bytearray(3 * layout.block_bytes)
+        data = bytearray(3 * layout.max_page_bytes)
         source.kv.gather(layer, [6, 1, 4], memoryview(data))
         target.kv.scatter(layer, [0, 7, 2], memoryview(data))
         assert (source.kv.words[layer, [6, 1, 4]] == target.kv.words[layer, [0, 7, 2]]).all()

@@ -67,7 +67,7 @@ def kv_of(instance: RunningInstance, chain: PrefixHashes) -> list[bytes]:
     store, layout = instance.engine.kv, instance.engine.kv.layout
     found = []
     for layer in range(layout.num_layers):
-        out = bytearray(len(blocks) * layout.block_bytes)
+        out = bytearray(len(blocks) * layout.max_page_bytes)
         store.gather(layer, blocks, memoryview(out))
         found.append(bytes(out))
     return found

@@ -183,7 +183,7 @@ async def test_a_group_hands_over_as_one_instance_does(maker: TransportMaker) ->
         assert [token.token_id for token in tokens] == reference_output(prompt, GREEDY)
         sent = running[0].reports_of(TransferSent, "r")[0]
         layout = decode.engine.kv.layout
-        assert sent.num_bytes == -(-len(prompt) // BLOCK) * layout.num_layers * layout.block_bytes
+        assert sent.num_bytes == -(-len(prompt) // BLOCK) * layout.bytes_per_block
         await free_all(running[1:], generation)
         decode.assert_all_free()
 

@@ -97,7 +97,7 @@ async def check_whole_way(pair: Pair, name: str, prompt: list[int], params: Samp
     assert sent.destination_id == decode.instance.instance_id
     assert sent.carrier == "memory"
     assert 0 <= sent.sent_s <= sent.duration_s
-    assert landed.num_bytes == num_blocks * layout.num_layers * layout.block_bytes
+    assert landed.num_bytes == num_blocks * layout.bytes_per_block
     assert len(decode.reports_of(RequestFinished, name)) == 1
     for instance in pair:
         assert len(instance.reports_of(KvReleased, name)) == 1

@@ -30,6 +30,7 @@ from pdmesh.kv.store import KvStore
 from pdmesh.model import GRANULE_TOKENS, PrefixHash, PrefixHashes, Role, SamplingParams
 from pdmesh.wire.messages import Generation, pack_token_ids
 from pdmesh_testing.fake_engine import FakeEngine, reference_output
+from pdmesh_testing.kv import UNEQUAL_LAYOUT, ByteStore
 from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 from pdmesh_testing.worker import (
     HASHER,
@@ -354,9 +355,27 @@ async def test_what_is_loaded_is_handed_over_once_it_is_here(kind: Kind) -> None
         assert drawn == reference_output(prompt, GREEDY)
 
 
+async def test_granules_of_unequal_layers_come_back(kind: Kind) -> None:
+    num_blocks = GRANULE_TOKENS // UNEQUAL_LAYOUT.block_size
+    store, pool, wakeup = ByteStore(UNEQUAL_LAYOUT, 4 * num_blocks, seed=3), BlockPool(4 * num_blocks), Wakeup()
+    granules = [PrefixHash(bytes([number]) * 16) for number in range(2)]
+    places = [list(range(number * num_blocks, (number + 1) * num_blocks)) for number in range(4)]
+    wanted = [bytes(store.block(layer, place)) for layer in range(4) for number in (0, 1) for place in places[number]]
+    ended = asyncio.Event()
+    async with kind(2)(store, pool, wakeup, lambda lost: None) as tier:
+        for granule, block_ids in zip(granules, places[:2], strict=True):
+            assert tier.offload(granule, block_ids)
+        tier.load(granules, [*places[2], *places[3]], lambda load: ended.set())
+        await asyncio.wait_for(ended.wait(), 20)
+        counters = tier.counters()
+    found = [bytes(store.block(layer, place)) for layer in range(4) for number in (2, 3) for place in places[number]]
+    assert found == wanted
+    assert counters.num_bytes_loaded == 2 * GRANULE_TOKENS * UNEQUAL_LAYOUT.token_bytes
+
+
 async def test_the_file_has_no_name_and_is_of_no_use_without_the_key(tmp_path: Path) -> None:
     """Nothing is left to be found, and what is on the disk is not the KV."""
-    disk = DiskSlots(tmp_path, 2, 1, 4096)
+    disk = DiskSlots(tmp_path, 2, [4096])
     granule, other = PrefixHash(b"a" * 16), PrefixHash(b"b" * 16)
     data, out = memoryview(bytes(range(256)) * 16), memoryview(bytearray(4096))
     number = disk.number_write(1)

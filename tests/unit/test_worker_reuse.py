@@ -169,7 +169,7 @@ async def test_a_hand_over_brings_what_is_not_there(here: int, there: int) -> No
         (landed,), (sent,) = decode.reports_of(TransferLanded, "r"), prefill.reports_of(TransferSent, "r")
         layout = prefill.engine.kv.layout
         num_pages = (75 - 32 * there) * layout.num_layers
-        assert landed.num_bytes == sent.num_bytes == num_pages * layout.block_bytes
+        assert landed.num_bytes == sent.num_bytes == num_pages * layout.max_page_bytes
         assert prefill.tokens_of("r")[0].num_cached_tokens == here * GRANULE_TOKENS
         assert prefill.mover.counters().dropped == decode.mover.counters().dropped == {}
         for instance in (prefill, decode):
@@ -212,8 +212,8 @@ async def test_a_move_brings_what_is_not_there() -> None:
         num_drawn = len(output(source, "r"))
         layout = source.engine.kv.layout
         num_pages = (-(-(300 + num_drawn - 1) // 4) - 64) * layout.num_layers
-        assert num_pages * layout.block_bytes <= sent.num_bytes  # and the transcript
-        assert sent.num_bytes < (num_pages + 64) * layout.block_bytes + 4096
+        assert num_pages * layout.max_page_bytes <= sent.num_bytes  # and the transcript
+        assert sent.num_bytes < (num_pages + 64) * layout.max_page_bytes + 4096
         all_kept = granules_of(prompt + reference_output(prompt, params)[:-1])
         assert target.reports_of(KvReleased, "r")[0].granules == all_kept[2:]
         target.assert_all_free(num_cached=len(all_kept))

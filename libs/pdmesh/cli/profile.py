@@ -158,9 +158,9 @@ def relative_errors(model: LinearLatencyModel, measured: Sequence[tuple[StepShap
 
 def _fill(engine: Engine) -> None:
     layout = engine.kv.layout
-    size = max(1, _FILL_BYTES // layout.block_bytes)  # a copy to a device takes some 0.1 ms, however small
-    data = memoryview(bytearray([_FILL]) * (size * layout.block_bytes))
+    size = max(1, _FILL_BYTES // layout.max_page_bytes)  # a copy to a device takes some 0.1 ms, however small
+    data = memoryview(bytearray([_FILL]) * (size * layout.max_page_bytes))
     for layer in range(layout.num_layers):
         for first in range(0, engine.kv.num_blocks, size):
             block_ids = range(first, min(first + size, engine.kv.num_blocks))
-            engine.kv.scatter(layer, block_ids, data[: len(block_ids) * layout.block_bytes])
+            engine.kv.scatter(layer, block_ids, data[: len(block_ids) * layout.page_bytes(layer)])

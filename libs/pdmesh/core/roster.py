@@ -108,8 +108,7 @@ class Roster:
         """Return the instances, of all or of ``among``, that ``num_blocks`` of KV reach much later than others."""
         if not self.links.are_uneven:
             return frozenset()
-        layout = source.profile.kv_layout
-        num_bytes = num_blocks * layout.num_layers * layout.block_bytes
+        num_bytes = num_blocks * source.profile.kv_layout.bytes_per_block
         return self.links.slow_from(source.instance_id, num_bytes, self.instances if among is None else among)
 
     def suspect(self, instance: InstanceState, suspected: bool) -> None:

@@ -9,7 +9,7 @@ the CPUs that we measured. The copies are fp32 where the processor cannot multip
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, Protocol
@@ -22,7 +22,7 @@ from torch import Tensor
 from pdmesh.engine.bf16 import onednn_multiplies_bf16
 from pdmesh.engine.kv_cache import num_cache_heads
 from pdmesh.kv.remote_kv import RemoteKv
-from pdmesh.model import KvLayout, num_blocks_for
+from pdmesh.model import KvLayout, PageShape, num_blocks_for
 
 #: Score elements of one tile of queries. The bound limits the memory of a long context, and keeps a tile within the
 #: processor's caches. On CPU, softmax of bf16 computes in fp32 inside; asking for an fp32 result would only add two
@@ -104,6 +104,27 @@ class PartialBackend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionByPage:
+    """An `AttentionBackend` for layers whose pages have several shapes."""
+
+    backends: Mapping[PageShape, PartialBackend]
+
+    def plan(self, spans: Sequence[QuerySpan]) -> PartialPlan:
+        return _PlanByPage({page: backend.plan(spans) for page, backend in self.backends.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _PlanByPage:
+    plans: Mapping[PageShape, PartialPlan]
+
+    def attend(
+        self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False, wide: bool = False
+    ) -> AttentionOutput:
+        plan = self.plans[PageShape(cache.shape[2], cache.shape[4])]
+        return plan.attend(query, cache, window=window, with_lse=with_lse, wide=wide)
+
+
+@dataclass(frozen=True, slots=True)
 class TorchAttention:
     """The backend in plain torch, for any device.
 
@@ -149,7 +170,7 @@ class TorchAttention:
         for _, bucket in groupby(longest_first, key=lambda span: span.end.bit_length()):
             group = list(bucket)
             num_blocks = num_blocks_for(group[0].end, self.layout.block_size)
-            block_bytes = self.layout.block_bytes // self.layout.num_kv_heads * self._num_cache_heads
+            block_bytes = self.layout.page_bytes(0) // self.layout.num_kv_heads * self._num_cache_heads
             size = max(1, _GROUP_BYTES // (num_blocks * block_bytes))
             yield from (group[first : first + size] for first in range(0, len(group), size))
 

@@ -1,11 +1,13 @@
 """The paged KV cache in host memory: per layer one tensor ``(num_blocks, 2, num_kv_heads, block_size, head_dim)``.
 
-Layers with a window have frames instead of blocks, if the layout says so (`pdmesh.kv.frames`).
+The heads and their width may differ between layers. Layers with a window have frames instead of blocks, if the layout
+says so (`pdmesh.kv.frames`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +17,7 @@ from torch import Tensor
 from pdmesh.kv.frames import FrameMap
 from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
-from pdmesh.model import KvLayout
+from pdmesh.model import KvLayout, PageShape
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,12 +39,14 @@ class TorchKvStore(HostKvStore):
         if self._windowed:
             assert memory is None, "ranks hold the KV of all tokens"
             self._frames = FrameMap.shared_out(num_blocks, num_blocks if num_frames is None else num_frames)
-        page_shape = (2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         dtype = TORCH_DTYPES[layout.dtype]
+        shapes = [(self._num_pages(n), *page_shape(layout, n)) for n in range(layout.num_layers)]
         if memory is None:
-            self.layers = [_zeros((self._num_pages(n), *page_shape), dtype) for n in range(layout.num_layers)]
+            self.layers = [_zeros(shape, dtype) for shape in shapes]
         else:
-            self.layers = [layer.view(dtype).view(num_blocks, *page_shape) for layer in memory.chunk(layout.num_layers)]
+            sizes = [num_blocks * layout.page_bytes(n) for n in range(layout.num_layers)]
+            parts: Sequence[Tensor] = memory.split(sizes)  # type: ignore[no-untyped-call]
+            self.layers = [part.view(dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
         self._bytes = [layer.view(len(layer), -1).view(torch.uint8).numpy() for layer in self.layers]
 
     @property
@@ -64,12 +68,12 @@ class TorchKvStore(HostKvStore):
         return HostCache(self._layout, self._num_blocks, addresses, num_frames=num_frames)
 
     def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
-        pieces = np.frombuffer(out, dtype=np.uint8).reshape(len(block_ids), self._layout.block_bytes)
+        pieces = np.frombuffer(out, dtype=np.uint8).reshape(len(block_ids), self._layout.page_bytes(layer))
         # "clip": other modes use a second buffer, and the index was checked
         self._bytes[layer].take(self._index(layer, block_ids), axis=0, out=pieces, mode="clip")
 
     def scatter(self, layer: int, block_ids: Sequence[int], data: memoryview) -> None:
-        pieces = np.frombuffer(data, dtype=np.uint8).reshape(len(block_ids), self._layout.block_bytes)
+        pieces = np.frombuffer(data, dtype=np.uint8).reshape(len(block_ids), self._layout.page_bytes(layer))
         index = self._index(layer, block_ids)
         if layer in self._windowed and self._frames is not None:
             is_seen = index != self._frames.zeros  # pieces may include blocks outside the window
@@ -84,6 +88,17 @@ class TorchKvStore(HostKvStore):
             raise IndexError(f"block ids {list(block_ids)} reach outside the cache's {self._num_blocks} blocks")
         index = np.asarray(block_ids, dtype=np.int64)
         return index if self._frames is None or layer not in self._windowed else self._frames.of_block[index]
+
+
+def with_pages(layout: KvLayout, page: PageShape) -> KvLayout:
+    """Return the layout of layers whose pages all have one shape."""
+    return replace(layout, num_kv_heads=page.num_kv_heads, head_dim=page.head_dim, pages=())
+
+
+def page_shape(layout: KvLayout, layer: int) -> tuple[int, int, int, int]:
+    """Return the shape of a layer's pages: keys or values, heads, tokens, width."""
+    num_kv_heads, head_dim = layout.page(layer)
+    return 2, num_kv_heads, layout.block_size, head_dim
 
 
 def num_cache_heads(cache: Tensor) -> int:

@@ -20,12 +20,13 @@ from pdmesh.model import KvLayout, num_blocks_for
 
 def suits(level: CpuLevel, config: ModelConfig, layout: KvLayout) -> bool:
     """Return whether a level's kernels can compute this model and cache."""
-    if layout.dtype not in level.suffixes or layout.head_dim > 1024:
+    widths = [page.head_dim for page in layout.distinct_pages]
+    if layout.dtype not in level.suffixes or max(widths) > 1024:
         return False
     if level.is_ordered:
-        return layout.head_dim % 8 == 0
+        return all(width % 8 == 0 for width in widths)
     return (
-        layout.head_dim % 32 == 0
+        all(width % 32 == 0 for width in widths)
         and layout.block_size % 16 == 0
         and config.hidden_size % 16 == 0
         and all(size % 16 == 0 for size in config.inner_sizes)

@@ -150,7 +150,7 @@ class TorchEngine:
         self._json_bounds: JsonBounds | None = None  # created with the first JSON grammar
         if not isinstance(num_blocks, int):
             num_blocks = num_blocks(layout, _free_bytes(self._device))
-        cache_bytes = num_blocks * layout.num_layers * layout.block_bytes
+        cache_bytes = num_blocks * layout.bytes_per_block
         asked = AskedRows.of(planned.config, layout, range_tokens)
         self._forward: Forward | Pipeline
         if stages is not None:

@@ -169,7 +169,7 @@ class CopyIn:
 
     def place(self, header: PieceHeader, blocks: Blocks) -> None:
         self.ledger.place(blocks)
-        self.num_bytes += blocks.num_pages * self._layout.block_bytes
+        self.num_bytes += blocks.num_bytes(self._layout)
         self._on_placed(self)
 
     def give_up(self, reason: str) -> None:

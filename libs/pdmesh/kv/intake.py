@@ -78,7 +78,7 @@ class PageIntake:
         #: Calls of `take` for pieces whose pages a peer read is copying.
         self._waiting: dict[Inlet, list[Callable[[], object]]] = {}
         layout = store.layout
-        is_large = store.num_blocks * layout.block_bytes * layout.num_layers > _LARGE_CACHE_BYTES
+        is_large = store.num_blocks * layout.bytes_per_block > _LARGE_CACHE_BYTES
         #: By layer, 1 for each page of a piece that the event loop could copy (`_is_first`). Empty for a small cache.
         self._has_come = [bytearray(store.num_blocks) for _ in range(layout.num_layers)] if is_large else []
         if beside is not None:
@@ -93,7 +93,7 @@ class PageIntake:
         """
         is_read, blocks = header.kind is PieceKind.PEER_READ, Blocks.of(header)
         layout = self._store.layout
-        num_bytes = note_bytes(blocks.num_blocks, layout) if is_read else blocks.num_pages * layout.block_bytes
+        num_bytes = note_bytes(blocks.num_blocks, layout) if is_read else blocks.num_bytes(layout)
         lane = inlet.lane_from(header.source)
         if inlet.is_over:
             self._context.drop(piece, "unknown")
@@ -114,7 +114,7 @@ class PageIntake:
     ) -> None:
         """Copy a piece from the peer at ``address``, or only ``parts`` of a peer read. Then release the piece."""
         block_ids = inlet.block_ids[slice(*header.part.blocks)]
-        is_inline = header.part.num_pages * self._store.layout.block_bytes <= self._store.inline_copy_bytes
+        is_inline = Blocks.of(header).num_bytes(self._store.layout) <= self._store.inline_copy_bytes
         is_there = True
         if header.kind is PieceKind.PEER_READ:
             owner = None if self._peer_reads is None else self._peer_reads.owner(address)
@@ -170,11 +170,11 @@ class PageIntake:
         return fetch()
 
     def _scatter(self, header: PieceHeader, piece: ReceivedPiece, block_ids: Sequence[int]) -> None:
-        layers = header.part.layers
-        layer_bytes = header.payload_bytes // layers.size
-        for index in range(layers.size):
-            start = index * layer_bytes
-            self._store.scatter(layers.start + index, block_ids, piece.payload[start : start + layer_bytes])
+        start = 0
+        for layer in range(*header.part.layers):
+            end = start + len(block_ids) * self._store.layout.page_bytes(layer)
+            self._store.scatter(layer, block_ids, piece.payload[start:end])
+            start = end
 
     def _read_peer(
         self,
@@ -205,7 +205,7 @@ class PageIntake:
         """
         is_read, lane = header.kind is PieceKind.PEER_READ, inlet.lane_from(header.source)
         if fault is None:
-            num_bytes = sum(blocks.num_pages for blocks in parts) * self._store.layout.block_bytes
+            num_bytes = sum(blocks.num_bytes(self._store.layout) for blocks in parts)
             self.num_pieces += 1
             self.num_bytes += num_bytes
             self.num_bytes_peer_read += num_bytes if is_read else 0

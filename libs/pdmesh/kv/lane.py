@@ -106,10 +106,10 @@ class Lane:
 
     def put_in_steps(self, blocks: Blocks, layers_a_piece: int, *, is_tail: bool) -> None:
         """Send pages. The last layers of a context's tail go in several pieces in parallel."""
-        size, block_bytes = blocks.num_pages, self._layout.block_bytes
+        size = blocks.num_pages
         is_last = is_tail and blocks.layer >= self._layout.num_layers - NUM_LAST_LAYERS
         if is_last and not self._writer.may_read(self.address):
-            size = max(ceil(size / PIECES_IN_FLIGHT), LAST_PIECE_BYTES // block_bytes, 1)
+            size = max(ceil(size / PIECES_IN_FLIGHT), LAST_PIECE_BYTES // self._layout.page_bytes(blocks.layer), 1)
         for some in blocks.cut(size):
             self.put(Outgoing(some), layers_a_piece)
 
@@ -219,6 +219,6 @@ def layers_a_step(layout: KvLayout, blocks: Blocks, *, is_tail: bool) -> int:
     """Return how many layers of a chunk's blocks go together: fewer and fewer near the end of a context's tail."""
     num_wanted = ceil(layout.num_layers / STEPS_A_CHUNK)
     if is_tail:
-        num_tail_layers = ceil(TAIL_BYTES / (blocks.num_blocks * layout.block_bytes))
+        num_tail_layers = ceil(TAIL_BYTES / (blocks.num_blocks * layout.page_bytes(blocks.layer)))
         num_wanted = min(num_wanted, max(layout.num_layers - blocks.end_layer, num_tail_layers))
     return num_wanted

@@ -121,10 +121,10 @@ class KvMover:
         ``weights`` is the identity of the weights that compute the KV: pieces of other weights are dropped.
         ``attend_part`` answers questions about shards held here; ``wakeup`` wakes the thread that waits for answers.
         """
-        if config.max_payload_bytes < store.layout.block_bytes:
+        if config.max_payload_bytes < store.layout.max_page_bytes:
             raise ConfigError(
                 f"transfer.max_payload_bytes is {config.max_payload_bytes}, less than one KV block of this model "
-                f"({store.layout.block_bytes} bytes): raise it, or lower worker.block_size"
+                f"({store.layout.max_page_bytes} bytes): raise it, or lower worker.block_size"
             )
         self._transport = transport
         self._store = store

@@ -56,7 +56,7 @@ class PieceWriter:
     @property
     def max_pages(self) -> int:
         """Maximum number of pages in a piece to any destination."""
-        return self._transport.max_payload_bytes // self._store.layout.block_bytes
+        return self._transport.max_payload_bytes // self._store.layout.max_page_bytes
 
     def may_read(self, address: bytes) -> bool:
         """Whether the peer at an address copies pages from this cache, so that none are pushed."""
@@ -79,7 +79,7 @@ class PieceWriter:
     def pages_a_message(self, address: bytes) -> int:
         """Return the number of pages up to which pieces to this address are sent together."""
         try:
-            return self._transport.message_limit(address) // self._store.layout.block_bytes
+            return self._transport.message_limit(address) // self._store.layout.max_page_bytes
         except KvTransferError:
             return 1
 
@@ -169,12 +169,13 @@ class PieceWriter:
     def _pages_taken(self, address: bytes) -> int:
         """Return the pages of a piece that a destination accepts. Raises KvTransferError if not one fits."""
         limit = self._transport.payload_limit(address)
-        if limit < self._store.layout.block_bytes:
+        page_bytes = self._store.layout.max_page_bytes
+        if limit < page_bytes:
             raise KvTransferError(f"the receiver takes pieces of {limit} bytes, less than one KV block")
-        return limit // self._store.layout.block_bytes
+        return limit // page_bytes
 
     async def _send_message(self, address: bytes, pieces: Sequence[BlocksAbout], buffer: PieceBuffer) -> None:
-        num_bytes = sum(blocks.num_pages for blocks, _ in pieces) * self._store.layout.block_bytes
+        num_bytes = sum(blocks.num_bytes(self._store.layout) for blocks, _ in pieces)
         if num_bytes <= self._store.inline_copy_bytes:
             payload_bytes = self._fill(pieces, buffer)
         else:
@@ -192,16 +193,17 @@ class PieceWriter:
         for number, (blocks, about) in enumerate(pieces):
             if number:
                 buffer.end_piece(payload_bytes)
-            payload_bytes = blocks.num_pages * self._store.layout.block_bytes
+            payload_bytes = blocks.num_bytes(self._store.layout)
             self._fill_piece(blocks, about, buffer, payload_bytes)
         return payload_bytes
 
     def _fill_piece(self, blocks: Blocks, about: PieceHeader, buffer: PieceBuffer, payload_bytes: int) -> None:
         payload = buffer.payload[:payload_bytes]
-        block_ids, layer_bytes = self._block_ids[blocks.first_block : blocks.end], payload_bytes // blocks.num_layers
-        for index in range(blocks.num_layers):
-            start = index * layer_bytes
-            self._store.gather(blocks.layer + index, block_ids, payload[start : start + layer_bytes])
+        block_ids, start = self._block_ids[blocks.first_block : blocks.end], 0
+        for layer in range(blocks.layer, blocks.end_layer):
+            end = start + blocks.num_blocks * self._store.layout.page_bytes(layer)
+            self._store.gather(layer, block_ids, payload[start:end])
+            start = end
         header = about._replace(
             chunk=blocks.chunk,
             part=self._part(blocks),

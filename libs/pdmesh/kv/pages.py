@@ -41,6 +41,10 @@ class Blocks(NamedTuple):
     def num_pages(self) -> int:
         return self.num_layers * self.num_blocks
 
+    def num_bytes(self, layout: KvLayout) -> int:
+        """Return the bytes of all these pages."""
+        return self.num_blocks * layout.bytes_of(IndexRange(self.layer, self.end_layer))
+
     def within(self, part: KvPart) -> Blocks:
         """Return the blocks of this range that are in ``part``."""
         blocks = IndexRange(self.first_block, self.end).common(part.blocks)

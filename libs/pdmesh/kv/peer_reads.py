@@ -160,7 +160,7 @@ class PeerReads:
     def __init__(self, cache: SharedCache, layout: KvLayout, transport: KvTransport) -> None:
         self._cache = cache
         self._transport = transport
-        self.max_pages = max(1, cache.max_read_bytes // layout.block_bytes)
+        self.max_pages = max(1, cache.max_read_bytes // layout.max_page_bytes)
         self.copies_inline = cache.copies_inline
         described = cache.describe()
         kind_of_layout = hashlib.blake2b(repr(layout).encode(), digest_size=16).digest()
@@ -341,10 +341,10 @@ class PeerReadWriter(PieceWriter):
 
     async def _send_message(self, address: bytes, pieces: Sequence[BlocksAbout], buffer: PieceBuffer) -> None:
         await super()._send_message(address, pieces, buffer)
-        num_pages = sum(blocks.num_pages for blocks, _ in pieces)
-        num_counted = min(num_pages, self._num_refused[address])  # `_offer` counted these
-        self._num_refused[address] -= num_counted
-        self.num_bytes -= num_counted * self._store.layout.block_bytes
+        for blocks, _ in pieces:
+            num_counted = min(blocks.num_pages, self._num_refused[address])  # `_offer` counted these
+            self._num_refused[address] -= num_counted
+            self.num_bytes -= num_counted * blocks.num_bytes(self._store.layout) // blocks.num_pages
 
     async def _offer(self, address: bytes, blocks: Blocks, about: PieceHeader) -> None:
         block_ids, frames = self._block_ids[blocks.first_block : blocks.end], self._store.frames
@@ -353,7 +353,7 @@ class PeerReadWriter(PieceWriter):
         header = about._replace(kind=PieceKind.PEER_READ, chunk=blocks.chunk, part=self._part(blocks))
         self._num_offered[address] += blocks.num_pages
         await self.send_payload(address, note.pack(), header)
-        self.num_bytes += blocks.num_pages * self._store.layout.block_bytes
+        self.num_bytes += blocks.num_bytes(self._store.layout)
 
     def _blocks_a_note(self, address: bytes) -> int:
         """Return how many blocks a note to an address may have. Raises KvTransferError if none fits."""

@@ -93,7 +93,7 @@ class HostCache:
         addresses = self._addresses.unpack_from(described, _SIZES.size)
         windowed = self._layout.windowed_layers
         num_pages = [num_frames if layer in windowed else num_blocks for layer in range(self._layout.num_layers)]
-        return HostPeerCache(pid, num_pages, addresses, self._layer_addresses, self._layout.block_bytes)
+        return HostPeerCache(pid, num_pages, addresses, self._layer_addresses, self._layout)
 
 
 class HostPeerCache:
@@ -105,24 +105,23 @@ class HostPeerCache:
         num_pages: Sequence[int],
         their_layers: Sequence[int],
         our_layers: Sequence[int],
-        block_bytes: int,
+        layout: KvLayout,
     ) -> None:
         self._pid = pid
         self._num_pages = num_pages
         self._their_layers = their_layers
         self._our_layers = our_layers
-        self._block_bytes = block_bytes
+        self._layout = layout
 
     def read(self, layers: IndexRange, theirs: Sequence[int], ours: Sequence[int]) -> None:
         check_blocks(theirs, min(self._num_pages[slice(*layers)]))
-        size, runs = self._block_bytes, list(common_runs(theirs, ours))
-        parts = [
-            (from_address + run.theirs * size, to_address + run.ours * size, run.num_blocks * size)
-            for from_address, to_address in zip(
-                self._their_layers[slice(*layers)], self._our_layers[slice(*layers)], strict=True
-            )
-            for run in runs
-        ]
+        runs, parts = list(common_runs(theirs, ours)), list[tuple[int, int, int]]()
+        for layer in range(*layers):
+            from_address, to_address = self._their_layers[layer], self._our_layers[layer]
+            size = self._layout.page_bytes(layer)
+            parts += [
+                (from_address + run.theirs * size, to_address + run.ours * size, run.num_blocks * size) for run in runs
+            ]
         try:
             read_parts(self._pid, parts)
         except OSError as error:

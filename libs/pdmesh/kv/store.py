@@ -14,8 +14,9 @@ from pdmesh.model import KvLayout
 class KvStore(Protocol):
     """An instance's paged KV cache, seen as bytes.
 
-    One (layer, block) page is ``layout.block_bytes`` contiguous bytes: keys and values of ``block_size`` tokens, shape
-    ``(2, num_kv_heads, block_size, head_dim)``. `gather` and `scatter` block; large copies run off the event loop.
+    One (layer, block) page is ``layout.page_bytes(layer)`` contiguous bytes: keys and values of ``block_size`` tokens,
+    shape ``(2, num_kv_heads, block_size, head_dim)``. `gather` and `scatter` block; large copies run off the event
+    loop.
     """
 
     @property

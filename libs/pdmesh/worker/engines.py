@@ -161,10 +161,15 @@ def _num_blocks(
             num_tokens=num_blocks * layout.block_size,
             num_windowed_layers=len(layout.windowed_layers),
             num_tokens_of_these=min(num_blocks, max_frames) * layout.block_size,
-            num_tokens_if_all_was_held=of(layout.with_all_held()) * layout.block_size,
-            num_cache_bytes=layout.cache_bytes(num_blocks, min(num_blocks, max_frames)),
+            num_tokens_if_all_was_held=of(replace(layout, window=0, windowed_layers=())) * layout.block_size,
+            num_cache_bytes=cache_bytes(layout, num_blocks, min(num_blocks, max_frames)),
         )
     return num_blocks
+
+
+def cache_bytes(layout: KvLayout, num_blocks: int, num_frames: int) -> int:
+    """Return the bytes of a cache of ``num_blocks``, and ``num_frames`` of windowed layers (`pdmesh.kv.frames`)."""
+    return num_blocks * layout.bytes_per_block + (num_frames + 1 - num_blocks) * layout.bytes_per_frame
 
 
 def _ranks_of(ranks: Followers | Stages | None, num_stages: int) -> dict[str, Any]:
@@ -375,8 +380,7 @@ def num_blocks_of(
     Raises ConfigError if there is no room for one block.
     """
     kv_cache_bytes, source = worker.kv_cache_bytes, "worker.kv_cache_bytes"
-    bytes_per_block = layout.num_layers * layout.block_bytes
-    bytes_per_frame = len(layout.windowed_layers) * layout.block_bytes
+    bytes_per_block, bytes_per_frame = layout.bytes_per_block, layout.bytes_per_frame
     most_blocks = worker.max_num_seqs * num_blocks_for(max_model_len, layout.block_size)
     if kv_cache_bytes is None and free_bytes is not None:
         kv_cache_bytes = int(free_bytes * worker.kv_cache_share)

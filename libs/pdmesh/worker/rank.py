@@ -64,7 +64,7 @@ def main() -> int:
         command = read_command(leader)
         if not isinstance(command, OpenCache):
             return 0
-        num_bytes = command.num_blocks * model.layout.num_layers * model.layout.block_bytes
+        num_bytes = command.num_blocks * model.layout.bytes_per_block
         compute = model.compute(command.num_blocks, map_memory(start.cache_fd, num_bytes))
         asked = AskedRows.of(model.config, model.layout, config.worker.max_kv_tokens_per_instance)
         follower = _follower(start, model, compute, group, leader, memory, asked)

@@ -63,7 +63,7 @@ def config_of(plan: Plan) -> MeshConfig:
         ),
         transfer=TransferConfig(
             num_backends=plan.num_backends,
-            max_payload_bytes=plan.blocks_per_piece * FAKE_LAYOUT.block_bytes,
+            max_payload_bytes=plan.blocks_per_piece * FAKE_LAYOUT.max_page_bytes,
             num_send_buffers=plan.num_buffers,
             num_receive_buffers=plan.num_buffers,
             # A hand-over takes about twenty copies, several at once.

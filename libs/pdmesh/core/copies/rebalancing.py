@@ -205,8 +205,7 @@ class Rebalancer:
 
     @staticmethod
     def _num_bytes(source: InstanceState, allocation: Allocation) -> int:
-        layout = source.profile.kv_layout
-        return allocation.num_blocks * layout.num_layers * layout.block_bytes
+        return allocation.num_blocks * source.profile.kv_layout.bytes_per_block
 
     @staticmethod
     def _num_tokens(source: InstanceState, allocation: Allocation) -> int:

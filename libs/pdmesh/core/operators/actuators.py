@@ -176,6 +176,4 @@ def host_bytes(profile: InstanceProfile) -> int:
     if profile.device != "cpu":
         return 0
     layout = profile.kv_layout
-    return profile.num_blocks * layout.num_layers * layout.block_bytes + (
-        profile.num_parameters * _BYTES_OF.get(layout.dtype, 4)
-    )
+    return profile.num_blocks * layout.bytes_per_block + profile.num_parameters * _BYTES_OF.get(layout.dtype, 4)

@@ -209,7 +209,8 @@ def place_locally(
         if instance.kv_group in handovers.closed_groups or not instance.can_stay(request):
             continue
         prefill = least_queued(instance.kv_group)
-        layer_bytes = instance.num_prefill_blocks(request) * instance.profile.kv_layout.block_bytes
+        layout = instance.profile.kv_layout
+        layer_bytes = instance.num_prefill_blocks(request) * layout.page_bytes(layout.num_layers - 1)
         num_here = _num_cached_tokens(depths, instance)
         num_there = 0 if prefill is None else _num_cached_tokens(depths, prefill)
         there = None if prefill is None else prefill.view

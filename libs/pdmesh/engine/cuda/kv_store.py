@@ -143,7 +143,7 @@ class DeviceKvStore:
 
     def _pieces(self, block_ids: Sequence[int], memory: memoryview) -> Tensor:
         """Return ``memory`` as a row of bytes for each block. A tensor of words would have to be aligned."""
-        return torch.frombuffer(memory, dtype=torch.uint8).view(len(block_ids), self._layout.block_bytes)
+        return torch.frombuffer(memory, dtype=torch.uint8).view(len(block_ids), self._layout.max_page_bytes)
 
     def _index(self, block_ids: Sequence[int]) -> Tensor:
         return torch.tensor(block_ids).to(self._streams.device, non_blocking=True)
@@ -152,6 +152,6 @@ class DeviceKvStore:
         """Return whether there is anything to copy. Raise IndexError or ValueError for wrong ids or a wrong size."""
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
             raise IndexError(f"block ids {list(block_ids)} reach outside the cache's {self._num_blocks} blocks")
-        if memory.nbytes != len(block_ids) * self._layout.block_bytes:
-            raise ValueError(f"{len(block_ids)} blocks of {self._layout.block_bytes} bytes are not {memory.nbytes}")
+        if memory.nbytes != len(block_ids) * self._layout.max_page_bytes:
+            raise ValueError(f"{len(block_ids)} blocks of {self._layout.max_page_bytes} bytes are not {memory.nbytes}")
         return bool(block_ids)

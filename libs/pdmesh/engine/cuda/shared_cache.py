@@ -123,7 +123,9 @@ class CudaSharedCache:
     def open(self, pid: int, described: bytes) -> CudaPeerCache:
         (num_blocks,) = _NUM_BLOCKS.unpack_from(described)
         layers = list(_LAYER.iter_unpack(described[_NUM_BLOCKS.size :]))
-        peer = CudaPeerCache(self._layer_addresses, self._layout.block_bytes, num_blocks, self._memory, self._streams)
+        peer = CudaPeerCache(
+            self._layer_addresses, self._layout.max_page_bytes, num_blocks, self._memory, self._streams
+        )
         try:
             if pid == os.getpid():  # the driver opens no handle in the process that made it
                 peer.use([address for _, _, address in layers])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
@@ -28,16 +29,16 @@ class DamagedGranule(PdmeshError):
 
 
 class DiskSlots:
-    """Slots for ``num_slots`` granules of ``num_layers`` layers of ``layer_bytes`` bytes each.
+    """Slots for ``num_slots`` granules. ``layer_bytes`` has the size of each of a granule's layers.
 
     Any thread may read and write, different slots at once.
     """
 
-    def __init__(self, directory: Path, num_slots: int, num_layers: int, layer_bytes: int) -> None:
+    def __init__(self, directory: Path, num_slots: int, layer_bytes: Sequence[int]) -> None:
         """Raises ConfigError if no file can be made in ``directory``."""
         self._num_slots = num_slots
-        self._num_layers = num_layers
         self._layer_bytes = layer_bytes
+        self._offsets = list(accumulate((size + _TAG_BYTES for size in layer_bytes), initial=0))
         self._cipher = AESGCM(os.urandom(32))
         self._num_writes = 0
         self._written: dict[int, int] = {}
@@ -50,9 +51,9 @@ class DiskSlots:
             ) from error
 
     @staticmethod
-    def granule_bytes(num_layers: int, layer_bytes: int) -> int:
+    def granule_bytes(layer_bytes: Sequence[int]) -> int:
         """Return the number of bytes of a granule on the disk."""
-        return num_layers * (layer_bytes + _TAG_BYTES)
+        return sum(size + _TAG_BYTES for size in layer_bytes)
 
     def close(self) -> None:
         os.close(self._file)
@@ -69,14 +70,14 @@ class DiskSlots:
 
     def write(self, slot: int, number: int, granule: PrefixHash, layers: Sequence[memoryview]) -> None:
         """Encrypt and write the layers of a granule. Raises OSError, on a full disk for instance."""
-        sealed = bytearray(self._layer_bytes + _TAG_BYTES)
         for layer, data in enumerate(layers):
+            sealed = bytearray(self._layer_bytes[layer] + _TAG_BYTES)
             self._cipher.encrypt_into(_nonce(number, layer), data, granule, sealed)
             self._pwrite(sealed, self._offset(slot, layer))
 
     def read(self, slot: int, number: int, granule: PrefixHash, layer: int, out: memoryview) -> None:
         """Read and decrypt a layer of a granule. Raises OSError, or DamagedGranule."""
-        sealed = bytearray(self._layer_bytes + _TAG_BYTES)
+        sealed = bytearray(self._layer_bytes[layer] + _TAG_BYTES)
         num_read, offset = 0, self._offset(slot, layer)
         while num_read < len(sealed):
             more = os.preadv(self._file, [memoryview(sealed)[num_read:]], offset + num_read)
@@ -90,7 +91,7 @@ class DiskSlots:
 
     def _offset(self, slot: int, layer: int) -> int:
         assert 0 <= slot < self._num_slots, f"slot {slot} of {self._num_slots}"
-        return (slot * self._num_layers + layer) * (self._layer_bytes + _TAG_BYTES)
+        return slot * self._offsets[-1] + self._offsets[layer]
 
     def _pwrite(self, data: bytearray, offset: int) -> None:
         num_written = 0

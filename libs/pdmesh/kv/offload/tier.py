@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from itertools import accumulate, pairwise
 from math import inf
 from pathlib import Path
 from types import TracebackType
@@ -103,15 +104,16 @@ class OffloadTier:
         self._on_lost = on_lost
         self._call_soon = call_soon
         self._no_progress_s = no_progress_s
-        self._num_layers = layout.num_layers
-        self._layer_bytes = blocks_of_granule(layout.block_size) * layout.block_bytes
-        self.granule_bytes = self._num_layers * self._layer_bytes
-        on_disk = DiskSlots.granule_bytes(self._num_layers, self._layer_bytes)
+        self._num_blocks = blocks_of_granule(layout.block_size)
+        self._layer_bytes = [self._num_blocks * layout.page_bytes(layer) for layer in range(layout.num_layers)]
+        self._offsets = list(accumulate(self._layer_bytes, initial=0))
+        self.granule_bytes = self._offsets[-1]
+        on_disk = DiskSlots.granule_bytes(self._layer_bytes)
         self._num_host = host_bytes // self.granule_bytes if self.granule_bytes else 0
         num_disk = disk_bytes // on_disk if self.granule_bytes and directory is not None else 0
         self._disk = None
         if num_disk and directory is not None:
-            self._disk = DiskSlots(directory, num_disk, self._num_layers, self._layer_bytes)
+            self._disk = DiskSlots(directory, num_disk, self._layer_bytes)
         self.num_granules = self._num_host + num_disk
         num_spare = max(_MIN_SPARE_SLOTS, PASSING_BYTES // self.granule_bytes if num_disk else 0)
         num_slots = self._num_host + min(num_spare, self.num_granules) if self.num_granules else 0
@@ -174,7 +176,7 @@ class OffloadTier:
 
     def measure(self) -> float:
         """Measure and return the bytes per second of loads. Blocking. Call before any other use of tier and cache."""
-        block_ids = range(self._layer_bytes // self._store.layout.block_bytes)
+        block_ids = range(self._num_blocks)
         if len(block_ids) > self._store.num_blocks:
             return UNMEASURED_BYTES_PER_S
         entry = _Entry(PrefixHash(bytes(16)), 0)
@@ -295,9 +297,8 @@ class OffloadTier:
     def _layers(self, entry: _Entry) -> list[memoryview]:
         """Return a granule's slot in host memory, layer by layer."""
         assert entry.host is not None
-        start, size = entry.host * self.granule_bytes, self._layer_bytes
-        memory = memoryview(self._arena)
-        return [memory[start + layer * size : start + (layer + 1) * size] for layer in range(self._num_layers)]
+        start, memory = entry.host * self.granule_bytes, memoryview(self._arena)
+        return [memory[start + first : start + end] for first, end in pairwise(self._offsets)]
 
     def _settle(self, entry: _Entry) -> None:
         """Free the slots that a granule no longer needs, unless a copy uses them."""
@@ -360,10 +361,10 @@ class OffloadTier:
         self._pass_on()
 
     def _scatter(self, sources: Sequence[_Source], load: KvLoad) -> None:
-        buffer = memoryview(bytearray(self._layer_bytes))
-        for layer in range(self._num_layers):
+        buffer = memoryview(bytearray(max(self._layer_bytes)))
+        for layer, size in enumerate(self._layer_bytes):
             for source in sources:
-                data = self._read(source, layer, buffer) if source.host is None else source.host[layer]
+                data = self._read(source, layer, buffer[:size]) if source.host is None else source.host[layer]
                 if not load.write(partial(self._store.scatter, layer, source.block_ids, data)):
                     return
             load.loaded(layer + 1)
