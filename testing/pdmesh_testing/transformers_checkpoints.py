@@ -50,6 +50,16 @@ _GRANITE = {
     "mlp_bias": True,
 }
 
+#: Layers of Gemma 4, whose last has no window.
+_GEMMA4_LAYERS = {
+    "num_hidden_layers": 6, "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+_GEMMA4_WIDE = {
+    **_GEMMA4_LAYERS, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+}  # fmt: skip
+
 _VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gemma": [{"head_dim": 16}],
     "gemma2": [
@@ -57,6 +67,18 @@ _VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"head_dim": 16, "sliding_window": 24, "attn_logit_softcapping": None, "final_logit_softcapping": 5.0},
     ],
     "gemma3_text": [{"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24, "num_hidden_layers": 7}],
+    "gemma4_text": [
+        {
+            **_GEMMA4_WIDE,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+        },
+        _GEMMA4_WIDE,
+        {**_GEMMA4_LAYERS, "num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+    ],
+    "gemma4_unified_text": [_GEMMA4_WIDE],
     "glm": [{"head_dim": 16, "attention_bias": False}],
     "glm4": [{"head_dim": 16}],
     "granite": [_GRANITE],
@@ -71,6 +93,20 @@ _VARIANTS: dict[str, list[dict[str, Any]]] = {
             "head_dim": 16,
             "swiglu_limit": 1.5,
             "tie_word_embeddings": True,
+        }
+    ],
+    "lfm2": [
+        {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_bias": True, "block_multiple_of": 16},
+        {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 5, "block_auto_adjust_ff_dim": False},
+    ],
+    "lfm2_moe": [
+        {
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
         }
     ],
     "mixtral": [{"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24}],
@@ -113,19 +149,38 @@ _VARIANTS: dict[str, list[dict[str, Any]]] = {
 
 #: What an architecture's configuration class cannot do without.
 _NEEDED: dict[str, dict[str, Any]] = {
+    "gemma4_text": {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 320,
+    },
+    "gemma4_unified_text": {"head_dim": 16, "global_head_dim": 32},
     "helium": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_experts": 5},
     "ministral": {"head_dim": 24},
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16},
 }
 
 
 #: The part of a model that sees images, as small as its class allows.
+_GEMMA4_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "position_embedding_size": 16,
+}
 _QWEN_VISION = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
     "num_position_embeddings": 16, "deepstack_visual_indexes": [], "fullatt_block_indexes": [0],
 }  # fmt: skip
 _VISION: dict[str, dict[str, Any]] = {
+    "Gemma4ForConditionalGeneration": {"model_type": "gemma4_vision", **_GEMMA4_VISION},
     "Mistral3ForConditionalGeneration": {
         "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
         "num_attention_heads": 2, "image_size": 16, "patch_size": 4,
@@ -214,4 +269,7 @@ def _save(model: Any, directory: Path, vocab_size: int, seed: int, dtype: str, s
             else:
                 deviation = _LOGITS_STD if parameter.shape[0] == vocab_size else _GAIN
                 parameter.copy_(noise * (deviation / parameter.shape[-1] ** 0.5))
+        for name, buffer in model.named_buffers():
+            if name.endswith((".layer_scalar", ".expert_bias")):
+                buffer.add_(torch.empty_like(buffer).normal_(generator=generator), alpha=0.1)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=shard_size)

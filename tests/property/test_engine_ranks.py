@@ -77,8 +77,12 @@ def test_bits_do_not_depend_on_ranks_and_stages(
     assert all(each == found[0] for each in found)
 
 
+#: Architectures whose layers differ in the heads of their KV: several ranks are refused.
+UNDIVIDED = {"gemma4_text", "gemma4_unified_text", "lfm2", "lfm2_moe"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", sorted(model_variants()))
+@pytest.mark.parametrize("model_type", sorted(model_variants().keys() - UNDIVIDED))
 def test_every_architecture_is_divided(model_type: str, tmp_path: Path) -> None:
     """Windows, caps, experts, fused projections, partial rotation: norms over all heads: the bits of one class."""
     checkpoint = write_transformers_checkpoint(tmp_path, model_type, seed=1, **model_variants()[model_type][0])

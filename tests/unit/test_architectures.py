@@ -17,7 +17,12 @@ import torch
 from _pytest.mark import ParameterSet
 from safetensors.torch import load_file, save_file
 
+from pdmesh.engine.compute import ComputeOptions
+from pdmesh.engine.files import load_model_config
+from pdmesh.engine.model_loading import plan_model
+from pdmesh.engine.ranks.share import check_divisible, check_stages
 from pdmesh.engine.runner import TorchEngine
+from pdmesh.errors import ConfigError
 from pdmesh_testing.architectures import (
     NUM_OUTPUT_TOKENS,
     PARAMS,
@@ -104,6 +109,10 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
         {"model_type": "qwen3_vl_moe_text", "rope_parameters": MROPE, "num_experts": 6, "num_experts_per_tok": 2,
          "moe_intermediate_size": 40},
     ),
+    "gemma-4": (
+        "Gemma4ForConditionalGeneration",
+        {**model_variants()["gemma4_text"][0], "model_type": "gemma4_text", "use_bidirectional_attention": "vision"},
+    ),
     "mistral-3": ("Mistral3ForConditionalGeneration", {"model_type": "mistral", "sliding_window": None}),
     "ministral-3": (
         "Mistral3ForConditionalGeneration",
@@ -114,7 +123,7 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("name", "text"), WRAPPED.values(), ids=WRAPPED)
 def test_the_text_of_a_model_that_sees_images_is_served(tmp_path: Path, name: str, text: dict[str, Any]) -> None:
-    checkpoint = write_wrapped_checkpoint(tmp_path, name, head_dim=16, **text)
+    checkpoint = write_wrapped_checkpoint(tmp_path, name, **{"head_dim": 16, **text})
     assert_computes_as_transformers(checkpoint, references_of(checkpoint))
 
 
@@ -150,6 +159,31 @@ def test_tensors_and_fields_are_found_as_they_are_published(
     (images / "config.json").write_text(json.dumps({**wrapped, "vision_config": {"hidden_size": 16}}))
     outputs = [generate(TorchEngine(path, num_blocks=4), prompt_of(19), 6).output_ids for path in (text, images)]
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("model_type", ["gemma4_text", "lfm2"])
+def test_layers_that_differ_are_refused_where_they_are_not_served(tmp_path: Path, model_type: str) -> None:
+    checkpoint = write_transformers_checkpoint(tmp_path, model_type, **model_variants()[model_type][0])
+    config = load_model_config(checkpoint)
+    for check, setting in ((check_divisible, "tensor_parallel_size"), (check_stages, "pipeline_parallel_size")):
+        check(config, 1)
+        with pytest.raises(ConfigError, match=f"{setting} is 2, but the layers of a {config.architecture} differ"):
+            check(config, 2)
+    with pytest.raises(ConfigError, match=r"contexts of a .* are not spread so far: set it to 0"):
+        TorchEngine(checkpoint, num_blocks=4, range_tokens=64)
+    with pytest.raises(ConfigError, match=r"computed on CPUs only so far: set worker\.device to cpu"):
+        plan_model(checkpoint, ComputeOptions(device=torch.device("cuda")))
+
+
+def test_keys_and_values_that_no_layer_reads_are_left_alone(tmp_path: Path) -> None:
+    """Gemma 4 E2B and E4B have projections in layers that read the KV of others."""
+    checkpoint = write_transformers_checkpoint(tmp_path, "gemma4_text", **model_variants()["gemma4_text"][2])
+    found = generate(TorchEngine(checkpoint, num_blocks=4), prompt_of(19), 6).output_ids
+    tensors = load_file(checkpoint / "model.safetensors")
+    unread = {f"model.layers.5.self_attn.{name}.weight": torch.ones(3) for name in ("k_proj", "v_proj", "k_norm")}
+    assert not unread.keys() & tensors.keys()
+    save_file({**tensors, **unread}, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    assert generate(TorchEngine(checkpoint, num_blocks=4), prompt_of(19), 6).output_ids == found
 
 
 def test_experts_in_one_tensor_are_found_as_they_are_published(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def peer_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys.modules[__name__], "CONFIG", replace(CONFIG, peer_reads=request.param == "peer reads"))
 
 
-@pytest.fixture(scope="module", params=["gemma3_text", "gpt_oss", "mistral"])
+@pytest.fixture(scope="module", params=["gemma3_text", "gemma4_text", "gpt_oss", "mistral"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = model_variants()[request.param][0]
     return write_transformers_checkpoint(tmp_path_factory.mktemp(request.param), request.param, seed=1, **options)
@@ -188,9 +188,9 @@ async def test_a_hand_over_sends_what_is_still_seen(
         num_blocks, num_windowed = num_blocks_for(num_tokens, BLOCK), len(layout.windowed_layers)
         num_seen = num_blocks - max(0, num_tokens // GRANULE_TOKENS * GRANULE_TOKENS + 1 - WINDOW) // BLOCK
         num_pages = (layout.num_layers - num_windowed) * num_blocks + num_windowed * num_seen
-        assert prefill.reports_of(TransferSent, "r")[0].num_bytes == num_pages * layout.block_bytes
+        assert prefill.reports_of(TransferSent, "r")[0].num_bytes == num_pages * layout.max_page_bytes
         num_read = decode.mover.counters().num_bytes_peer_read
-        assert num_read == (num_pages * layout.block_bytes if CONFIG.peer_reads else 0)
+        assert num_read == (num_pages * layout.max_page_bytes if CONFIG.peer_reads else 0)
         await decode.reported(KvReleased, "r")
         for instance in (prefill, decode):
             instance.assert_all_free()
@@ -257,7 +257,7 @@ async def test_what_was_copied_from_another_instance_is_gone_on_from(
         num_windowed, num_seen = len(layout.windowed_layers), num_blocks_for(WINDOW - 1, BLOCK)
         num_blocks = (4 - num_there) * GRANULE_TOKENS // BLOCK
         num_pages = (layout.num_layers - num_windowed) * num_blocks + num_windowed * num_seen
-        assert landed.num_bytes == num_pages * layout.block_bytes
+        assert landed.num_bytes == num_pages * layout.max_page_bytes
         for each in (source, destination):
             await each.reported(KvReleased, FETCH)
             each.assert_all_free(num_cached=4)

@@ -17,69 +17,25 @@ from pdmesh.engine.grouped import GroupedWeight, join_rows
 from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.linear import Linear, PlainLinear, Vocabulary, WeightMemory, fastest_linear, fastest_vocabulary
 from pdmesh.engine.lora import adapted
-from pdmesh.engine.model_config import ExpertsConfig, LayerConfig, ModelConfig, QkNorm
+from pdmesh.engine.model_config import ExpertsConfig, LayerConfig, LayerEmbedding, ModelConfig, QkNorm, ShortConv
 from pdmesh.engine.packed import joined_linear, packed_linear
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.engine.ranks.rank_linear import GatheredHeads, GatheredLinear, GatheredVocabulary
 from pdmesh.engine.ranks.share import WHOLE, RankShare
 from pdmesh.engine.rope import rotation_order
 from pdmesh.engine.tensors import RandomTensors, Tensors, UnreadTensors, open_tensors
+from pdmesh.engine.weights import (
+    ConvTaps,
+    ExpertsBeside,
+    HeadNorm,
+    LayerInput,
+    LayerInputs,
+    LayerWeights,
+    Mixer,
+    ModelWeights,
+    Norm,
+)
 from pdmesh.model import IndexRange
-
-
-class Norm(NamedTuple):
-    """Weights of a norm. They are fp32 on CPUs, and for models that multiply before rounding."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-class HeadNorm(NamedTuple):
-    """The norm of queries or keys: one per head, or one over all of a token's heads (`QkNorm.ALL_HEADS`).
-
-    ``gathered`` is set if the norm is over all heads and each rank has some of them.
-    """
-
-    norm: Norm
-    gathered: GatheredHeads | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """Weights of one transformer layer.
-
-    ``qkv`` fuses queries, keys and values in this order; gate and up are fused, too. Absent norms are None. Rows of
-    queries and keys are in `pdmesh.engine.rope.rotation_order`. ``sinks`` has one value per head, in fp32.
-    """
-
-    input_norm: Norm | None
-    qkv: Linear
-    q_norm: HeadNorm | None
-    k_norm: HeadNorm | None
-    output: Linear
-    attention_output_norm: Norm | None
-    mlp_norm: Norm | None
-    sinks: Tensor | None
-    mlp: Mlp | Experts
-    mlp_output_norm: Norm | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelWeights:
-    """All weights, in the dtype and on the device of the computation. A tied ``lm_head`` is the embedding itself.
-
-    A stage has some of the layers. ``embedding`` and ``positions`` (learned ones) are needed in the first stage, and
-    ``lm_head`` in the last. ``scales_sums``: kernels multiply integer codes, and scale the sums.
-    """
-
-    embedding: Vocabulary | None
-    positions: Tensor | None
-    layers: tuple[LayerWeights, ...]
-    norm: Norm
-    lm_head: Vocabulary | None
-    scales_sums: bool
-    dtype: torch.dtype
-    device: torch.device
 
 
 def load_weights(
@@ -112,8 +68,15 @@ def load_weights(
         _Reader(config, unread, dtype, torch.device("meta"), False, None, None, WHOLE).model()
         if (head := f"{config.names.lm_head}.weight") in tensors:  # also read if it equals the embedding
             unread.check(head, (config.vocab_size, config.hidden_size))
-        tensors.check_all_used(unread.used)
+        tensors.check_all_used(unread.used | _never_read(config))
         return _Reader(config, tensors, dtype, device, packed, library, group, share).model()
+
+
+def _never_read(config: ModelConfig) -> set[str]:
+    """Return names of the keys' and values' weights in layers that read another layer's KV. Some files have them."""
+    names = (*config.names.qkv[1:], config.names.k_norm)
+    readers = [number for number, layer in enumerate(config.layers) if layer.reads is not None]
+    return {f"{config.names.layer.format(number)}.{name}.weight" for number in readers for name in names}
 
 
 def _untied_if_unlike(config: ModelConfig, tensors: Tensors) -> ModelConfig:
@@ -198,42 +161,102 @@ class _Reader:
             scales_sums=self.keeps_packed and config.quantization is not None and config.quantization.has_integers,
             dtype=self.dtype,
             device=self.device,
+            layer_inputs=self._layer_inputs(),
         )
+
+    def _layer_inputs(self) -> LayerInputs | None:
+        config, names, sizes = self.config, self.config.names, self.config.embedding_by_layer
+        if sizes is None:
+            return None
+        num_values = config.num_layers * sizes.size
+        table = self._vocabulary(f"{names.layer_embedding}.weight", (sizes.vocab_size, num_values), multiplies=False)
+        prefix, _, name = names.layer_input.rpartition(".")
+        projection = self._linear(prefix, (name,), [num_values], config.hidden_size)
+        return LayerInputs(table, projection, self._norm(names.layer_input_norm, sizes.size))
 
     def _layer(self, prefix: str, layer: LayerConfig) -> LayerWeights:
         config, names = self.config, self.config.names
-        hidden, head_dim = config.hidden_size, config.head_dim
-        q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-        query, key = (heads.scaled(head_dim) for heads in (self.share.heads(config), self.share.kv_heads(config)))
 
         def norm(name: str | None) -> Norm | None:
-            return None if name is None else self._norm(f"{prefix}.{name}", hidden)
+            return None if name is None else self._norm(f"{prefix}.{name}", config.hidden_size)
 
         return LayerWeights(
             input_norm=norm(names.input_norm),
-            qkv=self._linear(
-                prefix,
-                names.qkv,
-                [q_size, kv_size, kv_size],
-                hidden,
-                own=[query, key, key],
-                has_bias=config.qkv_bias,
-                order=self._rotation_order(),
-            ),
-            q_norm=self._head_norm(f"{prefix}.{names.q_norm}", config.num_heads, RankShare.heads),
-            k_norm=self._head_norm(f"{prefix}.{names.k_norm}", config.num_kv_heads, RankShare.kv_heads),
-            output=self._gathered(
-                prefix, names.output, [query.size] * self.share.num_ranks, has_bias=config.output_bias
-            ),
+            mixer=self._attention(prefix, layer) if layer.conv is None else self._conv(prefix, layer.conv),
             attention_output_norm=norm(names.attention_output_norm),
             mlp_norm=norm(names.mlp_norm),
-            sinks=self._sinks(f"{prefix}.{names.sinks}") if config.has_sinks else None,
             mlp=(
-                self._mlp(prefix, names.gate_up, names.down, config.intermediate_size, has_bias=config.mlp_bias)
-                if layer.experts is None
+                self._mlp(prefix, names.gate_up, names.down, config.inner_size(layer), has_bias=config.mlp_bias)
+                if layer.experts is None or layer.experts.is_beside_mlp
                 else self._experts(prefix, layer.experts)
             ),
             mlp_output_norm=norm(names.mlp_output_norm),
+            experts_beside=self._experts_beside(prefix, layer.experts),
+            own_input=self._layer_input(prefix, config.embedding_by_layer),
+            scale=self._tensor(f"{prefix}.{names.layer_scale}", (1,), torch.float32) if config.scales_layers else None,
+        )
+
+    def _attention(self, prefix: str, layer: LayerConfig) -> Mixer:
+        config, names = self.config, self.config.names
+        num_kv_heads, head_dim = config.page(layer)
+        query, key = (heads.scaled(head_dim) for heads in (self.share.heads(config), self.share.kv_heads(config)))
+        num_kv = 0 if layer.reads is not None else 1 if layer.keys_are_values else 2
+        k_norm = v_norm = None
+        if num_kv:
+            k_norm = self._head_norm(f"{prefix}.{names.k_norm}", num_kv_heads, head_dim, RankShare.kv_heads)
+            v_norm = Norm(torch.ones(head_dim, device=self.device), None) if config.norms_values else None
+        return Mixer(
+            qkv=self._linear(
+                prefix,
+                names.qkv[: 1 + num_kv],
+                [config.num_heads * head_dim, *[num_kv_heads * head_dim] * num_kv],
+                config.hidden_size,
+                own=[query, *[key] * num_kv],
+                has_bias=config.qkv_bias,
+                order=self._qkv_order(layer, num_kv),
+            ),
+            output=self._gathered(
+                prefix, names.output, [query.size] * self.share.num_ranks, has_bias=config.output_bias
+            ),
+            q_norm=self._head_norm(f"{prefix}.{names.q_norm}", config.num_heads, head_dim, RankShare.heads),
+            k_norm=k_norm,
+            v_norm=v_norm,
+            sinks=self._sinks(f"{prefix}.{names.sinks}") if config.has_sinks else None,
+        )
+
+    def _conv(self, prefix: str, conv: ShortConv) -> Mixer:
+        names, hidden = self.config.names, self.config.hidden_size
+        shape = (hidden, 1, conv.num_taps)
+        factors = self._tensor(f"{prefix}.{names.conv}.weight", shape, torch.float32)[:, 0].flip(1).t().contiguous()
+        bias = self._tensor(f"{prefix}.{names.conv}.bias", (hidden,), torch.float32) if conv.has_bias else None
+        return Mixer(
+            qkv=self._linear(prefix, (names.conv_in,), [3 * hidden], hidden, has_bias=conv.has_bias),
+            output=self._linear(prefix, (names.conv_out,), [hidden], hidden, has_bias=conv.has_bias),
+            taps=ConvTaps(factors, bias),
+        )
+
+    def _experts_beside(self, prefix: str, experts: ExpertsConfig | None) -> ExpertsBeside | None:
+        if experts is None or not experts.is_beside_mlp:
+            return None
+        names, hidden = self.config.names, self.config.hidden_size
+        router_scale = self._tensor(f"{prefix}.{names.router_scale}", (hidden,), torch.float32) * hidden**-0.5
+        scales = self._tensor(f"{prefix}.{names.expert_scales}", (experts.num_experts,), torch.float32)
+        return ExpertsBeside(
+            replace(self._experts(prefix, experts), scales=scales),
+            self._norm(f"{prefix}.{names.experts_norm}", hidden),
+            Norm(router_scale, None),
+            self._norm(f"{prefix}.{names.mlp_own_norm}", hidden),
+            self._norm(f"{prefix}.{names.experts_own_norm}", hidden),
+        )
+
+    def _layer_input(self, prefix: str, sizes: LayerEmbedding | None) -> LayerInput | None:
+        if sizes is None:
+            return None
+        names, hidden = self.config.names, self.config.hidden_size
+        return LayerInput(
+            self._linear(prefix, (names.layer_gate,), [sizes.size], hidden),
+            self._linear(prefix, (names.layer_output,), [hidden], sizes.size),
+            self._norm(f"{prefix}.{names.layer_output_norm}", hidden),
         )
 
     def _mlp(self, prefix: str, gate_up: tuple[str, ...], down: str, inner: int, *, has_bias: bool) -> Mlp:
@@ -263,6 +286,11 @@ class _Reader:
                 )
                 for each in prefixes
             ),
+            preferences=(
+                self._tensor(f"{prefix}.{names.preferences}", (experts.num_experts,), torch.float32)
+                if experts.has_preferences
+                else None
+            ),
         )
 
     def _gathered(self, prefix: str, name: str, inputs: Sequence[int], *, has_bias: bool) -> Linear:
@@ -274,21 +302,24 @@ class _Reader:
             return linear
         return GatheredLinear(linear, self.group, inputs, self.share.widths(num_outputs))
 
-    def _rotation_order(self, num_heads: int | None = None) -> Order:
+    def _qkv_order(self, layer: LayerConfig, num_kv: int) -> Order:
         """Return the source of each row of this rank's fused queries, keys and values, or None for the stored order.
 
-        With ``num_heads``, the order is for this number of rotated heads alone.
+        ``num_kv`` is the number of projections beside the queries': keys, or keys and values.
         """
         config = self.share.config_of(self.config)
-        head_dim = config.head_dim
-        order = rotation_order(head_dim, config.rotary_dim or head_dim, interleaves=config.interleaves_rotation)
-        if order is None:
+        num_kv_heads, head_dim = config.page(layer)
+        rows = self._rotation_order(head_dim, config.num_heads + min(1, num_kv) * num_kv_heads)
+        if rows is None:
             return None
-        num_rotated = config.num_heads + config.num_kv_heads if num_heads is None else num_heads
-        rows = [head * head_dim + dim for head in range(num_rotated) for dim in order]
-        if num_heads is None:
-            rows += range(len(rows), len(rows) + config.num_kv_heads * head_dim)
-        return rows
+        assert not layer.keys_are_values, "values are not rotated, so they keep the stored order"
+        return [*rows, *range(len(rows), len(rows) + (num_kv - 1) * num_kv_heads * head_dim)]
+
+    def _rotation_order(self, head_dim: int, num_heads: int) -> Order:
+        """Return the source of each row of ``num_heads`` rotated heads, or None for the stored order."""
+        config = self.config
+        order = rotation_order(head_dim, config.rotary_dim or head_dim, interleaves=config.interleaves_rotation)
+        return None if order is None else [head * head_dim + dim for head in range(num_heads) for dim in order]
 
     def _linear(
         self,
@@ -424,7 +455,7 @@ class _Reader:
         return Norm(weight[order], None if bias is None else bias[order])
 
     def _head_norm(
-        self, name: str, num_heads: int, heads_of: Callable[[RankShare, ModelConfig], IndexRange]
+        self, name: str, num_heads: int, head_dim: int, heads_of: Callable[[RankShare, ModelConfig], IndexRange]
     ) -> HeadNorm | None:
         """Return the norm of queries or keys; None if the model has none.
 
@@ -434,9 +465,9 @@ class _Reader:
             case QkNorm.NONE:
                 return None
             case QkNorm.HEAD:
-                return HeadNorm(self._norm(name, self.config.head_dim, self._rotation_order(1)), None)
+                return HeadNorm(self._norm(name, head_dim, self._rotation_order(head_dim, 1)), None)
             case QkNorm.ALL_HEADS:
-                norm = self._norm(name, num_heads * self.config.head_dim, self._rotation_order(num_heads))
+                norm = self._norm(name, num_heads * head_dim, self._rotation_order(head_dim, num_heads))
                 if self.group is None:
                     return HeadNorm(norm, None)
                 heads = [heads_of(share, self.config) for share in self.share.of_all_ranks]

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 
 from pdmesh.engine.arithmetic_class import class_name, torch_kind
-from pdmesh.engine.attention import AttentionBackend, PartialBackend, TorchAttention
+from pdmesh.engine.attention import AttentionBackend, AttentionByPage, PartialBackend, TorchAttention
 from pdmesh.engine.compute import Cache, Compute, Loaded
 from pdmesh.engine.forward import DirectForward
 from pdmesh.engine.kernels import Elementwise, Kernels, TorchKernels
-from pdmesh.engine.kv_cache import TORCH_DTYPES, TorchKvStore
+from pdmesh.engine.kv_cache import TORCH_DTYPES, TorchKvStore, with_pages
 from pdmesh.engine.levels import KernelChoice, KernelLibrary, choose_kernels
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.native import NativeAttention, NativeKernels, suits
@@ -77,12 +77,19 @@ def choose_attention(
     masking = None
     if library is not None and suits(library.level, config, layout):
         masking = _masking_library(config, layout, library, in_ranges=in_ranges)
-    if masking is not None:
-        return AttentionChoice(NativeAttention(masking, layout, config.scale, config.score_cap), masking)
-    if deterministic:
-        return AttentionChoice(TiledAttention(layout, config.scale, config.score_cap), None)
-    cpu = torch.device("cpu")
-    return AttentionChoice(TorchAttention(layout, config.scale, cpu, config.score_cap, num_cache_heads), None)
+
+    def backend(layout: KvLayout) -> PartialBackend:
+        if masking is not None:
+            return NativeAttention(masking, layout, config.scale, config.score_cap)
+        if deterministic:
+            return TiledAttention(layout, config.scale, config.score_cap)
+        return TorchAttention(layout, config.scale, torch.device("cpu"), config.score_cap, num_cache_heads)
+
+    if not layout.pages:
+        return AttentionChoice(backend(layout), masking)
+    return AttentionChoice(
+        AttentionByPage({page: backend(with_pages(layout, page)) for page in layout.distinct_pages}), masking
+    )
 
 
 def choose_compute(loaded: Loaded, cache: Cache) -> Compute:
@@ -97,7 +104,7 @@ def choose_compute(loaded: Loaded, cache: Cache) -> Compute:
         config,
         layout,
         loaded.kernels.library,
-        num_cache_heads=loaded.layout.num_kv_heads,
+        num_cache_heads=0 if layout.pages else loaded.layout.num_kv_heads,
         deterministic=options.deterministic,
         in_ranges=options.range_tokens > 0,
     )
@@ -129,6 +136,7 @@ def choose_compute(loaded: Loaded, cache: Cache) -> Compute:
         layout=loaded.layout,
         device=options.device,
         frames=store.frames,
+        max_taps=config.max_taps,
         any_num_threads=not (needs_torch or options.range_tokens or config.logit_cap),  # torch computes logit caps
     )
     return Compute(

@@ -10,13 +10,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pdmesh.engine.checkpoint import ModelWeights
 from pdmesh.engine.forward import Forward
 from pdmesh.engine.kernels import Kernels
 from pdmesh.engine.levels import KernelChoice
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.ranks.share import WHOLE, RankShare
 from pdmesh.engine.transformer_model import Transformer
+from pdmesh.engine.weights import ModelWeights
 from pdmesh.kv.store import KvStore
 from pdmesh.model import IndexRange, KvLayout
 

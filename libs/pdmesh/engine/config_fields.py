@@ -18,6 +18,7 @@ from pdmesh.engine.model_config import (
     RopeType,
 )
 from pdmesh.errors import ConfigError
+from pdmesh.model import PageShape
 
 #: Bounds of counts in a file: no model has more layers, and nothing is allocated from a larger number.
 _MAX_LAYERS = 1024
@@ -136,20 +137,9 @@ def dense(
     Arguments are defaults of absent fields, as in transformers' configuration class. ``partial`` is the default of
     ``partial_rotary_factor``. ``biases`` names the boolean fields that are read: "attention_bias", "mlp_bias".
     """
-    where = fields.where
     num_heads = fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
-    if num_heads % num_kv_heads:
-        raise ConfigError(f"{where}: {num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
     hidden_size = fields.integer("hidden_size")
-    head_dim = fields.integer("head_dim", default=head_dim or max(1, hidden_size // num_heads))
-    if head_dim % 2:
-        raise ConfigError(f"{where}: head_dim is {head_dim}; rotary embeddings need an even one")
-    if num_heads > _MAX_HEADS or head_dim > _MAX_HEAD_DIM:
-        raise ConfigError(
-            f"{where}: there are {num_heads} attention heads of {head_dim}; served are at most {_MAX_HEADS} of "
-            f"{_MAX_HEAD_DIM}"
-        )
+    num_kv_heads, head_dim = _page_of(fields, num_heads, num_heads, head_dim or max(1, hidden_size // num_heads))
     max_position_embeddings = fields.integer("max_position_embeddings", default=max_position_embeddings)
     rotary_dim = _rotary_dim(fields, head_dim, partial)
     rope = rope_of(fields, max_position_embeddings, theta=theta, rotary_dim=rotary_dim)
@@ -174,6 +164,26 @@ def dense(
         rotary_dim=rotary_dim,
         activation=fields.choice("hidden_act", Activation, default=Activation.SILU),
     )
+
+
+def page_of(fields: Fields, config: ModelConfig) -> PageShape:
+    """Return the heads of a layer's KV, by default the model's."""
+    return _page_of(fields, config.num_heads, config.num_kv_heads, config.head_dim)
+
+
+def _page_of(fields: Fields, num_heads: int, num_kv_heads: int, head_dim: int) -> PageShape:
+    """Return the key-value heads and their width. ``num_kv_heads`` and ``head_dim`` are defaults of absent fields."""
+    num_kv_heads = fields.integer("num_key_value_heads", default=num_kv_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error(f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
+    head_dim = fields.integer("head_dim", default=head_dim)
+    if head_dim % 2:
+        raise fields.error(f"head_dim is {head_dim}; rotary embeddings need an even one")
+    if num_heads > _MAX_HEADS or head_dim > _MAX_HEAD_DIM:
+        raise fields.error(
+            f"there are {num_heads} attention heads of {head_dim}; served are at most {_MAX_HEADS} of {_MAX_HEAD_DIM}"
+        )
+    return PageShape(num_kv_heads, head_dim)
 
 
 def experts_of(fields: Fields, *, intermediate_size: str, normalizes: bool) -> ExpertsConfig:
@@ -293,6 +303,13 @@ def rope_parameters(
                 low_freq_factor=rope.number("low_freq_factor"),
                 high_freq_factor=rope.number("high_freq_factor"),
             )
+        case RopeType.PROPORTIONAL:
+            share = rope.number("partial_rotary_factor", default=1.0)
+            if share > 1:
+                raise rope.error(f"partial_rotary_factor is {share}; at most 1 is served")
+            return RopeConfig(
+                rope_type=rope_type, theta=theta, factor=rope.number("factor", default=1.0), rotated_share=share
+            )
         case RopeType.YARN:
             return RopeConfig(
                 rope_type=rope_type,
@@ -336,7 +353,7 @@ def _rotary_dim(fields: Fields, head_dim: int, partial: float) -> int:
 def _max_model_len(rope: RopeConfig, max_position_embeddings: int) -> int:
     """Return the context as RoPE scaling stretches it, as in vLLM. For llama3 and longrope it is stretched already."""
     match rope.rope_type:
-        case RopeType.DEFAULT | RopeType.LLAMA3 | RopeType.LONGROPE:
+        case RopeType.DEFAULT | RopeType.LLAMA3 | RopeType.LONGROPE | RopeType.PROPORTIONAL:
             return max_position_embeddings
         case RopeType.LINEAR | RopeType.DYNAMIC:
             return int(max_position_embeddings * rope.factor)

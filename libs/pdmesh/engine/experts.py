@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pdmesh.engine.kernels import by_value
 from pdmesh.engine.linear import Linear
 from pdmesh.engine.model_config import ExpertsConfig
 
@@ -26,31 +27,49 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The MLPs of a layer, and the router that gives their shares for a token."""
+    """The MLPs of a layer, and the router that gives their shares for a token.
+
+    ``scales`` (num_experts,) in fp32 multiply the shares. ``preferences`` (num_experts,) in fp32 are added to shares
+    when experts are chosen.
+    """
 
     config: ExpertsConfig
     router: Linear
     mlps: tuple[Mlp, ...]
+    scales: Tensor | None = None
+    preferences: Tensor | None = None
 
+    def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers of each row's experts and their shares in fp32, both (rows, num_per_token).
 
-def route(scores: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
-    """Return the numbers of each row's experts and their shares in fp32, both (rows, num_per_token).
-
-    Of equal shares, the expert with the lower number is chosen.
-    """
-    shares = torch.softmax(scores.float(), dim=-1)
-    ordered, numbers = shares.sort(dim=-1, descending=True, stable=True)
-    chosen, numbers = ordered[:, : config.num_per_token], numbers[:, : config.num_per_token]
-    if config.normalizes:
-        chosen = chosen / chosen.sum(dim=-1, keepdim=True)
-    return numbers, chosen
+        Of equal shares, the expert with the lower number is chosen.
+        """
+        config = self.config
+        shares = by_value(torch.sigmoid, scores.float()) if config.by_sigmoid else torch.softmax(scores.float(), dim=-1)
+        ranked = shares if self.preferences is None else shares + self.preferences
+        numbers = ranked.argsort(dim=-1, descending=True, stable=True)[:, : config.num_per_token]
+        chosen = shares.gather(1, numbers)
+        if config.normalizes:
+            chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + config.epsilon)
+        if config.scale != 1:
+            chosen = chosen * config.scale
+        return numbers, chosen if self.scales is None else chosen * self.scales[numbers]
 
 
 def mix_experts(
-    experts: Experts, rows: Tensor, linear: Callable[[Tensor, Linear], Tensor], mlp: Callable[[Tensor, Mlp], Tensor]
+    experts: Experts,
+    rows: Tensor,
+    linear: Callable[[Tensor, Linear], Tensor],
+    mlp: Callable[[Tensor, Mlp], Tensor],
+    *,
+    routed: Tensor | None = None,
 ) -> Tensor:
-    """Return each row's sum of experts' results by their shares, in fp32. ``linear`` and ``mlp`` take rows."""
-    numbers, shares = route(linear(rows, experts.router), experts.config)
+    """Return each row's sum of experts' results by their shares, in fp32. ``linear`` and ``mlp`` take rows.
+
+    ``routed`` are the router's rows if they are not the experts'.
+    """
+    scores = linear(rows if routed is None else routed, experts.router)
+    numbers, shares = experts.route(scores)
     # Places of rows in the flattened numbers, one for each expert of a row, sorted by expert.
     by_expert = numbers.flatten().argsort(stable=True)
     counts = numbers.flatten().bincount(minlength=len(experts.mlps)).tolist()

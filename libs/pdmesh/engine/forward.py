@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -117,10 +117,12 @@ class DirectForward:
         device: torch.device,
         frames: FrameMap | None = None,
         any_num_threads: bool = False,
+        max_taps: int = 0,
     ) -> None:
         """``frames`` has the frames of KV in layers with a window; None means that these layers use blocks.
 
-        ``any_num_threads``: the bits of the results do not depend on the number of threads.
+        ``any_num_threads``: the bits of the results do not depend on the number of threads. ``max_taps`` is the largest
+        number of taps of a convolution; 0 without convolutions.
         """
         self.any_num_threads = any_num_threads
         self.decoder = decoder
@@ -129,6 +131,7 @@ class DirectForward:
         self._layout = layout
         self._device = device
         self._frames = frames
+        self._max_taps = max_taps
 
     @contextlib.contextmanager
     def step(
@@ -137,18 +140,25 @@ class DirectForward:
         inputs, plan = self.inputs(batch), self.attention.plan(spans)
         if self._frames is not None:
             seen = [replace(span, block_table=self._seen(span, self._frames)) for span in spans]
-            inputs = replace(inputs, windowed=self._places(batch, inputs, self._frames))
+            inputs = replace(inputs, windowed=self._frame_places(batch, inputs, self._frames))
             plan = _WindowedPlan(plan, self.attention.plan(seen))
         yield HiddenOutput(self.decoder, self.decoder.forward(inputs, self.caches, plan, on_layer))
         self.settle()
 
     def inputs(self, batch: Sequence[SequenceSlice]) -> StepInputs:
         """Return a step's tokens on the device."""
-        arrays = step_arrays(batch, self._layout)
-        token_ids, positions, num_prompt_tokens, slots, rests = (
-            torch.from_numpy(values).to(self._device) for values in arrays
-        )
-        return StepInputs(token_ids, positions, num_prompt_tokens, slots, rests)
+        tensors = (torch.from_numpy(values).to(self._device) for values in step_arrays(batch, self._layout))
+        token_ids, positions, num_prompt_tokens, slots = tensors
+        rests = self._rests(begun_blocks(batch, self._layout))
+        earlier = self._earlier(batch, None) if self._frames is None else None
+        return StepInputs(token_ids, positions, num_prompt_tokens, slots, rests, earlier=earlier)
+
+    def _rests(self, begun: Sequence[BegunBlock]) -> Mapping[int, Tensor]:
+        """Return the unfilled rows of blocks that a step begins, by the number of a layer's heads."""
+        return {
+            page.num_kv_heads: torch.from_numpy(unfilled_rows(begun, self._layout, page.num_kv_heads)).to(self._device)
+            for page in self._layout.distinct_pages
+        }
 
     def _seen(self, span: QuerySpan, frames: FrameMap) -> list[int]:
         """Return the frames of a span's blocks, with zeros for blocks before the window.
@@ -159,17 +169,21 @@ class DirectForward:
         seen: list[int] = frames.of_block[span.block_table[first:end]].tolist()
         return [frames.zeros] * first + seen
 
-    def _places(self, batch: Sequence[SequenceSlice], inputs: StepInputs, frames: FrameMap) -> Places:
+    def _frame_places(self, batch: Sequence[SequenceSlice], inputs: StepInputs, frames: FrameMap) -> Places:
         """Return the slots and rests of a step's keys and values in layers with a window."""
-        layout, rests = self._layout, [_NONE]
-        for part in batch:
-            if (begun := _begun(part, layout.block_size)) is not None:
-                rests.append(_rest(int(frames.of_block[begun.block_id]), begun.num_filled, layout))
+        layout = self._layout
+        begun = [block._replace(block_id=int(frames.of_block[block.block_id])) for block in begun_blocks(batch, layout)]
         blocks, offsets = np.divmod(inputs.slots.numpy(), layout.block_size)
         own = frames.of_block[blocks]
         assert not (own == frames.zeros).any(), "tokens are computed that have no frame in layers with a window"
         slots = own * layout.block_size + offsets
-        return Places(torch.from_numpy(slots), torch.from_numpy(np.concatenate(rests)))
+        return Places(torch.from_numpy(slots), self._rests(begun), self._earlier(batch, frames))
+
+    def _earlier(self, batch: Sequence[SequenceSlice], frames: FrameMap | None) -> Tensor | None:
+        if not self._max_taps:
+            return None
+        slots = earlier_slots(batch, self._layout.block_size, self._max_taps, frames)
+        return torch.from_numpy(slots).to(self._device)
 
     def settle(self) -> None:
         if self._device.type == "cuda":
@@ -218,13 +232,12 @@ def step_spans(batch: Sequence[SequenceSlice]) -> list[QuerySpan]:
 
 
 class StepArrays(NamedTuple):
-    """A step's integers on the host, int64: the fields of `StepInputs`."""
+    """A step's integers on the host, int64: fields of `StepInputs`."""
 
     token_ids: Ints
     positions: Ints
     num_prompt_tokens: Ints
     slots: Ints
-    rests: Ints
 
 
 def step_arrays(batch: Sequence[SequenceSlice], layout: KvLayout) -> StepArrays:
@@ -232,7 +245,6 @@ def step_arrays(batch: Sequence[SequenceSlice], layout: KvLayout) -> StepArrays:
     token_ids = array.array("i")
     positions: list[Ints] = []
     blocks: list[Ints] = []
-    rests: list[Ints] = [_NONE]
     block_size = layout.block_size
     for part in batch:
         end = part.start + part.num_tokens
@@ -241,8 +253,6 @@ def step_arrays(batch: Sequence[SequenceSlice], layout: KvLayout) -> StepArrays:
         first = part.sequence.num_remote_tokens
         used = part.sequence.block_table[: num_blocks_for(end - first, block_size)]
         blocks.append(np.asarray(used, dtype=np.int64)[(positions[-1] - first) // block_size])
-        if (begun := _begun(part, block_size)) is not None:
-            rests.append(_rest(*begun, layout))
     flat_positions = np.concatenate(positions)
     lengths = [part.num_tokens for part in batch]
     return StepArrays(
@@ -250,27 +260,50 @@ def step_arrays(batch: Sequence[SequenceSlice], layout: KvLayout) -> StepArrays:
         positions=flat_positions,
         num_prompt_tokens=np.repeat(np.asarray([part.sequence.num_prompt_tokens for part in batch]), lengths),
         slots=np.concatenate(blocks) * block_size + flat_positions % block_size,
-        rests=np.concatenate(rests),
     )
 
 
-class _Begun(NamedTuple):
+class BegunBlock(NamedTuple):
     """A block that a slice begins and does not fill. ``num_filled`` tokens are in the block."""
 
     block_id: int
     num_filled: int
 
 
-def _begun(part: SequenceSlice, block_size: int) -> _Begun | None:
-    end = part.start + part.num_tokens
-    num_filled = end % block_size
-    if not num_filled or part.start > end - num_filled:
-        return None
-    number = num_blocks_for(end - part.sequence.num_remote_tokens, block_size) - 1
-    return _Begun(part.sequence.block_table[number], num_filled)
+def earlier_slots(
+    batch: Sequence[SequenceSlice], block_size: int, num_taps: int, frames: FrameMap | None = None
+) -> Ints:
+    """Return the slots of each token of a step and of the tokens before, (num_tokens, num_taps).
+
+    Slots before a sequence's first token are -1. With ``frames``, slots are in the blocks' frames.
+    """
+    slots: list[Ints] = []
+    for part in batch:
+        positions = np.arange(part.start, part.start + part.num_tokens)[:, None] - np.arange(num_taps)
+        known = np.maximum(positions, 0)
+        blocks = np.asarray(part.sequence.block_table, dtype=np.int64)[known // block_size]
+        if frames is not None:
+            blocks = frames.of_block[blocks]
+        slots.append(np.where(positions < 0, -1, blocks * block_size + known % block_size))
+    return np.concatenate(slots)
 
 
-def _rest(block_id: int, num_filled: int, layout: KvLayout) -> Ints:
-    """Return the unfilled rows of a block, in a layer's cache viewed as ``(rows, head_dim)``."""
-    heads = (2 * block_id + np.arange(2))[:, None] * layout.num_kv_heads + np.arange(layout.num_kv_heads)
-    return (heads[..., None] * layout.block_size + np.arange(num_filled, layout.block_size)).ravel()
+def begun_blocks(batch: Sequence[SequenceSlice], layout: KvLayout) -> list[BegunBlock]:
+    """Return the blocks that the slices begin and do not fill."""
+    begun: list[BegunBlock] = []
+    for part in batch:
+        end = part.start + part.num_tokens
+        num_filled = end % layout.block_size
+        if num_filled and part.start <= end - num_filled:
+            number = num_blocks_for(end - part.sequence.num_remote_tokens, layout.block_size) - 1
+            begun.append(BegunBlock(part.sequence.block_table[number], num_filled))
+    return begun
+
+
+def unfilled_rows(begun: Sequence[BegunBlock], layout: KvLayout, num_kv_heads: int) -> Ints:
+    """Return the unfilled rows of blocks, in a layer's cache of ``num_kv_heads`` viewed as ``(rows, head_dim)``."""
+    rows = [_NONE]
+    for block_id, num_filled in begun:
+        heads = (2 * block_id + np.arange(2))[:, None] * num_kv_heads + np.arange(num_kv_heads)
+        rows.append((heads[..., None] * layout.block_size + np.arange(num_filled, layout.block_size)).ravel())
+    return np.concatenate(rows)

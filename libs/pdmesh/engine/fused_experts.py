@@ -1,8 +1,8 @@
-"""Fused experts (one tensor per layer, in gpt-oss and Qwen3-VL), presented as one tensor for each expert.
+"""Fused experts (one tensor per layer, in gpt-oss, Qwen3-VL and Gemma 4), presented as one tensor for each expert.
 
-Plain tensors are (experts, inputs, outputs). MXFP4 has (experts, outputs, inputs / 32, 16) bytes of two values each,
-and (experts, outputs, inputs / 32) exponents. Files alternate gates and ups, or have all gates first. Here, gates are
-first.
+Plain tensors are (experts, inputs, outputs), or in Gemma 4 (experts, outputs, inputs). MXFP4 has (experts, outputs,
+inputs / 32, 16) bytes of two values each, and (experts, outputs, inputs / 32) exponents. Files alternate gates and ups,
+or have all gates first. Here, gates are first.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class FusedExpertTensors(FileTensors):
             return weight.values()
         self.check(name, shape)
         tensor = self.read_stored(expert.fused_name, IndexRange(expert.number, expert.number + 1))[0]
-        is_stored_plainly = expert.end == "bias" or (tensor.shape == shape and shape[0] != shape[1])
+        is_stored_plainly = (
+            expert.end == "bias" or self._config.names.outputs_first or (tensor.shape == shape and shape[0] != shape[1])
+        )
         values = self._gates_first(tensor if is_stored_plainly else tensor.t(), expert)
         return values if rows is None else values[slice(*rows)]
 
@@ -97,8 +99,9 @@ class FusedExpertTensors(FileTensors):
             return {name: Stored(((experts, *shape),), FLOATS)}
         outputs, inputs = shape
         if not self._is_quantized(expert):
-            shapes = [(experts, inputs, outputs)]
-            if self._config.names.gates_first:  # transformers 5 writes this order
+            names = self._config.names
+            shapes = [] if names.outputs_first else [(experts, inputs, outputs)]
+            if names.gates_first:  # transformers 5 writes this order
                 shapes.append((experts, outputs, inputs))
             return {name: Stored(tuple(shapes), FLOATS)}
         blocks = (experts, outputs, -(-inputs // _BLOCK))

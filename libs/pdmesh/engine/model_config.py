@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pdmesh.errors import ConfigError
-from pdmesh.model import KvLayout
+from pdmesh.model import KvLayout, PageShape
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -79,6 +79,7 @@ class RopeType(StrEnum):
     LLAMA3 = "llama3"
     YARN = "yarn"
     LONGROPE = "longrope"
+    PROPORTIONAL = "proportional"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +104,7 @@ class RopeConfig:
     truncate: bool = True  # yarn
     short_factors: tuple[float, ...] = ()  # longrope
     long_factors: tuple[float, ...] = ()  # longrope
+    rotated_share: float = 1.0  # proportional
 
     @property
     def depends_on_length(self) -> bool:
@@ -160,13 +162,30 @@ class ExpertsConfig:
     """Parameters of a layer with several MLPs. Each token goes through a few of them.
 
     ``intermediate_size`` is one expert's. ``normalizes``: a token's shares sum to 1. ``has_bias``: the router and the
-    experts have biases.
+    experts have biases. ``is_beside_mlp``: the layer has a dense MLP, too, and the sum of both is added. The experts
+    then have norms of their own, and factors that multiply the shares.
+
+    ``by_sigmoid``: each share is a sigmoid, otherwise all are a softmax. ``has_preferences``: terms are added to the
+    shares to choose experts. ``epsilon`` is added to the sum that normalises. ``scale`` multiplies the shares.
     """
 
     num_experts: int
     num_per_token: int
     intermediate_size: int
     normalizes: bool
+    has_bias: bool = False
+    is_beside_mlp: bool = False
+    by_sigmoid: bool = False
+    has_preferences: bool = False
+    epsilon: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConv:
+    """Parameters of a causal convolution, channel by channel, over a token and the ``num_taps`` - 1 before."""
+
+    num_taps: int
     has_bias: bool = False
 
 
@@ -175,12 +194,30 @@ class LayerConfig:
     """Parameters that may differ between layers.
 
     ``rope`` is None if queries and keys are not rotated. ``window`` is the number of latest tokens that a token attends
-    to, itself included; None means all. ``experts`` is None for one MLP of the model's ``intermediate_size``.
+    to, itself included; None means all. ``experts`` is None for one MLP. ``page`` and ``intermediate_size`` are the
+    model's if None. ``keys_are_values``: values are the key projection before norm and rotation. ``reads`` is the
+    number of an earlier layer whose KV this layer reads instead of its own.
+
+    ``conv`` is a convolution instead of attention. Its pages hold the inputs of each token: the first half of the
+    channels as keys, the other as values. Its ``window`` is the number of taps.
     """
 
     rope: RopeConfig | None
     window: int | None = None
     experts: ExpertsConfig | None = None
+    page: PageShape | None = None
+    intermediate_size: int | None = None
+    keys_are_values: bool = False
+    reads: int | None = None
+    conv: ShortConv | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerEmbedding:
+    """Sizes of a table with an embedding of each token for each layer."""
+
+    vocab_size: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +229,7 @@ class TensorNames:
     added to the residual stream. ``expert_gate_up`` and ``expert_down`` follow the expert's prefix.
 
     ``fuses_experts``: a layer's experts are one tensor (experts, inputs, outputs). ``gates_first``: gates of fused
-    experts precede ups; otherwise they alternate.
+    experts precede ups; otherwise they alternate. ``outputs_first``: fused experts are (experts, outputs, inputs).
     """
 
     renames: tuple[tuple[str, str], ...] = ()
@@ -213,11 +250,28 @@ class TensorNames:
     mlp_output_norm: str | None = None
     sinks: str = "self_attn.sinks"
     router: str = "mlp.gate"
+    preferences: str = "mlp.expert_bias"
     expert: str = "mlp.experts.{}"
     expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
     fuses_experts: bool = False
     gates_first: bool = False
+    outputs_first: bool = False
+    experts_norm: str = "pre_feedforward_layernorm_2"
+    router_scale: str = "router.scale"
+    expert_scales: str = "router.per_expert_scale"
+    mlp_own_norm: str = "post_feedforward_layernorm_1"
+    experts_own_norm: str = "post_feedforward_layernorm_2"
+    conv_in: str = "conv.in_proj"
+    conv: str = "conv.conv"
+    conv_out: str = "conv.out_proj"
+    layer_scale: str = "layer_scalar"
+    layer_embedding: str = "model.embed_tokens_per_layer"
+    layer_input: str = "model.per_layer_model_projection"
+    layer_input_norm: str = "model.per_layer_projection_norm"
+    layer_gate: str = "per_layer_input_gate"
+    layer_output: str = "per_layer_projection"
+    layer_output_norm: str = "post_per_layer_input_norm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +281,8 @@ class DecoderShape:
     ``architecture`` is transformers' class name. ``max_model_len`` is the longest context. ``dtype`` is the
     checkpoint's: "float32", "bfloat16" or "float16". ``is_gated``: an MLP multiplies its activation by another product.
     ``attention_scale`` multiplies attention scores; 0 means 1 / sqrt(head_dim). ``score_cap`` squeezes them into -cap
-    ... cap. ``quantization`` is None for plain weights.
+    ... cap. ``quantization`` is None for plain weights. ``embedding_by_layer`` is None if layers have no input but the
+    hidden states.
     """
 
     architecture: str
@@ -244,6 +299,7 @@ class DecoderShape:
     attention_scale: float = 0.0
     score_cap: float | None = None
     quantization: Quantization | None = None
+    embedding_by_layer: LayerEmbedding | None = None
 
     @property
     def num_layers(self) -> int:
@@ -254,10 +310,30 @@ class DecoderShape:
         """Factor of attention scores."""
         return self.attention_scale or 1 / math.sqrt(self.head_dim)
 
+    def page(self, layer: LayerConfig) -> PageShape:
+        """Return the heads and width of the KV that a layer attends to."""
+        return layer.page or PageShape(self.num_kv_heads, self.head_dim)
+
+    def inner_size(self, layer: LayerConfig) -> int:
+        """Return the size of a layer's dense MLP."""
+        return layer.intermediate_size or self.intermediate_size
+
+    @property
+    def has_equal_layers(self) -> bool:
+        """Whether each layer has the model's key-value heads, and KV and inputs of its own alone."""
+        has_equal_kv = all(layer.page is None and layer.reads is None for layer in self.layers)
+        return has_equal_kv and self.embedding_by_layer is None
+
+    @property
+    def kv_layers(self) -> tuple[LayerConfig, ...]:
+        """Layers with KV of their own, in order: the layers of the KV cache."""
+        return tuple(layer for layer in self.layers if layer.reads is None)
+
     @property
     def masks_more(self) -> bool:
         """Whether attention has windows or capped scores."""
-        return self.score_cap is not None or any(layer.window is not None for layer in self.layers)
+        has_window = any(layer.window is not None and layer.conv is None for layer in self.layers)
+        return has_window or self.score_cap is not None
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
@@ -284,14 +360,18 @@ class DecoderShape:
         return self._num_weights(lambda experts: experts.num_experts)
 
     def _num_weights(self, num_experts: Callable[[ExpertsConfig], int]) -> int:
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         num_matrices = 3 if self.is_gated else 2
         columns = self.vocab_size
         for layer in self.layers:
-            columns += attention
-            if layer.experts is None:
-                columns += num_matrices * self.intermediate_size
+            page = self.page(layer)
+            num_projections = 0 if layer.reads is not None else 1 if layer.keys_are_values else 2
+            if layer.conv is not None:
+                columns += 4 * self.hidden_size
             else:
+                columns += (2 * self.num_heads + num_projections * page.num_kv_heads) * page.head_dim
+            if layer.experts is None or layer.experts.is_beside_mlp:
+                columns += num_matrices * self.inner_size(layer)
+            if layer.experts is not None:
                 each = num_matrices * layer.experts.intermediate_size
                 columns += layer.experts.num_experts + num_experts(layer.experts) * each
         return self.hidden_size * columns
@@ -318,15 +398,18 @@ class DecoderShape:
         With ``frees_windows``, layers with a window free the KV outside it, or outside the widest window if they
         differ.
         """
-        windows = {number: layer.window for number, layer in enumerate(self.layers) if layer.window and frees_windows}
+        layers = self.kv_layers
+        windows = {number: layer.window for number, layer in enumerate(layers) if layer.window and frees_windows}
+        pages = tuple(map(self.page, layers))
         return KvLayout(
-            num_layers=self.num_layers,
+            num_layers=len(layers),
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             block_size=block_size,
             dtype=self.compute_dtype(dtype),
             window=max(windows.values(), default=0),
             windowed_layers=tuple(windows),
+            pages=pages if set(pages) != {PageShape(self.num_kv_heads, self.head_dim)} else (),
         )
 
 
@@ -336,7 +419,8 @@ class ModelConfig(DecoderShape):
 
     ``rotary_dim`` is the rotated part of a head; 0 means all. ``interleaves_rotation``: pairs that rotate are
     neighbours, otherwise from the two halves of the rotated dims. ``activation_limit`` is a clamped activation's.
-    ``has_sinks``: each head's softmax has one more score, without a value.
+    ``has_sinks``: each head's softmax has one more score, without a value. ``norms_values``: values are normalised head
+    by head, without weights. ``scales_layers``: a factor of its own multiplies each layer's result.
 
     ``num_learned_positions`` is the number of position embeddings, which are added to the tokens' embeddings.
     ``transposes_weights``: files have linear layers as (inputs, outputs). ``residual_scale`` multiplies the results of
@@ -350,6 +434,8 @@ class ModelConfig(DecoderShape):
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: QkNorm = QkNorm.NONE
+    norms_values: bool = False
+    scales_layers: bool = False
     rotary_dim: int = 0
     interleaves_rotation: bool = False
     activation: Activation = Activation.SILU
@@ -365,10 +451,16 @@ class ModelConfig(DecoderShape):
 
     @property
     def inner_sizes(self) -> frozenset[int]:
-        """Sizes of the layers' MLPs, or of one expert's."""
-        return frozenset(
-            layer.experts.intermediate_size if layer.experts else self.intermediate_size for layer in self.layers
-        )
+        """Sizes of the layers' MLPs and of one expert's."""
+        dense = {
+            self.inner_size(layer) for layer in self.layers if layer.experts is None or layer.experts.is_beside_mlp
+        }
+        return frozenset(dense | {layer.experts.intermediate_size for layer in self.layers if layer.experts})
+
+    @property
+    def max_taps(self) -> int:
+        """Largest number of taps of a layer's convolution; 0 without convolutions."""
+        return max((layer.conv.num_taps for layer in self.layers if layer.conv), default=0)
 
     @property
     def has_experts(self) -> bool:

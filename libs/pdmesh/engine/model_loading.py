@@ -78,6 +78,8 @@ def plan_model(checkpoint_dir: Path, options: ComputeOptions) -> ModelPlan:
     check_installed(config)
     if isinstance(config, UndescribedModel):
         _check_served(config, options)
+    if not config.has_equal_layers:
+        _check_unequal_layers(config, options)
     max_model_len = config.context(options.max_model_len)
     frees_windows = options.frees_windows and isinstance(config, ModelConfig)
     layout = config.kv_layout(dtype=options.dtype, block_size=options.block_size, frees_windows=frees_windows)
@@ -186,6 +188,20 @@ def _check_served(model: UndescribedModel, options: ComputeOptions) -> None:
     }
     for name in (name for name, is_asked in refused.items() if is_asked):
         raise ConfigError(f"{name} is not served of a {model.architecture}, which transformers' own modules compute")
+
+
+def _check_unequal_layers(model: DecoderShape, options: ComputeOptions) -> None:
+    """Raise ConfigError for an option that is not served for models whose layers differ in their KV."""
+    if options.device.type != "cpu":
+        raise ConfigError(
+            f"worker.device is {options.device}, but a {model.architecture}, whose layers differ in their KV, is "
+            "computed on CPUs only so far: set worker.device to cpu"
+        )
+    if options.range_tokens:
+        raise ConfigError(
+            f"worker.max_kv_tokens_per_instance is {options.range_tokens}, but contexts of a {model.architecture}, "
+            "whose layers differ in their KV, are not spread so far: set it to 0"
+        )
 
 
 def _load_undescribed(checkpoint_dir: Path, model: UndescribedModel, options: ComputeOptions) -> LoadedModel:

@@ -41,9 +41,12 @@ class RotaryEmbedding:
         self._exact = torch.float32 if dtype == torch.float32 else torch.float64
         #: Number of rotated dims of a head, 0 without a configuration.
         self._dim = (rotary_dim or head_dim) if config is not None else 0
+        whole = self._dim
+        if self._config.rope_type is RopeType.PROPORTIONAL:
+            self._dim = 2 * int(self._config.rotated_share * head_dim // 2)
         self._num_still = (head_dim - self._dim) // 2
         #: Exponents of the base, (rotary_dim / 2,).
-        self._exponents = torch.arange(0, self._dim, 2, dtype=self._exact, device=device) / max(1, self._dim)
+        self._exponents = torch.arange(0, self._dim, 2, dtype=self._exact, device=device) / max(1, whole)
         self._attention_factor = _attention_factor(self._config)
         self._inverse_frequencies = self._fixed_inverse_frequencies()
         is_longrope = self._config.rope_type is RopeType.LONGROPE
@@ -76,7 +79,7 @@ class RotaryEmbedding:
         match config.rope_type:
             case RopeType.DEFAULT | RopeType.DYNAMIC:  # dynamic ones differ only beyond the trained length
                 return inverse
-            case RopeType.LINEAR:
+            case RopeType.LINEAR | RopeType.PROPORTIONAL:
                 return inverse / config.factor
             case RopeType.LLAMA3:
                 return _llama3(config, inverse)

@@ -6,7 +6,7 @@ so a layer hook may run another step before it returns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,12 +16,12 @@ from torch.nn import functional
 
 from pdmesh.engine.attention import AttentionPlan
 from pdmesh.engine.base import LayerHook
-from pdmesh.engine.checkpoint import HeadNorm, LayerWeights, ModelWeights, Norm
-from pdmesh.engine.experts import Mlp, mix_experts
-from pdmesh.engine.kernels import Kernels, Rotation, by_value
+from pdmesh.engine.experts import Experts, Mlp, mix_experts
+from pdmesh.engine.kernels import Kernels, Rotation, by_value, store_heads
 from pdmesh.engine.linear import Linear
 from pdmesh.engine.model_config import ModelConfig, QkNorm
-from pdmesh.engine.rope import RotaryEmbedding
+from pdmesh.engine.rope import RotaryEmbedding, rotate
+from pdmesh.engine.weights import HeadNorm, LayerInput, LayerWeights, ModelWeights, Norm
 from pdmesh.model import IndexRange
 
 #: Number of rows per product in deterministic mode. Libraries choose the order of sums by the number of rows. With a
@@ -35,23 +35,27 @@ class StepInputs:
     """A step's tokens, flattened, and the places of their keys and values.
 
     All but ``rests`` are (num_tokens,). ``num_prompt_tokens`` are of each token's sequence. ``slots`` are block *
-    block_size + offset. ``rests`` are the unfilled rows, of head_dim, in blocks that a slice begins; None if they are
-    wiped already. ``windowed`` has the places in layers with a window, if these use frames.
+    block_size + offset. ``rests`` are the unfilled rows, of head_dim, in blocks that a slice begins, by the number of a
+    layer's key-value heads; None if they are wiped already. ``windowed`` has the places in layers with a window, if
+    these use frames. ``earlier`` are the slots of each token and of those before, (num_tokens, taps), and -1 before the
+    first; None without convolutions.
     """
 
     token_ids: Tensor
     positions: Tensor
     num_prompt_tokens: Tensor
     slots: Tensor
-    rests: Tensor | None
+    rests: Mapping[int, Tensor] | None
     windowed: Places | None = None
+    earlier: Tensor | None = None
 
 
 class Places(NamedTuple):
     """Places of a step's keys and values, as in `StepInputs`."""
 
     slots: Tensor
-    rests: Tensor | None
+    rests: Mapping[int, Tensor] | None
+    earlier: Tensor | None = None
 
 
 def wipe_rests(cache: Tensor, places: StepInputs | Places) -> None:
@@ -59,8 +63,8 @@ def wipe_rests(cache: Tensor, places: StepInputs | Places) -> None:
 
     No other rows are changed: a step that is computed again changes nothing that others may read.
     """
-    if places.rests is not None and len(places.rests):
-        cache.view(-1, cache.shape[-1]).index_fill_(0, places.rests, 0)
+    if places.rests is not None and len(rows := places.rests[cache.shape[2]]):
+        cache.view(-1, cache.shape[-1]).index_fill_(0, rows, 0)
 
 
 class Carried(NamedTuple):
@@ -102,10 +106,14 @@ class Transformer:
         self._weights = weights
         self.kernels = kernels
         device, dtype = weights.device, weights.dtype
+        widths = [config.page(layer).head_dim if layer.conv is None else config.head_dim for layer in config.layers]
+        kinds = list(zip([layer.rope for layer in config.layers], widths, strict=True))
+        distinct = list(dict.fromkeys(kinds))
         self._rotaries = [
-            RotaryEmbedding(rope, config.head_dim, device, dtype, rotary_dim=config.rotary_dim) for rope in config.ropes
+            RotaryEmbedding(rope, head_dim, device, dtype, rotary_dim=config.rotary_dim) for rope, head_dim in distinct
         ]
-        self._rotation_of = [config.ropes.index(layer.rope) for layer in config.layers]
+        self._rotation_of = [distinct.index(kind) for kind in kinds]
+        self._cache_of = _caches_of(config)
         self._dtype = dtype
         self.hidden_dtype = hidden_dtype(dtype, device)
         # Rounded as in transformers.
@@ -146,31 +154,52 @@ class Transformer:
     ) -> Carried:
         """Compute the layers here and return the state after the last. ``before`` is the state that enters the first.
 
-        Store each layer's keys and values in that layer's cache, and then call ``on_layer``.
+        Store each layer's keys and values in that layer's cache, and then call ``on_layer`` with the cache's number.
         """
         (hidden, delta), rotations = before, self.rotations(inputs)
+        layer_inputs = self._layer_inputs(inputs.token_ids, hidden)
         windowed = inputs.windowed or inputs
         rotations_of_windowed = [replace(rotation, slots=windowed.slots) for rotation in rotations]
-        for number, cache in enumerate(caches):
-            has_window = self._config.layers[number].window is not None
-            wipe_rests(cache, windowed if has_window else inputs)
+        for number, layer in enumerate(self._config.layers):
+            has_window, stores = layer.window is not None, layer.reads is None
+            cache = caches[self._cache_of[number]]
+            if stores:
+                wipe_rests(cache, windowed if has_window else inputs)
             if self._cache_heads is not None:
                 cache = cache[:, :, slice(*self._cache_heads)]
             own = rotations_of_windowed if has_window else rotations
             hidden, query = self.before_attention(number, hidden, delta, own, cache)
-            if on_layer is not None:
-                on_layer(self._first_layer + number)
-            attended = self._attend(number, query, cache, attention)
-            hidden, delta = self.after_attention(number, hidden, attended)
+            if on_layer is not None and stores:
+                on_layer(self._first_layer + self._cache_of[number])
+            if layer.conv is None:
+                attended = self._attend(number, query, cache, attention)
+            else:
+                attended = self._convolve(number, query, cache, windowed.earlier)
+            own_input = None if layer_inputs is None else layer_inputs[:, number]
+            hidden, delta = self.after_attention(number, hidden, attended, own_input)
         return Carried(hidden, delta)
 
     def _attend(self, number: int, query: Tensor, cache: Tensor, attention: AttentionPlan) -> Tensor:
-        sinks, window = self._weights.layers[number].sinks, self._config.layers[number].window
+        sinks, window = self._weights.layers[number].mixer.sinks, self._config.layers[number].window
         output, lse = attention.attend(query, cache, window=window, with_lse=sinks is not None)
         if sinks is None or lse is None:
             return output
         # The share of a softmax that one more score leaves for the others.
         return (output * by_value(torch.sigmoid, lse - sinks)[..., None]).to(output.dtype)
+
+    def _convolve(self, number: int, gate: Tensor, cache: Tensor, earlier: Tensor | None) -> Tensor:
+        """Return the gated convolution (num_tokens, hidden_size) of the inputs in the cache, summed in fp32."""
+        taps = self._weights.layers[number].mixer.taps
+        assert taps is not None, "the layer has no convolution"
+        assert earlier is not None, "the step has no slots of earlier tokens"
+        total, block_size = torch.zeros_like(gate, dtype=torch.float32), cache.shape[3]
+        for slots, factors in zip(earlier.unbind(1), taps.factors, strict=False):
+            blocks, offsets = slots.clamp(min=0) // block_size, slots % block_size
+            inputs = cache[blocks, :, :, offsets].flatten(1).float() * factors
+            total += torch.where(slots[:, None] >= 0, inputs, 0.0)
+        if taps.bias is not None:
+            total += taps.bias
+        return (gate.float() * total).to(self._dtype)
 
     # The parts of a layer before and after its attention. ``hidden`` and ``delta`` are the state of the layer before.
 
@@ -196,23 +225,69 @@ class Transformer:
     def before_attention(
         self, number: int, hidden: Tensor, delta: Tensor | None, rotations: Sequence[Rotation], cache: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return hidden states and queries (num_tokens, heads, head_dim), and write keys and values to the cache."""
+        """Return hidden states and queries (num_tokens, heads, head_dim), and write keys and values to the cache.
+
+        A layer that reads another layer's KV writes none. A layer with a convolution writes the convolution's inputs,
+        and returns the gate of the results (num_tokens, hidden_size) instead of queries.
+        """
         layer, rotation = self._weights.layers[number], rotations[self._rotation_of[number]]
         hidden, normed = self._add_norm(hidden, delta, layer.input_norm)
-        qkv = self._project(layer, normed)
+        qkv = self._project(number, normed)
+        if layer.mixer.taps is not None:
+            return hidden, _store_conv_inputs(qkv, rotation.slots, cache)
+        if self._config.layers[number].reads is not None:
+            return hidden, rotate(qkv, rotation.cos, rotation.sin)
         return hidden, self.kernels.rotate_and_store(qkv, self._config.num_heads, rotation, cache)
 
-    def after_attention(self, number: int, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        """Return hidden states and delta after the MLP, from the attention's results for the queries."""
+    def after_attention(
+        self, number: int, hidden: Tensor, attended: Tensor, own_input: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return hidden states and delta after the layer, from the attention's results for the queries.
+
+        ``own_input`` (num_tokens, size) is from the tokens' embeddings for this layer, if the model has these.
+        """
         layer = self._weights.layers[number]
-        delta = self._added(self._delta(attended.flatten(1), layer.output), layer.attention_output_norm)
+        delta = self._added(self._delta(attended.flatten(1), layer.mixer.output), layer.attention_output_norm)
         hidden, normed = self._add_norm(hidden, delta, layer.mlp_norm)
-        given = (
-            self._mlp(normed, layer.mlp)
-            if isinstance(layer.mlp, Mlp)
-            else mix_experts(layer.mlp, normed, self._linear, self._mlp).to(self.hidden_dtype)
-        )
-        return hidden, self._added(given, layer.mlp_output_norm)
+        delta = self._added(self._feed_forward(layer, hidden, normed), layer.mlp_output_norm)
+        if layer.own_input is not None and own_input is not None:
+            hidden = hidden + delta
+            delta = self._from_own_input(layer.own_input, hidden, own_input)
+        if layer.scale is not None:
+            hidden, delta = hidden * layer.scale, delta * layer.scale
+        return hidden, delta
+
+    def _feed_forward(self, layer: LayerWeights, hidden: Tensor, normed: Tensor) -> Tensor:
+        """Return the results of a layer's MLP, of its experts, or of both."""
+        if isinstance(layer.mlp, Experts):
+            return mix_experts(layer.mlp, normed, self._linear, self._mlp).to(self.hidden_dtype)
+        given, beside = self._mlp(normed, layer.mlp), layer.experts_beside
+        if beside is None:
+            return given
+        _, routed = self.kernels.add_norm(hidden, None, *beside.router_norm)
+        _, rows = self.kernels.add_norm(hidden, None, *beside.norm)
+        mixed = mix_experts(beside.experts, rows, self._linear, self._mlp, routed=routed).to(self.hidden_dtype)
+        return self.kernels.norm(given, *beside.mlp_output_norm) + self.kernels.norm(mixed, *beside.output_norm)
+
+    def _layer_inputs(self, token_ids: Tensor, embedded: Tensor) -> Tensor | None:
+        """Return each layer's own input (num_tokens, layers, size), or None if the model has no embeddings by layer.
+
+        The input is the mean of the token's embedding for the layer and a projection of the model's embedding.
+        """
+        weights, sizes = self._weights.layer_inputs, self._config.embedding_by_layer
+        if weights is None or sizes is None:
+            return None
+        shape = (len(token_ids), self._config.num_layers, sizes.size)
+        own = weights.table.embed(token_ids).to(self.hidden_dtype) * sizes.size**0.5
+        projected = self._delta(embedded.to(self._dtype), weights.projection) * self._config.hidden_size**-0.5
+        normed = self.kernels.norm(projected.view(shape), *weights.norm)
+        mixed: Tensor = (normed + own.view(shape)) * 2**-0.5
+        return mixed.to(self._dtype)
+
+    def _from_own_input(self, weights: LayerInput, hidden: Tensor, own_input: Tensor) -> Tensor:
+        gate = self._linear(hidden.to(self._dtype), weights.gate)
+        activated = self.kernels.activate(torch.cat((gate, own_input), dim=-1))
+        return self.kernels.norm(self._delta(activated, weights.output), *weights.norm)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return scores of the next token in fp32, (rows, vocab_size), for rows of `forward`; in ``out`` if given."""
@@ -249,16 +324,28 @@ class Transformer:
             delta = self.kernels.norm(delta, *norm)
         return delta if self._config.residual_scale == 1 else delta * self._config.residual_scale
 
-    def _project(self, layer: LayerWeights, normed: Tensor) -> Tensor:
-        """Return queries, keys and values: (num_tokens, heads, head_dim)."""
-        config = self._config
-        qkv = self._linear(normed, layer.qkv).view(normed.shape[0], -1, config.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
-            query = self._norm_heads(qkv[:, :num_heads], layer.q_norm)
-            key = self._norm_heads(qkv[:, num_heads:num_rotated], layer.k_norm)
-            qkv = torch.cat((query, key, qkv[:, num_rotated:]), dim=1)
-        return qkv
+    def _project(self, number: int, normed: Tensor) -> Tensor:
+        """Return queries, keys and values: (num_tokens, heads, head_dim). Without keys of its own, only queries.
+
+        For a layer with a convolution, return the products (num_tokens, 3 * hidden_size).
+        """
+        config, layer = self._config, self._weights.layers[number].mixer
+        num_kv_heads, head_dim = config.page(config.layers[number])
+        products = self._linear(normed, layer.qkv)
+        if layer.taps is not None:
+            return products
+        qkv = products.view(normed.shape[0], -1, head_dim)
+        query, key, value = qkv.tensor_split((config.num_heads, config.num_heads + num_kv_heads), dim=1)
+        if config.layers[number].keys_are_values:
+            value = key
+        if layer.q_norm is not None:
+            query = self._norm_heads(query, layer.q_norm)
+        if layer.k_norm is not None:
+            key = self._norm_heads(key, layer.k_norm)
+        if layer.v_norm is not None:
+            value = self.kernels.norm(value.contiguous(), *layer.v_norm)
+        is_changed = layer.q_norm is not None or config.layers[number].keys_are_values
+        return torch.cat((query, key, value), dim=1) if is_changed else qkv
 
     def _norm_heads(self, own: Tensor, head_norm: HeadNorm) -> Tensor:
         norm, gathered = head_norm
@@ -283,3 +370,28 @@ class Transformer:
             return linear(rows, wide=wide)
         padded = functional.pad(rows, (0, 0, 0, -len(rows) % _DETERMINISTIC_ROWS))
         return torch.cat([linear(tile, wide=wide) for tile in padded.split(_DETERMINISTIC_ROWS)])[: len(rows)]  # type: ignore[no-untyped-call]
+
+
+def _store_conv_inputs(products: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
+    """Write gated inputs of a convolution to the cache, and return the gate of the results.
+
+    ``products`` are the inputs' gate, the results' gate, and the inputs.
+    """
+    before, after, values = products.chunk(3, dim=-1)
+    num_kv_heads, head_dim = cache.shape[2], cache.shape[4]
+    keys, others = (before * values).view(len(products), 2, num_kv_heads, head_dim).unbind(1)
+    store_heads(cache, slots, keys, others)
+    return after
+
+
+def _caches_of(config: ModelConfig) -> list[int]:
+    """Return the number of the cache that each layer attends to. Layers that read another layer's KV have none."""
+    caches: list[int] = []
+    num_caches = 0
+    for layer in config.layers:
+        if layer.reads is None:
+            caches.append(num_caches)
+            num_caches += 1
+        else:
+            caches.append(caches[layer.reads])
+    return caches

@@ -22,6 +22,8 @@ from pdmesh.errors import ConfigError
 #: Vision-language models whose text part is served, with the default ``model_type`` of the text part.
 WITH_TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
     "Mistral3ForConditionalGeneration": "mistral",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",

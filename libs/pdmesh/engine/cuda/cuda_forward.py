@@ -19,7 +19,7 @@ from pdmesh.engine.cuda.layer_graphs import LayerGraphs
 from pdmesh.engine.cuda.page_tables import PageTables, PageWriter, write_pages
 from pdmesh.engine.cuda.staging import Staging
 from pdmesh.engine.cuda.streams import Event, Streams
-from pdmesh.engine.forward import HiddenOutput, Rows, StepOutput, step_arrays, step_spans
+from pdmesh.engine.forward import HiddenOutput, Rows, StepOutput, begun_blocks, step_arrays, step_spans, unfilled_rows
 from pdmesh.engine.sampler import draw
 from pdmesh.engine.transformer_model import StepInputs, Transformer
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
@@ -169,11 +169,12 @@ class DeviceForward:
         layers_ahead = 1 if len(arrays.token_ids) >= _LARGE_STEP else 2
         hook = None if on_layer is None else paced(on_layer, self._streams, layers_ahead)
         plan = lane.attention.plan(spans)
-        if len(arrays.rests):
-            (rests,) = lane.staging.upload(arrays.rests)
+        layout = self._store.layout
+        if len(unfilled := unfilled_rows(begun_blocks(batch, layout), layout, layout.num_kv_heads)):
+            (rests,) = lane.staging.upload(unfilled)
             self._store.wipe(rests.long())
         if graphs is None:
-            ids, positions, num_prompt_tokens, slots = (values.long() for values in lane.staging.upload(*arrays[:4]))
+            ids, positions, num_prompt_tokens, slots = (values.long() for values in lane.staging.upload(*arrays))
             inputs = StepInputs(ids, positions, num_prompt_tokens, slots, rests=None)
             hidden = self._transformer.forward(inputs, self._store.layers, plan, hook)
         else:

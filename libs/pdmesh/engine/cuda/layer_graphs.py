@@ -82,7 +82,7 @@ class LayerGraphs:
         size = next(size for size in SIZES if num_tokens <= size)
         segments = self._step(size)
         values = np.repeat(self._padding, size, axis=1)
-        values[:, :num_tokens] = arrays[:4]
+        values[:, :num_tokens] = arrays
         self._integers[: values.size].copy_(staging.host(values.ravel()), non_blocking=True)
         query, attended = self._query[:num_tokens], self._attended[:num_tokens]
         segments[0]()

@@ -31,6 +31,7 @@ def check_divisible(model: DecoderShape, num_ranks: int) -> None:
             f"tensor_parallel_size is {num_ranks}, but the model has {model.num_heads} attention heads and "
             f"{model.num_kv_heads} key-value heads, which divide among {', '.join(possible)} ranks"
         )
+    _check_equal_layers(model, "tensor_parallel_size", num_ranks)
     if num_ranks > 1 and isinstance(model, UndescribedModel):
         raise ConfigError(
             f"tensor_parallel_size is {num_ranks}, but transformers' own modules compute a {model.architecture}, and "
@@ -38,8 +39,18 @@ def check_divisible(model: DecoderShape, num_ranks: int) -> None:
         )
 
 
+def _check_equal_layers(model: DecoderShape, setting: str, number: int) -> None:
+    """Raise ConfigError if several ranks or stages would divide a model whose layers differ."""
+    if number > 1 and not model.has_equal_layers:
+        raise ConfigError(
+            f"{setting} is {number}, but the layers of a {model.architecture} differ in their key-value heads or read "
+            "what other layers have, and are not divided: set it to 1"
+        )
+
+
 def check_stages(model: DecoderShape, num_stages: int) -> None:
     """Raise ConfigError unless each of ``num_stages`` stages can have a layer of the model."""
+    _check_equal_layers(model, "pipeline_parallel_size", num_stages)
     if num_stages > 1 and isinstance(model, UndescribedModel):
         raise ConfigError(
             f"pipeline_parallel_size is {num_stages}, but transformers' own modules compute a {model.architecture}, "
