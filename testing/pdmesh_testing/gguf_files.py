@@ -51,6 +51,7 @@ MODELS: dict[str, list[dict[str, Any]]] = {
     "glm4": [{"head_dim": 16, "attention_bias": True}],
     "smollm3": [{}],
     "starcoder2": [{"sliding_window": None, "tie_word_embeddings": True}],
+    "lfm2": [{"layer_types": ["conv", "full_attention", "conv", "conv"], "block_auto_adjust_ff_dim": False}],
 }  # fmt: skip
 #: What matrices are stored as; vectors are in fp32.
 GgufType = Literal["F32", "F16", "Q8_0", "Q4_0", "MXFP4"]
@@ -69,6 +70,10 @@ _NAMES = {
     "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
     "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
     "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+    "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm", "self_attn.out_proj": "attn_output", "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down", "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv", "conv.out_proj": "shortconv.out_proj", "model.embedding_norm": "token_embd_norm",
 }  # fmt: skip
 #: Architectures whose norm behind attention has the name that others use for the norm before the MLP.
 _NORMS_BEHIND = ("gemma2", "gemma3_text", "olmo2", "olmo3", "gpt_oss")
@@ -126,7 +131,8 @@ def write_gguf(source: Path, file: Path, gguf_type: GgufType = "F32") -> dict[st
         meanings[full_name] = _turned_back(meaning, turns) if turns else meaning
         if name.startswith("gemma") and full_name.endswith("norm.weight"):
             data, _ = _quantized(tensor + 1, "F32")
-        made = _Stored(tensor.shape, _NUMBERS[stored_type], data)
+        shape = tuple(size for size in tensor.shape if size > 1)  # without the middle size of a convolution
+        made = _Stored(shape, _NUMBERS[stored_type], data)
         if expert:
             experts[f"blk.{expert[1]}.ffn_{_EXPERT_NAMES[expert[3]]}_exps.weight"][int(expert[2])] = made
         else:
@@ -157,7 +163,7 @@ def _metadata(name: str, config: dict[str, Any]) -> dict[str, Any]:
         "attention.head_count": num_heads,
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": head_dim,
-        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
+        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps") or config.get("norm_eps"),
         "rope.freq_base": full.get("rope_theta", config.get("rope_theta")),
         "expert_count": num_experts,
         "expert_used_count": config.get("num_experts_per_tok") if num_experts else None,
@@ -174,6 +180,9 @@ def _metadata(name: str, config: dict[str, Any]) -> dict[str, Any]:
     }
     if name in ("gemma2", "gemma3", "olmo2", "gpt-oss", "phi3"):
         fields["attention.sliding_window"] = config.get("sliding_window")
+    if name == "lfm2":
+        kv_heads = [config["num_key_value_heads"] * (kind == "full_attention") for kind in config["layer_types"]]
+        fields |= {"attention.head_count_kv": kv_heads, "shortconv.l_cache": config["conv_L_cache"]}
     if name == "olmo2" and config.get("sliding_window"):
         kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
         fields["attention.sliding_window_pattern"] = kinds

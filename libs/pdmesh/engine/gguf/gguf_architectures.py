@@ -240,6 +240,20 @@ def _starcoder2(model: GgufModel) -> dict[str, Any]:
     return {"norm_epsilon": epsilon, "sliding_window": None}
 
 
+def _lfm2(model: GgufModel) -> dict[str, Any]:
+    """Return which layers attend: all layers with key-value heads."""
+    listed = model.of("attention.head_count_kv")
+    fields = {
+        "norm_eps": model.of("attention.layer_norm_rms_epsilon"),
+        "conv_L_cache": model.of("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+    }
+    if not isinstance(listed, list) or len(listed) > _MAX_LISTED_LAYERS or not _are_positive(*filter(None, listed)):
+        return fields
+    kinds = ["full_attention" if number else "conv" for number in listed]
+    return {**fields, "num_key_value_heads": max(listed, default=None), "layer_types": kinds}
+
+
 def _gpt_oss(model: GgufModel) -> dict[str, Any]:
     rope = model.rope()
     if rope["rope_type"] == "yarn":
@@ -289,6 +303,23 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         },
     ),
     "smollm3": GgufArchitecture(class_name="SmolLM3ForCausalLM", interleaves_rotation=True),
+    "lfm2": GgufArchitecture(
+        class_name="Lfm2ForCausalLM",
+        more=_lfm2,
+        names={
+            "operator_norm": "attn_norm",
+            "ffn_norm": "ffn_norm",
+            "self_attn.q_layernorm": "attn_q_norm",
+            "self_attn.k_layernorm": "attn_k_norm",
+            "self_attn.out_proj": "attn_output",
+            "feed_forward.w1": "ffn_gate",
+            "feed_forward.w3": "ffn_up",
+            "feed_forward.w2": "ffn_down",
+            "conv.in_proj": "shortconv.in_proj",
+            "conv.conv": "shortconv.conv",
+            "conv.out_proj": "shortconv.out_proj",
+        },
+    ),
     "starcoder2": GgufArchitecture(
         class_name="Starcoder2ForCausalLM",
         more=_starcoder2,

@@ -19,7 +19,12 @@ from pdmesh.engine.unused import check_unused
 from pdmesh.errors import ConfigError
 from pdmesh.model import IndexRange
 
-_NAMES: Mapping[str, str] = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_NAMES: Mapping[str, str] = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
+    "lm_head": "output",
+}
 _LAYER_NAMES: Mapping[str, str] = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -72,7 +77,8 @@ class GgufTensors:
         if own_name is not None and self._is_absent_bias(own_name):
             return ()
         found = self._find(name)
-        if found.shape != shape:
+        squeezed = (*shape[:1], *(size for size in shape[1:] if size > 1))
+        if found.shape not in (shape, squeezed):
             raise ConfigError(f"{self._file}: tensor {name!r} has shape {found.shape}; its header needs {shape}")
         kind = TYPES[found.type_number]
         if len(shape) == 1 and kind.num_values > 1:
@@ -90,7 +96,7 @@ class GgufTensors:
         own_name = self._own_name(name)
         if own_name is not None and self._is_absent_bias(own_name):
             return torch.zeros(shape if rows is None else (rows.size,))
-        values = self._values(self._find(name), rows)
+        values = self._values(self._find(name), rows).view(-1, *shape[1:])
         return values if (scale := self._scale(own_name)) is None else (values.float() * scale).to(values.dtype)
 
     def grouped(self, name: str, shape: tuple[int, ...], rows: IndexRange | None = None) -> GroupedWeight | None:
