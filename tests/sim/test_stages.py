@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left, bisect_right
 from dataclasses import replace
+from itertools import pairwise
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from pdmesh.model import KvLayout
 from pdmesh.policy.config import PolicyConfig
@@ -15,6 +19,7 @@ from pdmesh_lab.sim.mesh import MeshShape, study_core
 from pdmesh_lab.sim.result import SimResult
 from pdmesh_lab.sim.simulator import SimConfig, Simulator
 from pdmesh_lab.sim.workload import Arrival, Synthetic, synthetic
+from pdmesh_testing.examples import examples
 
 #: 16K tokens take 8.6 s alone.
 STEPS = LinearLatencyModel(
@@ -63,6 +68,31 @@ def test_a_lone_decode_takes_no_less_and_many_are_dealt_out() -> None:
         last = simulated(mesh, arrivals).requests[-1].token_times_s
         step_s = STEPS.step_s(StepShape((), num_decodes, num_decodes * 200))
         assert (last[-1] - last[-51]) / 50 == pytest.approx(step_s, rel=0.02)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("bundle", ["fcfs", "medha", "pdmesh"])
+@given(seed=st.integers(0, 1 << 16))
+@settings(deadline=None, max_examples=examples(8))
+def test_no_resident_waits_longer_than_three_rounds_beside_a_long_prompt(
+    bundle: str, num_stages: int, seed: int
+) -> None:
+    """The last residents before the prompt may end in the middle of a round of planned steps."""
+    rng = random.Random(seed)
+    times_s = [rng.uniform(0, 1.0) for _ in range(6)] + [rng.uniform(3.2, 10.0) for _ in range(6)]
+    arrivals = [
+        Arrival(arrival_s=time_s, num_prompt_tokens=rng.randint(1, 200), num_output_tokens=rng.randint(2, 40))
+        for time_s in times_s
+    ]
+    arrivals += [Arrival(arrival_s=3.0, num_prompt_tokens=60_000, num_output_tokens=4)]
+    arrivals.sort(key=lambda arrival: arrival.arrival_s)
+    mesh = replace(MESH, num_prefill=0, num_decode=0, num_mixed=1, prefill_stages=num_stages)
+    result = simulated(mesh, arrivals, bundle=bundle)
+    starts_s = [step.start_s for step in result.instances[0].steps]
+    for run in result.requests:
+        for before_s, after_s in pairwise(run.token_times_s):
+            num_steps = bisect_left(starts_s, after_s) - bisect_right(starts_s, before_s)
+            assert num_steps <= 3 * num_stages, f"{num_steps} steps between two tokens"
 
 
 @pytest.mark.parametrize("num_mixed", [0, 2])

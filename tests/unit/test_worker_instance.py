@@ -858,6 +858,37 @@ async def test_decodes_pass_stages_in_as_many_parts() -> None:
     assert max(engine.num_slices) <= 3
 
 
+class AlwaysAnswered(LostBesideChunks):
+    """`RemoteKv` that is never lost."""
+
+    def answers(self) -> list[bytes]:
+        return [b""]
+
+
+async def test_residents_take_turns_in_steps_that_do_not_overlap() -> None:
+    """A step with chunks beside a context on other instances is awaited, so the next share is chosen after its end."""
+    engine = Asking(num_blocks=1024, num_stages=2)
+    engine.elsewhere = AlwaysAnswered()
+    async with mixed(engine) as running:
+        params = SamplingParams(max_tokens=500, temperature=0)
+        names = ["asks", "second", "third", "fourth"]
+        for request_id in names:
+            generation = make_generation(request_id, [1], params)
+            running.admit(generation, kv_moves=False)
+            running.run(chunk_plans(generation, [1]))
+        await running.until(lambda: all(len(running.tokens_of(name)) > 1 for name in names))
+        long = make_generation("long", list(range(200)), GREEDY)
+        running.admit(long, kv_moves=False)
+        for chunk in chunk_plans(long, [4] * 50):
+            running.run([chunk], with_decodes=True)
+        before = {name: len(running.tokens_of(name)) for name in names}
+        await running.reported(KvReleased, "long")
+        drawn = [len(running.tokens_of(name)) - before[name] for name in names]
+        assert min(drawn) > max(drawn) / 2
+        for name in names:
+            free(running, make_generation(name, [1], params))
+
+
 async def test_a_chunk_does_not_follow_at_once_where_there_is_one_stage() -> None:
     """What is urgent and of a request that is being computed would run inside its own step."""
     gate = StepGate()

@@ -79,8 +79,11 @@ class Steps:
     def turn(self) -> None:
         """Let residents join and leave, between two steps.
 
-        Does nothing within a round of several stages, where some residents have a token of the round already.
+        Does nothing within a round of several stages, where some residents have a token of the round already. Without
+        residents no step ends a round, so the next resident begins a new one.
         """
+        if not self._holding.residents and not any(step.has_share for step in self.running):
+            self.shares.forget()
         if self.running and not self.shares.is_between_rounds:
             return
         holding = self._holding

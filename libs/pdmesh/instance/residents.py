@@ -98,8 +98,8 @@ class Shares:
         self._num_ended += 1
 
     def forget(self) -> None:
-        """Forget steps that have begun and will not end."""
-        self._num_begun = self._num_ended
+        """Begin a new round, because no step of the present one is running."""
+        self._num_begun = self._num_ended = 0
 
     def _size(self, num_residents: int, part: int) -> int:
         return (num_residents + self._num_parts - 1 - part) // self._num_parts

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
 from math import ceil
+from operator import attrgetter
 
 import anyio
 import structlog
@@ -77,6 +78,7 @@ class Plans:
         self._begin_chunk = begin_chunk
         self._drafter = drafter
         self._num_stages = num_stages
+        self._num_batches = 0
         self.lost_ranges = LostRanges()
         self._plans: deque[StepPlan] = deque()
         #: Read by the engine's thread, too.
@@ -230,8 +232,14 @@ class Plans:
         return self._ready(self._share(self._sequences.decoding))
 
     def _share(self, residents: list[LocalRequest]) -> list[LocalRequest]:
-        """Return residents for the next step: at most a stage's share of all, and only ones that are in no step."""
+        """Return residents for the next step: at most a stage's share of all, and only ones that are in no step.
+
+        The residents whose last step began first come first. Otherwise steps that do not overlap would all decode the
+        same share.
+        """
         free = [request for request in residents if not request.in_step]
+        if self._num_stages > 1:
+            free.sort(key=attrgetter("decoded_in"))
         return free[: ceil(len(residents) / self._num_stages)]
 
     def _follows_at_once(self, request: LocalRequest) -> bool:
@@ -303,10 +311,12 @@ class Plans:
     def _decodes(self, residents: Iterable[LocalRequest], *, drafts: bool = True) -> tuple[BatchDecode, ...]:
         """Make residents part of the step that begins now."""
         begun: list[BatchDecode] = []
+        self._num_batches += 1
         for request in residents:
             decode = BatchDecode(request, self._drafter.draft(request) if self._drafter is not None and drafts else ())
             if self._goes_on(decode):
                 request.num_steps += 1
+                request.decoded_in = self._num_batches
                 begun.append(decode)
         return tuple(begun)
 

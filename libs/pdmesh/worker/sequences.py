@@ -100,6 +100,7 @@ class LocalRequest:
     ``num_chunks``: number of chunks that have begun, and ``num_begun_tokens`` the end of the last one.
     ``began_s``: when this instance began to compute the request's lost range.
     ``num_steps``: number of steps that use the request now; with several stages, each may have a chunk of it.
+    ``decoded_in``: number of the instance's last batch that decodes the request; 0: none yet.
     ``has_drawn``: whether all tokens except the last one had KV here at the release.
     """
 
@@ -124,6 +125,7 @@ class LocalRequest:
     reports: RoomReports = field(default_factory=RoomReports)
     began_s: float = 0.0
     num_steps: int = 0
+    decoded_in: int = 0
     has_drawn: bool = False
 
     @property
