@@ -13,7 +13,7 @@ from math import ceil
 
 
 def ttft_s(arrival_s: float, token_times_s: Sequence[float]) -> float | None:
-    """Return the time to first token, seconds: first token - arrival. Undefined without a token."""
+    """Return the time to first token, seconds: first token - arrival; None without a token."""
     return token_times_s[0] - arrival_s if token_times_s else None
 
 
@@ -23,17 +23,17 @@ def queueing_s(arrival_s: float, started_s: float) -> float:
 
 
 def e2e_s(arrival_s: float, token_times_s: Sequence[float]) -> float | None:
-    """Return the end-to-end latency (job completion time), seconds: last token - arrival. Undefined without a token."""
+    """Return the end-to-end latency (job completion time), seconds: last token - arrival; None without a token."""
     return token_times_s[-1] - arrival_s if token_times_s else None
 
 
 def tpot_s(token_times_s: Sequence[float]) -> float | None:
-    """Return the time per output token, seconds: (E2E - TTFT) / (n - 1). Undefined for fewer than two tokens."""
+    """Return the time per output token, seconds: (E2E - TTFT) / (n - 1); None for fewer than two tokens."""
     return tpot_between_s(token_times_s[0], token_times_s[-1], len(token_times_s)) if token_times_s else None
 
 
 def tpot_between_s(first_s: float, last_s: float, num_tokens: int) -> float | None:
-    """Return `tpot_s` from the times of the first and the last token."""
+    """Return `tpot_s` from the times of the first and the last token; None for fewer than two tokens."""
     return (last_s - first_s) / (num_tokens - 1) if num_tokens > 1 else None
 
 
@@ -77,13 +77,13 @@ def meets_slo(slo: Slo, arrival_s: float, token_times_s: Sequence[float]) -> boo
 
 
 def keeps_slo(slo: Slo, *, ttft_s: float | None, tpot_s: float | None, e2e_s: float | None) -> bool:
-    """Return `meets_slo` from the figures instead of the tokens' times."""
+    """Return `meets_slo` from the figures instead of the tokens' times. A figure of None counts as undefined."""
     figures = ((slo.ttft_s, ttft_s), (slo.tpot_s, tpot_s), (slo.e2e_s, e2e_s))
     return ttft_s is not None and all(limit is None or figure is None or figure <= limit for limit, figure in figures)
 
 
 def slo_attainment(met: Iterable[bool]) -> float | None:
-    """Return the share of requests that met their objective, 0 to 1. Undefined for no request.
+    """Return the share of requests that met their objective, 0 to 1; None for no request.
 
     Failed and rejected requests count as not met.
     """
@@ -92,14 +92,14 @@ def slo_attainment(met: Iterable[bool]) -> float | None:
 
 
 def goodput(met: Iterable[bool], duration_s: float) -> float | None:
-    """Return requests per second that met their objective: number met / duration. Undefined for a duration of 0."""
+    """Return requests per second that met their objective: number met / duration; None for a duration of 0."""
     return sum(met) / duration_s if duration_s > 0 else None
 
 
 def percentile(values: Iterable[float], percent: float) -> float | None:
     """Return the smallest value that at least ``percent`` % of the values do not exceed (nearest rank).
 
-    Undefined for no value. Raises ValueError for a percentage outside 0 to 100.
+    None for no value. Raise ValueError for a percentage outside 0 to 100.
     """
     if not 0 <= percent <= 100:
         raise ValueError(f"a percentile is between 0 and 100, not {percent}")

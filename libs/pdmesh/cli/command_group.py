@@ -142,7 +142,7 @@ class _Group(TyperGroup):
         return super().parse_args(ctx, args or ["--help"])
 
     def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, AnyCommand | None, list[str]]:
-        """Find the named command, or suggest a similar name."""
+        """Return the named command. Exit with an error for an unknown name, and suggest a similar one."""
         name = args[0]
         if self.get_command(ctx, name) is None and not ctx.resilient_parsing and not name.startswith("-"):
             if name in EXTRAS:

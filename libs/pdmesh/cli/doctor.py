@@ -167,7 +167,7 @@ def check_transports(ucx_info: Callable[[], str], ucx_tls: str | None) -> Check:
 
 
 def _ucx_info() -> str:
-    """Return the output of ``ucx_info -d``, a program in UCX's wheel."""
+    """Return the output of ``ucx_info -d``, a program in UCX's wheel. Raise FileNotFoundError without the wheel."""
     package = importlib.util.find_spec("libucx")
     if package is None or package.origin is None:
         raise FileNotFoundError("the package libucx is not installed")

@@ -97,7 +97,11 @@ class Target:
 
     @property
     def key(self) -> str | None:
-        """The given key, else the first key in the mesh's settings; a TOML file has only hashes of keys."""
+        """The given key, else the first key in the mesh's settings; None if there is none.
+
+        A TOML file counts as none, because it has only hashes of keys. Raise PdmeshError if a file of keys cannot be
+        read.
+        """
         security = self.config.security
         if self.given_key is not None or security.api_key is not None:
             return self.given_key or security.api_key

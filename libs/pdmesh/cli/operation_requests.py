@@ -65,7 +65,7 @@ def start(asked: Asked, requested: OperationRequested, *, wait: bool = True) -> 
 
 
 def _pid(asked: Asked, name: str) -> int | None:
-    """Return the pid that serves under a name, so that repeated requests restart it once."""
+    """Return the pid that serves under a name, so that repeated requests restart it once; None if it is not known."""
     state = current_state(asked)
     pids = {each.name: each.pid for each in state.services} | {row.instance_id: row.pid for row in state.instances}
     return pids.get(name) or None

@@ -333,7 +333,10 @@ class MeshState(CommandOutbox):
         cut: Set[str],
         placement: DecodePlacement,
     ) -> InstanceState | None:
-        """Return the best target for KV of ``source``: not ``cut`` off, over a fast link, then by ``placement``."""
+        """Return the best target for KV of ``source``: not ``cut`` off, over a fast link, then by ``placement``.
+
+        None only if ``able`` is empty: a target that is cut off is better than none.
+        """
         slow = self.slow_from(source, num_blocks, [each.instance_id for each in able])
         return min(
             able,

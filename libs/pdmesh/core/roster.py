@@ -52,7 +52,7 @@ class Roster:
         return None if instance is None else instance.allocations.get(key)
 
     def instance_of(self, event: FromInstance) -> InstanceState | None:
-        """Return the instance that reports an event. If it is not known, count the event as ignored."""
+        """Return the instance that reports an event; None, counted as ignored, if it is not known."""
         instance = self.instances.get(event.instance_id)
         if instance is None:
             self.ignore(type(event).__name__)

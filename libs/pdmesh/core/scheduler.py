@@ -209,7 +209,7 @@ class SchedulerCore:
         return [state.view for state in self._packer.prefill_groups.helped]
 
     def request(self, request_id: RequestId) -> RequestView | None:
-        """Return a request that waits or runs."""
+        """Return a request that waits or runs; None for an unknown id."""
         state = self._mesh.requests.get(request_id)
         return None if state is None else state.view
 

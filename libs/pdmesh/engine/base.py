@@ -126,12 +126,12 @@ class SliceResult:
 
     @property
     def token_id(self) -> int | None:
-        """The first drawn token."""
+        """The first drawn token; None if the step drew none."""
         return self.drawn[0].token_id if self.drawn else None
 
     @property
     def logprobs(self) -> Logprobs | None:
-        """Log-probabilities of the first drawn token."""
+        """Log-probabilities of the first drawn token; None without a token, or if they were not requested."""
         return self.drawn[0].logprobs if self.drawn else None
 
 

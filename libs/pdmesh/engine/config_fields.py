@@ -37,7 +37,7 @@ class Fields:
     where: str
 
     def integer(self, name: str, *, default: int | None = None) -> int:
-        """Return a positive integer."""
+        """Return a positive integer. Raise ConfigError for any other value."""
         value = self._value(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise ConfigError(f"{self.where}: {name} is {value!r}; it must be a positive integer")
@@ -69,14 +69,14 @@ class Fields:
         return value
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
-        """Return a list of ``length`` positive numbers."""
+        """Return a list of ``length`` positive numbers. Raise ConfigError for any other value."""
         values = self._value(name, None)
         if not isinstance(values, list) or len(values) != length:
             raise ConfigError(f"{self.where}: {name} must be a list of {length} numbers")
         return tuple(Fields({name: value}, self.where).number(name) for value in values)
 
     def choice(self, name: str, choices: type[_Choice], *, default: _Choice) -> _Choice:
-        """Return the member of ``choices`` with the field's value."""
+        """Return the member of ``choices`` with the field's value. Raise ConfigError if none has it."""
         value = self._value(name, default.value)
         if value not in [choice.value for choice in choices]:
             served = " and ".join(repr(choice.value) for choice in choices)
@@ -84,7 +84,7 @@ class Fields:
         return choices(value)
 
     def part(self, name: str) -> Fields | None:
-        """Return the object in this field, or None if it is absent."""
+        """Return the object in this field; None if it is absent. Raise ConfigError for any other value."""
         value = self.raw.get(name)
         if value is not None and not isinstance(value, Mapping):
             raise ConfigError(f"{self.where}: {name} is {value!r}; it must be an object")
@@ -97,7 +97,10 @@ class Fields:
         return value
 
     def layer_flags(self, name: str, meanings: Mapping[Any, bool], num_layers: int) -> tuple[bool, ...] | None:
-        """Return the meaning of each layer's value in a list, or None if there is no list."""
+        """Return the meaning of each layer's value in a list; None if there is no list.
+
+        Raise ConfigError unless the list has one of the ``meanings`` for each layer.
+        """
         values = self.raw.get(name)
         if values is None:
             return None
@@ -135,7 +138,8 @@ def dense(
     """Describe a Llama with these fields. Other dense models are described by their differences.
 
     Arguments are defaults of absent fields, as in transformers' configuration class. ``partial`` is the default of
-    ``partial_rotary_factor``. ``biases`` names the boolean fields that are read: "attention_bias", "mlp_bias".
+    ``partial_rotary_factor``. ``biases`` names the boolean fields that are read: "attention_bias", "mlp_bias". Raise
+    ConfigError for fields that are missing, malformed or not served.
     """
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
@@ -251,7 +255,7 @@ def with_layered_ropes(
 
 
 def dtype_of(fields: Fields) -> str:
-    """Return the dtype of the checkpoint's weights. Absent means float32."""
+    """Return the dtype of the checkpoint's weights; float32 if absent. Raise ConfigError for one that is not served."""
     dtype = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
         raise ConfigError(f"{fields.where}: dtype is {dtype!r}; served are {', '.join(DTYPES)}")
@@ -259,7 +263,10 @@ def dtype_of(fields: Fields) -> str:
 
 
 def rope_of(fields: Fields, max_position_embeddings: int, *, theta: float, rotary_dim: int) -> RopeConfig:
-    """Read the rotation: ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (before)."""
+    """Read the rotation: ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (before).
+
+    Raise ConfigError if it is malformed or not served.
+    """
     raw = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{fields.where}: the RoPE parameters are {raw!r}; they must be an object")
@@ -276,7 +283,10 @@ def rope_of(fields: Fields, max_position_embeddings: int, *, theta: float, rotar
 def rope_parameters(
     rope: Fields, max_position_embeddings: int, *, theta: float, original: int, rotary_dim: int
 ) -> RopeConfig:
-    """Return the rotation that one object describes. ``original`` is the context length before scaling."""
+    """Return the rotation that one object describes. ``original`` is the context length before scaling.
+
+    Raise ConfigError if the scaling is malformed or not served.
+    """
     name = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
     if name == "su":
         name = "longrope"
@@ -336,7 +346,7 @@ def rope_parameters(
 
 
 def _rotary_dim(fields: Fields, head_dim: int, partial: float) -> int:
-    """Return the number of rotated dims of a head."""
+    """Return the number of rotated dims of a head. Raise ConfigError unless it is even and above 0."""
     rope = fields.raw.get("rope_parameters")
     for scope in (rope if isinstance(rope, Mapping) else {}, fields.raw):
         if scope.get("partial_rotary_factor") is not None:

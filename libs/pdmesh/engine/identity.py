@@ -190,7 +190,10 @@ def _contents(path: Path) -> _Contents:
 
 
 def _safetensors_header(file: BinaryIO, path: Path) -> tuple[bytes, int]:
-    """Return a header, which `weight_files` has checked, and the position of the first tensor after it."""
+    """Return a header, which `weight_files` has checked, and the position of the first tensor after it.
+
+    Raise ConfigError if the header has become larger than `_MAX_HEADER_BYTES`.
+    """
     size = int.from_bytes(file.read(8), "little")
     if size > _MAX_HEADER_BYTES:
         raise ConfigError(f"{path} has a header of {size} bytes; download it again")

@@ -337,7 +337,7 @@ class DecoderShape:
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
-        """Distinct rotations of the layers, in the order of their first layers."""
+        """Distinct rotations of the layers in the order of their first layers; None for layers without rotation."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers))
 
     @property

@@ -90,7 +90,7 @@ class Layout:
 
 
 def layout_of(quantization: Quantization) -> Layout:
-    """Return the format's layout."""
+    """Return the format's layout. Raise ValueError for a format that another module reads."""
     match quantization.format:
         case QuantizedFormat.INT8:
             return _int8(quantization)

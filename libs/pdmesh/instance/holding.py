@@ -102,7 +102,7 @@ class Holding:
             self.residents_change()
 
     def keep(self, sequence: Sequence, command: Hold) -> bool:
-        """Give a sequence the blocks to decode here."""
+        """Give a sequence the blocks to decode here. Return True."""
         self.grow(sequence, command)
         return True
 

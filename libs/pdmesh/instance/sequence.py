@@ -162,12 +162,12 @@ class Sequence:
 
     @property
     def handing(self) -> LeavingCopy | None:
-        """The copy of a range to the instance that holds it next."""
+        """The copy of a range to the instance that holds it next; None if there is none."""
         return self.outgoing.get(Then.HOLD)
 
     @property
     def transfer(self) -> TransferPlan | None:
-        """The transfer that brings the KV here or, for a prompt computed here, takes it on."""
+        """The transfer that brings the KV here or, for a prompt computed here, takes it on; None without one."""
         onward = self.onward
         return self.incoming if onward is None else onward.transfer
 

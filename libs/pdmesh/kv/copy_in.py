@@ -157,7 +157,7 @@ class CopyIn:
             self.ledger.discard(Blocks(0, layer, first, num_blocks))
 
     def take_transcript(self, header: PieceHeader, payload: memoryview) -> str | None:
-        """Append the next bytes of a decode's transcript. Return the reason if they must be dropped."""
+        """Append the next bytes of a decode's transcript. Return the reason to drop them, else None."""
         start, stop = header.part.blocks
         most_bytes = self._part.blocks.stop * self._layout.block_size * 4 + MAX_TRANSCRIPT_HEAD_BYTES
         if not self._is_decode or stop - start != len(payload) or stop > most_bytes or start > len(self.transcript):
@@ -176,7 +176,7 @@ class CopyIn:
         self._on_failed(self, reason)
 
     def commit(self, header: PieceHeader) -> str | None:
-        """Record a source's commit. Return the reason if it shows that the copy has failed."""
+        """Record a source's commit. Return the reason if it shows that the copy has failed, else None."""
         if header.source >= len(self.lanes) or header.destination != self.destination:
             return f"a commit of source {header.source} for destination {header.destination}"
         if self._num_context_tokens is None and (reason := self._end_move(header)):
@@ -201,7 +201,10 @@ class CopyIn:
         return None
 
     def _end_move(self, header: PieceHeader) -> str | None:
-        """Reduce a decode's expected pages to the part that its commit names. Return the reason if that cannot be."""
+        """Reduce a decode's expected pages to the part that its commit names.
+
+        Return why this is impossible, else None.
+        """
         num_tokens = header.num_context_tokens
         num_blocks = num_blocks_for(num_tokens, self._layout.block_size)
         first, end = self._part.blocks

@@ -343,7 +343,7 @@ class CopyOut:
             self.source.copy = None
 
     def send_again(self, header: PieceHeader) -> str | None:
-        """Send pages again that a destination could not use. Return the reason if its request must be dropped."""
+        """Send pages again that a destination could not use. Return the reason to drop its request, else None."""
         number = header.destination
         if number not in self._unlanded:
             return "range"

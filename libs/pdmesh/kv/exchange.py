@@ -153,10 +153,10 @@ class KvExchange:
     # --- for the mover ------------------------------------------------------------------------------------------------
 
     def set_members(self, number: int, addresses: Sequence[bytes]) -> str | None:
-        """Set the data addresses of all members, in order: the known ones and possibly more. Return the reason if they
-        are wrong.
+        """Set the data addresses of all members, in order. Return why they are wrong, else None.
 
-        This instance is member number ``number``, now and later. The address of a lost member is empty from then on.
+        The first ones are the known members; more may follow. This instance is member number ``number``, now and later.
+        The address of a lost member is empty from then on.
         """
         known = len(self._addresses)
         if self._number is None:
@@ -185,7 +185,7 @@ class KvExchange:
         self.gate.abort(reason)
 
     def take_word(self, header: PieceHeader) -> str | None:
-        """Handle a piece without pages. Return the reason if it must be dropped."""
+        """Handle a piece without pages. Return the reason to drop the piece, else None."""
         peer = self._peers.get(header.source)
         if peer is None or header.destination != self._number:
             return "range"

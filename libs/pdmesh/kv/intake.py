@@ -184,7 +184,7 @@ class PageIntake:
         parts: Sequence[Blocks],
         owner: CacheOwner | None,
     ) -> str | None:
-        """Copy ``parts`` from the peer's cache. Return the fault: the cache is unreadable, or its window was closed."""
+        """Copy ``parts`` from the peer's cache. Return None, `UNREADABLE`, or `WINDOW_CLOSED`."""
         if self._peer_reads is None or owner is None:
             return UNREADABLE
         note, first_block = ReadNote.unpack(piece.payload), header.part.blocks.start

@@ -141,7 +141,7 @@ class Lane:
         self._received.add_sound()
 
     def ask_again(self, header: PieceHeader, fault: str) -> str | None:
-        """Ask the peer for an unusable piece again. Return the reason if a limit forbids that."""
+        """Ask the peer for an unusable piece again. Return the reason if a limit forbids this, else None."""
         kind = PieceKind.NO_PEER_READS if fault == UNREADABLE else PieceKind.AGAIN
         if kind is PieceKind.NO_PEER_READS:
             if not self._refusals.add(header.part.num_pages):
@@ -155,7 +155,7 @@ class Lane:
     def send_again(self, header: PieceHeader, ledger: PageLedger, theirs: KvPart) -> str | None:
         """Send pages again that the peer asks for, before all others. ``theirs`` is the peer's part.
 
-        Return the reason if the request must be dropped: the pages are not the peer's or were never sent, or are too
+        Return the reason to drop the request, else None: the pages are not the peer's, were never sent, or are too
         many.
         """
         blocks = Blocks.of(header)

@@ -73,7 +73,7 @@ def read_memory(pid: int, address: int, num_bytes: int, out_address: int) -> Non
 
 
 def read_parts(pid: int, parts: Sequence[tuple[int, int, int]]) -> None:
-    """Copy parts as `read_memory` does, 1024 in one call. Each part is (address there, address here, bytes)."""
+    """Copy parts (address there, address here, bytes) as `read_memory` does, 1024 in one call. Raise OSError."""
     for first in range(0, len(parts), _MAX_PARTS):
         some = parts[first : first + _MAX_PARTS]
         remote = _vector((there, size) for there, _, size in some)

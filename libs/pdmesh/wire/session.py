@@ -172,7 +172,7 @@ class Session(Generic[SendT, RecvT]):
         await self._finished.wait()
 
     async def _hold(self) -> None:
-        """Open one stream and serve it until it ends."""
+        """Open one stream and serve it until it ends. Raise InstanceUnavailable if it ends unanswered."""
         talk = self._talk
         await talk.prepare()
         async with (

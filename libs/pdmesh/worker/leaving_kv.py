@@ -186,7 +186,10 @@ class LeavingCopies:
 
 
 def _leaving(request: LocalRequest) -> tuple[Then, TransferPlan | None]:
-    """Return the purpose and the transfer of the current copy. The copy of a range takes precedence."""
+    """Return the purpose and the transfer of the current copy; None for the transfer if there is no copy.
+
+    The copy of a range takes precedence.
+    """
     state = request.state
     if state.handing is not None:
         return Then.HOLD, state.handing.transfer

@@ -136,7 +136,8 @@ async def serve_instance(
 ) -> None:
     """Do what `run_worker` does, given an engine, the processes that compute with it, and a transport.
 
-    ``started_at`` is the Unix time at which this process began, before it read its weights.
+    ``started_at`` is the Unix time at which this process began, before it read its weights. Raise InstanceUnavailable
+    if the engine fails or a rank is lost.
     """
     instance_id = InstanceId(config.worker.instance_id or f"{role}-{secrets.token_hex(4)}")
     number, device = process_number(started_at), device_name(config)
@@ -371,9 +372,9 @@ def offload_tier(
     wakeup: Wakeup,
     on_lost: Callable[[PrefixHashes], object],
 ) -> OffloadTier | None:
-    """Return the configured offload tier, if any. Raises ConfigError if the settings contradict each other.
+    """Return the configured offload tier; None without one. Raise ConfigError if the settings contradict each other.
 
-    A tier that is too small for one granule counts as none.
+    A tier that is too small for one granule counts as none, with a warning.
     """
     if worker.kv_offload_disk_bytes and worker.kv_offload_dir is None:
         raise ConfigError(
@@ -399,7 +400,7 @@ def offload_tier(
 
 
 def prompt_lookup(worker: WorkerConfig, device: str) -> PromptLookup | None:
-    """Return the configured drafter, if any. Raises ConfigError for a device without exact drafts."""
+    """Return the configured drafter; None without one. Raise ConfigError for a device without exact drafts."""
     if worker.speculation == "off":
         return None
     if device != "cpu":

@@ -26,7 +26,7 @@ class CallStops(StopFinder):
         return shown if found is not None else shown + super().flush()[0], found
 
     def _search(self, *, check: bool) -> tuple[str, str | None]:
-        """Search the spans read since the last call; return the text to show and, if one was found, the stop string.
+        """Search the new spans. Return the text to show and the stop string that was found, or None.
 
         No stop string reaches across a call.
         """

@@ -59,7 +59,7 @@ class ModelTokenizer:
     ) -> None:
         """``tool_template`` renders conversations with tools; if it is None, ``template`` renders all conversations.
 
-        ``config`` is the checkpoint's ``tokenizer_config.json``.
+        ``config`` is the checkpoint's ``tokenizer_config.json``. Raise ConfigError for too large a vocabulary.
         """
         self.config = dict(config or {})
         self._tokenizer = tokenizer

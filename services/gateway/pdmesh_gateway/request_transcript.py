@@ -338,7 +338,7 @@ class Transcript:
         self.mailbox.put(self)
 
     def _pop_ahead(self) -> TokenOut | None:
-        """Return the next token if it is kept and may be delivered. Drop kept tokens that can no longer be next."""
+        """Return the next token if it came early and may be delivered, else None. Drop tokens that come too late."""
         num_next, following = len(self.output), None
         if self._lacks_prompt_logprobs:
             return None

@@ -40,7 +40,7 @@ class StopFinder:
         return text[:shown], None
 
     def flush(self, *, is_cut: bool = False, check: bool = True) -> tuple[str, str | None]:
-        """Return the text that was held back and, if one is found in it, the stop string.
+        """Return the text that was held back, and the stop string that is found in it; None if none is.
 
         ``is_cut``: a limit or a stop token ended the generation.
         """

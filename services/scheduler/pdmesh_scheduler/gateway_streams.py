@@ -76,7 +76,10 @@ class GatewayStreams:
     scheduler_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     async def serve(self, link: FrameLink[GatewayDown, GatewayUp], peer: str) -> None:
-        """Serve one stream, from its registration to its end."""
+        """Serve one stream, from its registration to its end.
+
+        Raise InstanceUnavailable if its lease runs out or a newer stream of the gateway replaces it.
+        """
         frames = link.frames()
         registered, rest = await registration(frames, RegisterGateway)
         gateway_id = registered.gateway_id

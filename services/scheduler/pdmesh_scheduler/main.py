@@ -99,7 +99,10 @@ async def _lead(
     config: MeshConfig,
     leader_term: LeaderTerm,
 ) -> None:
-    """Schedule until ``context.stopping`` is set, then end all streams with UNAVAILABLE."""
+    """Schedule until ``context.stopping`` is set, then end all streams with UNAVAILABLE.
+
+    Raise ConfigError if the event log cannot be written.
+    """
     settings, clock = config.scheduler, time.monotonic  # finer than the event loop's clock
     began_at, began_s = time.time(), clock()
     profile = None if settings.profile is None else load_profile(settings.profile)

@@ -43,7 +43,7 @@ class _Record:
 
     @property
     def first_token_s(self) -> float | None:
-        """Seconds from the first arrival to the first token."""
+        """Seconds from the first arrival to the first token; None before that token."""
         return self._since_arrival_s(self.life.first_token_s)
 
     @property

@@ -74,7 +74,10 @@ class WorkerStreams:
             tasks.start_soon(self.absences.run, self._stays_away)
 
     async def serve(self, link: FrameLink[WorkerDown, WorkerUp], peer: str) -> None:
-        """Serve one stream, from its registration to its end."""
+        """Serve one stream, from its registration to its end.
+
+        Raise InstanceUnavailable if its lease runs out or a newer stream of the instance replaces it.
+        """
         frames = link.frames()
         registered, rest = await registration(frames, RegisterWorker)
         _check(registered)
@@ -199,7 +202,10 @@ class WorkerStreams:
         self.driver.wait_no_longer_for(instance_id)
 
     async def _report(self, connection: Connection[InstanceId, WorkerDown], messages: list[WorkerUp]) -> bool:
-        """Pass reports to the driver, but for repeated loads. Return whether the last message was a goodbye."""
+        """Pass reports to the driver, but for repeated loads. Return whether the last message was a goodbye.
+
+        Raise ProtocolError for a second registration or a report in another instance's name.
+        """
         instance_id = connection.peer_id
         for message in messages:
             match message:

@@ -115,7 +115,10 @@ class ContextRanges:
         return min(self._until_s.values(), default=inf)
 
     def lost_range(self, event: RangeLost) -> None:
-        """Replace the holder of a range, which did not answer the decoding instance."""
+        """Replace the holder of a range, which did not answer the decoding instance.
+
+        A report from another instance, or about a range that the context does not have, is counted as ignored.
+        """
         state = self._mesh.find((event.request_id, event.epoch))
         if state is None or state.decode_id != event.instance_id or event.number >= len(state.members):
             self._mesh.ignore("RangeLost")
@@ -205,9 +208,10 @@ class ContextRanges:
             self._mesh.set_places(state.prefill_ids[0], state.key, state.members[:num_ranges])
 
     def set(self, event: MembersSet) -> RequestState | None:
-        """Note that the home asks the new members. Return the request if a copied range waited for this.
+        """Note that the home asks the new members. Return the request if a copied range waited for this, else None.
 
-        A report of the instance that computes a long prompt instead counts the ranges that it has freed.
+        A report of the instance that computes a long prompt instead counts the ranges that it has freed. An outdated
+        report is counted as ignored.
         """
         state = self._mesh.find((event.request_id, event.epoch))
         if state is not None and state.phase is Phase.PREFILLING:

@@ -173,7 +173,7 @@ class Moves:
             self._resume(state, state.move)
 
     def _of(self, event: TransferSent | TransferFailed) -> RequestState | None:
-        """Return the request, if it still needs the reporting source."""
+        """Return the request if it still needs the reporting source, else None."""
         state = self._mesh.find((event.request_id, event.epoch))
         return state if state is not None and state.needs(event.instance_id) else None
 

@@ -87,7 +87,7 @@ class HandOvers:
             step_slots.refresh([source] if receiver is None else [source, receiver, *members])
 
     def _receiver(self, state: RequestState, source: InstanceState, decoders: Decoders) -> InstanceState | None:
-        """Return the first receiver with room; a reachable one if there is any, over a fast link if possible."""
+        """Return the first receiver with room, reachable and over a fast link if possible; None if there is none."""
         mesh, request = self._mesh, state.request
         cut = mesh.cut.of(source.instance_id) | mesh.cut.of(request.gateway_id)
         if cut and any(

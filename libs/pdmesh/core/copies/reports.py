@@ -117,7 +117,7 @@ class TransferReports:
             self._mesh.restart(state, f"KV transfer failed on {event.instance_id}: {event.reason}", blame=SHARED_BLAME)
 
     def _to(self, event: KvExpected | TransferLanded) -> Copy | None:
-        """Return the copy that one of its destinations reports, if it is not over; else count the report as ignored."""
+        """Return the copy that one of its destinations reports; None, counted as ignored, if it is over or unknown."""
         copy = self._mesh.broker.find(event.transfer_id, (event.request_id, event.epoch))
         if copy is not None and event.instance_id in copy.destination_ids:
             return copy
@@ -125,7 +125,7 @@ class TransferReports:
         return None
 
     def _from(self, event: TransferOffered | TransferPaused | TransferSent) -> Copy | None:
-        """Return the copy that one of its sources reports, if it is not over; else count the report as ignored."""
+        """Return the copy that one of its sources reports; None, counted as ignored, if it is over or unknown."""
         copy = self._mesh.broker.find(event.transfer_id, (event.request_id, event.epoch))
         if copy is not None and event.instance_id in copy.source_ids:
             return copy

@@ -78,7 +78,10 @@ class LatencyLearner:
         return self.num_stages != before
 
     def step_done(self, instance: InstanceState, plan: StepPlan, event: StepDone) -> bool:
-        """Learn from a planned step, and from the decode steps that the instance made by itself before it."""
+        """Learn from a planned step, and from the decode steps that the instance made by itself before it.
+
+        Return whether the latency model has changed.
+        """
         moved = event.own_steps is not None and self.own_steps(instance, event.own_steps)
         computed = {(chunk.request_id, chunk.epoch): chunk.num_tokens for chunk in event.chunks}
         chunks = tuple(
@@ -97,7 +100,10 @@ class LatencyLearner:
         return self._observe(instance, shape, event.duration_s, event.lent_share) or moved
 
     def own_steps(self, instance: InstanceState, own: OwnDecodeSteps) -> bool:
-        """Learn from decode steps that an instance made by itself, as from equal steps of their mean size."""
+        """Learn from decode steps that an instance made by itself, as from equal steps of their mean size.
+
+        Return whether the latency model has changed.
+        """
         instance.switches.decoded(own.began_s, own.ended_s)
         number = max(1, own.num_steps)
         shape = StepShape((), own.num_tokens / number, own.num_context_tokens / number)

@@ -221,7 +221,10 @@ class Decoders:
     def first_in(
         self, arithmetic_class: str, request: Request, depths: Mapping[int, int], avoided: Collection[str]
     ) -> InstanceState | None:
-        """Return the first instance of one exact group with room for the whole request that is not ``avoided``."""
+        """Return the first instance of an arithmetic class with room for the whole request; None if there is none.
+
+        ``avoided`` instances are passed over.
+        """
         self.catch_up()
         group = self._groups.get(arithmetic_class)
         return None if group is None else group.first(request, depths, avoided)

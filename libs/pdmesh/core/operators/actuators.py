@@ -131,7 +131,7 @@ class Actuators:
     # --- starts ---
 
     def home_of(self, instance_id: InstanceId) -> ActuatorReported | None:
-        """Return the actuator that should start an instance: the one with the longest matching prefix."""
+        """Return the actuator with the longest prefix that matches the instance, to start it; None if none matches."""
         fitting = [report for report in self.there if instance_id.startswith(report.name_prefix)]
         return max(fitting, key=lambda report: len(report.name_prefix), default=None)
 

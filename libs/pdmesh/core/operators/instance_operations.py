@@ -124,7 +124,7 @@ class Operations:
         return min([operation.deadline_s for operation in self._running.values()], default=inf)
 
     def running_on(self, instance_id: InstanceId) -> OperationRecord | None:
-        """Return the operation that runs on an instance."""
+        """Return the operation that runs on an instance; None if none runs."""
         return self._running.get(instance_id)
 
     def fixes_role(self, instance_id: InstanceId) -> bool:

@@ -67,7 +67,7 @@ class OperationRecords:
         return operation_id in self._records
 
     def get(self, operation_id: OperationId) -> OperationRecord | None:
-        """Return the operation, if it is remembered."""
+        """Return the operation; None if it is not remembered."""
         return self._records.get(operation_id)
 
     def add(self, record: OperationRecord) -> None:

@@ -114,7 +114,7 @@ class Pools:
 
     @property
     def running(self) -> OperationRecord | None:
-        """The resize that runs."""
+        """The resize that runs; None if none runs."""
         return self._running
 
     @property

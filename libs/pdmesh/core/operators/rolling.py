@@ -73,7 +73,7 @@ class RollingRestarts:
 
     @property
     def desired(self) -> RollingRequested | None:
-        """The running one, for the next scheduler."""
+        """The request of the rolling restart that runs, for the next scheduler; None if none runs."""
         return None if self._running is None else self._running.requested
 
     @property

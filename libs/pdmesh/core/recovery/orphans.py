@@ -48,7 +48,7 @@ class Orphans(Generic[OwnerT]):
         return self._orphans.get(request_id)
 
     def pop(self, request_id: RequestId, gateway_id: GatewayId) -> Orphan[OwnerT] | None:
-        """Remove and return the request if it belongs to this gateway."""
+        """Remove and return the request; None if it is unknown or belongs to another gateway."""
         orphan = self._orphans.get(request_id)
         return self._take(request_id) if orphan is not None and orphan.gateway_id == gateway_id else None
 

@@ -68,12 +68,12 @@ class Reconciler:
     # --- single requests ---
 
     def gateway_of(self, request_id: RequestId) -> GatewayId | None:
-        """Return the gateway of a request that is known from one side alone."""
+        """Return the gateway of a request that is known from one side alone; None for any other request."""
         orphan = self._unfound.get(request_id) or self._unclaimed.get(request_id)
         return None if orphan is None else orphan.gateway_id
 
     def claim(self, key: RequestKey, gateway_id: GatewayId) -> InstanceId | None:
-        """Return the instance where exactly this request decodes, if any; an older epoch of it is freed."""
+        """Return the instance where exactly this request decodes, else None. Free an older epoch of the request."""
         self._unfound.pop(key[0], gateway_id)
         return self._claim_resident(key, gateway_id)
 

@@ -145,7 +145,7 @@ class TransferBroker:
         return self._rng.getrandbits(64)
 
     def find(self, transfer_id: TransferId, key: RequestKey) -> Copy | None:
-        """Return the request's copy with this id, unless it landed or was withdrawn."""
+        """Return the request's copy with this id; None if it is unknown, landed or was withdrawn."""
         copy = self._copies.get(transfer_id)
         return copy if copy is not None and copy.key == key and not copy.is_over else None
 
@@ -318,7 +318,7 @@ class TransferBroker:
         return granted
 
     def _next_grantable(self, receiver: _Receiver) -> Copy | None:
-        """Return the receiver's first copy if it is also first at all of its destinations.
+        """Return the receiver's first copy if it is also first at all of its destinations, else None.
 
         A copy with several destinations therefore never starves behind copies that need only some of them.
         """

@@ -339,12 +339,12 @@ class RequestState:
 
     @property
     def move(self) -> Copy | None:
-        """The copy that moves the request to another instance."""
+        """The copy that moves the request to another instance; None if the request is not moving."""
         return self.outgoing if self.phase is Phase.MOVING else None
 
     @property
     def range_copy(self) -> Copy | None:
-        """The copy that takes a range of the context to another instance."""
+        """The copy that takes a range of the context to another instance; None if none is on its way."""
         return None if self.phase is Phase.MOVING else self.outgoing
 
     def begin_copy(self, copy: Copy) -> None:

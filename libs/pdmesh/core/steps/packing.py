@@ -252,7 +252,7 @@ class Round:
         return Wait.FOR_TURN if is_long and self._others_are_long() else Wait.FOR_STEP_SLOT
 
     def _place_locally(self, head: RequestState, depths: Mapping[int, int]) -> Placement | None:
-        """Place the head on a decode instance that also computes the prompt, if the bundle allows it and it pays."""
+        """Place the head on a decode instance that also computes the prompt; None if this is not allowed or no gain."""
         return place_locally(
             head.request,
             self._local_offers(head),
@@ -278,7 +278,7 @@ class Round:
     def _place_beside_decodes(
         self, head: RequestState, depths: Mapping[int, int], reuse: ReuseCost
     ) -> Placement | None:
-        """Place the head where its last turn decoded, on an instance that only decodes, if that is the cheapest."""
+        """Place the head where its last turn decoded, on an instance that only decodes; None if others are cheaper."""
         if not self._for_waiting or self._bundle.local_prefill is None:
             return None
         spare = [

@@ -179,7 +179,7 @@ class Line:
         self._next_s, self._now_s = inf, -inf
 
     def _top(self, heap: list[_Head], buckets: Container[float]) -> _Head | None:
-        """Return the heap's first valid entry: first in its bucket, in one of ``buckets``, not deferred.
+        """Return the heap's first entry that leads its bucket, is in ``buckets`` and is not deferred; None without one.
 
         Other entries are removed; deferred buckets are remembered for `call_all`.
         """

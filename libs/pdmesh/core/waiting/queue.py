@@ -55,7 +55,7 @@ class WaitingQueue:
         return bool(self._lines)
 
     def head(self, order: PrefillOrder, now_s: float) -> RequestState | None:
-        """Return the first request of the first tenant in turn that has one which is not deferred."""
+        """Return the first request of the first tenant in turn that has one which is not deferred; None if all are."""
         for tenant in self.counters.in_turn():
             if (head := self._lines[tenant].head(order, now_s)) is not None:
                 return head
@@ -123,7 +123,7 @@ class WaitingQueue:
         return next(iter(self._deadlines.values()))[1] if self._deadlines else None
 
     def first_due(self, now_s: float) -> RequestState | None:
-        """Return the longest waiting request if its deadline has passed."""
+        """Return the longest waiting request if its deadline has passed, else None."""
         if not self._deadlines:
             return None
         deadline_s, state = next(iter(self._deadlines.values()))

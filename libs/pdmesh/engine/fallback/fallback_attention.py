@@ -64,7 +64,7 @@ def _attend(
     s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with the arguments of transformers' own attention functions."""
+    """Attend with the arguments of transformers' own attention functions. The second result is None: no weights."""
     call = Attended(
         query,
         key,

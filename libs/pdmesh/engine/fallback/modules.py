@@ -87,7 +87,7 @@ def load_modules(directory: Path, model: UndescribedModel, dtype: torch.dtype) -
 
 
 def _tensor(directory: Path, name: str) -> Tensor:
-    """Read one tensor of a checkpoint's files."""
+    """Read one tensor of a checkpoint's files. Raise ConfigError if no file has it."""
     for path in weight_files(directory):
         with safe_open(path, framework="pt") as file:
             if name in file.keys():  # noqa: SIM118

@@ -194,7 +194,7 @@ def config_of(header: GgufHeader, where: str) -> dict[str, Any]:
 
 
 def _experts(model: GgufModel, experts: ExpertFields | None) -> dict[str, Any]:
-    """Return the fields of ``config.json`` about experts, empty if there are none."""
+    """Return the fields of ``config.json`` about experts, empty if there are none. Raise ConfigError if not served."""
     number = model.of("expert_count")
     if not number and (experts is None or ARCHITECTURES[model.name].class_name):
         return {}

@@ -76,7 +76,10 @@ class GgufModel:
         return values
 
     def rope(self) -> dict[str, Any]:
-        """Return the RoPE parameters. Llama 3.1's scaling is a tensor of frequency divisors, Phi's is two."""
+        """Return the RoPE parameters. Llama 3.1's scaling is a tensor of frequency divisors, Phi's is two.
+
+        Raise ConfigError for a scaling that is not served.
+        """
         kind, context = self.of("rope.scaling.type") or "none", self.of("context_length")
         original = self.of("rope.scaling.original_context_length") or context
         base = {"rope_theta": self.of("rope.freq_base") or 10_000.0}

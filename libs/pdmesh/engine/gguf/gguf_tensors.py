@@ -125,7 +125,7 @@ class GgufTensors:
         return out.view(-1, *stored.shape[1:])
 
     def _scale(self, own_name: str | None) -> float | None:
-        """Return the factor of a whole weight, which NVFP4 has, or None."""
+        """Return NVFP4's factor of a whole weight; None without one. Raise ConfigError if it is malformed."""
         stored = None if own_name is None else self._tensors.get(_scale_of(own_name))
         if stored is None:
             return None
@@ -163,7 +163,10 @@ class GgufTensors:
         )
 
     def _own_name(self, name: str) -> str | None:
-        """Return the file's name of a tensor. An expert's tensor is a part of one of all experts."""
+        """Return the file's name of a tensor; None if the file has no such kind.
+
+        An expert's tensor is a part of the tensor of all experts.
+        """
         if (expert := _EXPERT.fullmatch(name)) is not None and expert[3] in _EXPERT_NAMES:
             return f"blk.{expert[1]}.{_EXPERT_NAMES[expert[3]]}.{expert[4]}"
         whole, _, end = name.rpartition(".")

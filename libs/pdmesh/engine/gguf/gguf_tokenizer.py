@@ -92,7 +92,7 @@ class _Fields:
         return [self.numbers[text] for text in texts if text in self.numbers]
 
     def _filling_token(self, field: str) -> int | None:
-        """Return the token of a filling mark: the file's choice, or else the first with a usual text."""
+        """Return the token of a filling mark: the file's choice, else the first with a usual text; None without one."""
         named = self._number(f"{field}_token_id")
         return named if named is not None else min(self._by_text(_FILLING[field]), default=None)
 

@@ -134,7 +134,7 @@ class RankShare:
         return tuple(self._outputs_of(rank, num_outputs).size for rank in range(self.num_ranks))
 
     def _experts_of(self, experts: ExpertsConfig | None) -> ExpertsConfig | None:
-        """Return a layer's experts with this rank's part of each."""
+        """Return a layer's experts with this rank's part of each; None for a layer without experts."""
         if experts is None:
             return None
         return replace(experts, intermediate_size=self.outputs(experts.intermediate_size).size)

@@ -130,7 +130,10 @@ class ChatRendering(ItemRendering):
         return self._finished(end.finish_reason, end.num_calls) if isinstance(end, AnswerEnded) else None
 
     def _finished(self, finish_reason: str | None, num_calls: int) -> str | None:
-        """Return the finish reason in OpenAI's words: "tool_calls", except for a call that the request named."""
+        """Return the finish reason in OpenAI's words; None while the answer continues.
+
+        "tool_calls" replaces "stop" after a call, unless the request named the tool.
+        """
         return "tool_calls" if finish_reason == "stop" and num_calls and not self._is_named else finish_reason
 
     def _logprobs(self, of: Delta) -> ChatLogprobs | None:

@@ -128,7 +128,10 @@ class ComputingEndpoint(ABC, Generic[RequestT]):
 
 
 def _target_s(exchange: Exchange, header: str, name: str, field: float | None) -> float | None:
-    """Return a latency target from its header or else from its field. Raises RequestRejected if either is invalid."""
+    """Return a latency target in seconds, from its header or else its field; None without either.
+
+    Raise RequestRejected if either is invalid.
+    """
     own_s = target_s(name, field)
     given = exchange.header(header)
     return own_s if given is None else target_s(header, given)

@@ -66,7 +66,7 @@ class Exchange:
         return None if value is None else value.decode("latin-1")
 
     def text(self, name: str) -> str | None:
-        """Return a header that may contain characters beyond ASCII."""
+        """Return a header that may contain characters beyond ASCII; None if it is absent."""
         value = self.headers.get(name.encode())
         return None if value is None else header_text(value)
 

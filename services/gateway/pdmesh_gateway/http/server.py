@@ -126,7 +126,10 @@ class _LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection open for the answer to a complete request. TLS has no half-closed connections."""
+        """Return whether the connection stays open for the answer to a complete request.
+
+        False otherwise, and always for TLS, which has no half-closed connections.
+        """
         if not self.is_busy or self.cycle.more_body or self.pipeline or self.scheme == "https":
             return False
         self.cycle.keep_alive = False

@@ -54,7 +54,7 @@ class UiEndpoints:
         await exchange.run_until_gone(stream)
 
     async def request(self, exchange: Exchange) -> None:
-        """Send the history of one request, found by any of its names."""
+        """Send the history of one request, found by any of its names. Raise RequestRejected for an unknown name."""
         self._check_place(exchange)
         name = exchange.scope["path_params"]["request_id"]
         try:
