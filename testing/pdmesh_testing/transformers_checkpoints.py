@@ -73,7 +73,7 @@ _VARIANTS: dict[str, list[dict[str, Any]]] = {
             "enable_moe_block": True,
             "num_experts": 6,
             "top_k_experts": 2,
-            "moe_intermediate_size": 40,
+            "moe_intermediate_size": 64,
         },
         _GEMMA4_WIDE,
         {**_GEMMA4_LAYERS, "num_kv_shared_layers": 3, "use_double_wide_mlp": True},
@@ -151,7 +151,7 @@ _VARIANTS: dict[str, list[dict[str, Any]]] = {
 _NEEDED: dict[str, dict[str, Any]] = {
     "gemma4_text": {
         "head_dim": 16,
-        "global_head_dim": 32,
+        "global_head_dim": 48,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 320,
     },

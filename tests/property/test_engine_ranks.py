@@ -77,8 +77,8 @@ def test_bits_do_not_depend_on_ranks_and_stages(
     assert all(each == found[0] for each in found)
 
 
-#: Architectures whose layers differ in the heads of their KV: several ranks are refused.
-UNDIVIDED = {"gemma4_text", "gemma4_unified_text", "lfm2", "lfm2_moe"}
+#: Architectures with convolutions: several ranks are refused.
+UNDIVIDED = {"lfm2", "lfm2_moe"}
 
 
 @pytest.mark.slow
@@ -96,6 +96,22 @@ def test_every_architecture_is_divided(model_type: str, tmp_path: Path) -> None:
     assert tokens[1] == tokens[0]
     assert all(results == same[0] for same in found.values() for results in same)
     assert len(found) == (2 if model_type == "qwen3_moe" else 1)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "num_ranks", "num_stages"), [("gemma4_text", 2, 1), ("gemma4_text", 2, 2), ("lfm2", 1, 2)]
+)
+def test_layers_that_differ_are_divided(model_type: str, num_ranks: int, num_stages: int, tmp_path: Path) -> None:
+    """Two ranks share the one key-value head of Gemma 4's layers without a window."""
+    checkpoint = write_transformers_checkpoint(tmp_path, model_type, seed=1, **model_variants()[model_type][0])
+    found: list[object] = []
+    for ranks, stages in ((1, 1), (num_ranks, num_stages)):
+        with ranked_engine(
+            checkpoint, ranks, num_stages=stages, num_blocks=32, dtype="float32", deterministic=True
+        ) as engine:
+            requests = [generate(engine, prompt_of(length), 4, params=ALL, chunk_tokens=17) for length in (60, 3)]
+            found.append([(request.output_ids, request.results) for request in requests])
+    assert found[1] == found[0]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

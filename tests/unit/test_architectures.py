@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from pdmesh.engine.compute import ComputeOptions
 from pdmesh.engine.files import load_model_config
+from pdmesh.engine.model_config import DecoderShape
 from pdmesh.engine.model_loading import plan_model
 from pdmesh.engine.ranks.share import check_divisible, check_stages
 from pdmesh.engine.runner import TorchEngine
@@ -161,13 +162,22 @@ def test_tensors_and_fields_are_found_as_they_are_published(
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize("model_type", ["gemma4_text", "lfm2"])
-def test_layers_that_differ_are_refused_where_they_are_not_served(tmp_path: Path, model_type: str) -> None:
-    checkpoint = write_transformers_checkpoint(tmp_path, model_type, **model_variants()[model_type][0])
+@pytest.mark.parametrize(
+    ("model_type", "variant", "refused"),
+    [("gemma4_text", 2, {check_divisible: "read the KV", check_stages: "read the KV"}),
+     ("gemma4_text", 0, {}), ("lfm2", 0, {check_divisible: "convolutions"})],
+)  # fmt: skip
+def test_layers_that_differ_are_refused_where_they_are_not_served(
+    tmp_path: Path, model_type: str, variant: int, refused: dict[Callable[[DecoderShape, int], None], str]
+) -> None:
+    checkpoint = write_transformers_checkpoint(tmp_path, model_type, **model_variants()[model_type][variant])
     config = load_model_config(checkpoint)
-    for check, setting in ((check_divisible, "tensor_parallel_size"), (check_stages, "pipeline_parallel_size")):
+    for check in (check_divisible, check_stages):
         check(config, 1)
-        with pytest.raises(ConfigError, match=f"{setting} is 2, but the layers of a {config.architecture} differ"):
+        if check not in refused:
+            check(config, 2)
+            continue
+        with pytest.raises(ConfigError, match=f"_parallel_size is 2, but .*{refused[check]}.*: set it to 1"):
             check(config, 2)
     with pytest.raises(ConfigError, match=r"contexts of a .* are not spread so far: set it to 0"):
         TorchEngine(checkpoint, num_blocks=4, range_tokens=64)

@@ -29,7 +29,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.kv.frames import WindowFrames
-from pdmesh.model import GRANULE_TOKENS, Epoch, Role, SamplingParams, TransferId, num_blocks_for
+from pdmesh.model import GRANULE_TOKENS, Epoch, KvLayout, Role, SamplingParams, TransferId, num_blocks_for
 from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 from pdmesh_testing.reuse import FETCH, a_generation, granules_of, output, run, tell_of_fetch
 from pdmesh_testing.stepping import generate
@@ -54,7 +54,7 @@ def peer_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys.modules[__name__], "CONFIG", replace(CONFIG, peer_reads=request.param == "peer reads"))
 
 
-@pytest.fixture(scope="module", params=["gemma3_text", "gemma4_text", "gpt_oss", "mistral"])
+@pytest.fixture(scope="module", params=["gemma3_text", "gemma4_text", "gpt_oss", "lfm2", "mistral"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = model_variants()[request.param][0]
     return write_transformers_checkpoint(tmp_path_factory.mktemp(request.param), request.param, seed=1, **options)
@@ -85,6 +85,11 @@ def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
 
 def params(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0)
+
+
+def cache_bytes_of(layout: KvLayout, num_blocks: int, num_seen: int) -> int:
+    """Return the bytes of blocks in all layers, with ``num_seen`` blocks in layers with a window."""
+    return layout.bytes_per_block * num_blocks - layout.bytes_per_frame * (num_blocks - num_seen)
 
 
 class Answers:
@@ -185,12 +190,11 @@ async def test_a_hand_over_sends_what_is_still_seen(
         drawn = {token.index: token.token_id for each in (prefill, decode) for token in each.tokens_of("r")}
         assert [drawn[index] for index in range(40)] == answers.of(prompt, 40)
         layout = prefill.engine.kv.layout
-        num_blocks, num_windowed = num_blocks_for(num_tokens, BLOCK), len(layout.windowed_layers)
-        num_seen = num_blocks - max(0, num_tokens // GRANULE_TOKENS * GRANULE_TOKENS + 1 - WINDOW) // BLOCK
-        num_pages = (layout.num_layers - num_windowed) * num_blocks + num_windowed * num_seen
-        assert prefill.reports_of(TransferSent, "r")[0].num_bytes == num_pages * layout.max_page_bytes
-        num_read = decode.mover.counters().num_bytes_peer_read
-        assert num_read == (num_pages * layout.max_page_bytes if CONFIG.peer_reads else 0)
+        num_blocks = num_blocks_for(num_tokens, BLOCK)
+        num_seen = num_blocks - max(0, num_tokens // GRANULE_TOKENS * GRANULE_TOKENS + 1 - layout.window) // BLOCK
+        num_bytes = cache_bytes_of(layout, num_blocks, num_seen)
+        assert prefill.reports_of(TransferSent, "r")[0].num_bytes == num_bytes
+        assert decode.mover.counters().num_bytes_peer_read == (num_bytes if CONFIG.peer_reads else 0)
         await decode.reported(KvReleased, "r")
         for instance in (prefill, decode):
             instance.assert_all_free()
@@ -254,10 +258,8 @@ async def test_what_was_copied_from_another_instance_is_gone_on_from(
         tell_of_fetch(source, destination, chain, num_there=num_there)
         landed = await destination.reported(TransferLanded, FETCH)
         layout = source.engine.kv.layout
-        num_windowed, num_seen = len(layout.windowed_layers), num_blocks_for(WINDOW - 1, BLOCK)
-        num_blocks = (4 - num_there) * GRANULE_TOKENS // BLOCK
-        num_pages = (layout.num_layers - num_windowed) * num_blocks + num_windowed * num_seen
-        assert landed.num_bytes == num_pages * layout.max_page_bytes
+        num_blocks, num_seen = (4 - num_there) * GRANULE_TOKENS // BLOCK, num_blocks_for(layout.window - 1, BLOCK)
+        assert landed.num_bytes == cache_bytes_of(layout, num_blocks, num_seen)
         for each in (source, destination):
             await each.reported(KvReleased, FETCH)
             each.assert_all_free(num_cached=4)

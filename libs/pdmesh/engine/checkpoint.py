@@ -199,7 +199,8 @@ class _Reader:
     def _attention(self, prefix: str, layer: LayerConfig) -> Mixer:
         config, names = self.config, self.config.names
         num_kv_heads, head_dim = config.page(layer)
-        query, key = (heads.scaled(head_dim) for heads in (self.share.heads(config), self.share.kv_heads(config)))
+        own_heads = self.share.heads(config), self.share.kv_heads_of(num_kv_heads)
+        query, key = (heads.scaled(head_dim) for heads in own_heads)
         num_kv = 0 if layer.reads is not None else 1 if layer.keys_are_values else 2
         k_norm = v_norm = None
         if num_kv:
@@ -307,9 +308,9 @@ class _Reader:
 
         ``num_kv`` is the number of projections beside the queries': keys, or keys and values.
         """
-        config = self.share.config_of(self.config)
-        num_kv_heads, head_dim = config.page(layer)
-        rows = self._rotation_order(head_dim, config.num_heads + min(1, num_kv) * num_kv_heads)
+        num_kv_heads, head_dim = self.share.page_of(self.config.page(layer))
+        num_heads = self.share.heads(self.config).size
+        rows = self._rotation_order(head_dim, num_heads + min(1, num_kv) * num_kv_heads)
         if rows is None:
             return None
         assert not layer.keys_are_values, "values are not rotated, so they keep the stored order"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from pdmesh.engine.native import NativeAttention, NativeKernels, suits
 from pdmesh.engine.packed import PACKED_KIND
 from pdmesh.engine.ranged_attention import RangedAttention
 from pdmesh.engine.tiled_attention import TiledAttention
-from pdmesh.model import KvLayout
+from pdmesh.model import KvLayout, PageShape
 
 
 def choose_library(
@@ -63,7 +64,7 @@ def choose_attention(
     layout: KvLayout,
     library: KernelLibrary | None,
     *,
-    num_cache_heads: int = 0,
+    cache_heads: Mapping[PageShape, int] | None = None,
     deterministic: bool,
     in_ranges: bool = False,
 ) -> AttentionChoice:
@@ -71,8 +72,8 @@ def choose_attention(
 
     Compiled kernels attend if ``library``, which computes the rest of the model, suits the model and some library has
     the masks. Otherwise torch attends, by `TiledAttention` if ``deterministic``. ``in_ranges`` requests a backend that
-    `RangedAttention` can use. ``num_cache_heads`` is the number of key-value heads in the cache if ``layout`` has only
-    some of them; 0 means equal.
+    `RangedAttention` can use. ``cache_heads`` has the number of key-value heads in the cache, by the shape of pages, if
+    ``layout`` has only some of them.
     """
     masking = None
     if library is not None and suits(library.level, config, layout):
@@ -83,6 +84,7 @@ def choose_attention(
             return NativeAttention(masking, layout, config.scale, config.score_cap)
         if deterministic:
             return TiledAttention(layout, config.scale, config.score_cap)
+        num_cache_heads = 0 if cache_heads is None else cache_heads[layout.page(0)]
         return TorchAttention(layout, config.scale, torch.device("cpu"), config.score_cap, num_cache_heads)
 
     if not layout.pages:
@@ -104,7 +106,7 @@ def choose_compute(loaded: Loaded, cache: Cache) -> Compute:
         config,
         layout,
         loaded.kernels.library,
-        num_cache_heads=0 if layout.pages else loaded.layout.num_kv_heads,
+        cache_heads=loaded.cache_heads,
         deterministic=options.deterministic,
         in_ranges=options.range_tokens > 0,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -18,7 +18,7 @@ from pdmesh.engine.ranks.share import WHOLE, RankShare
 from pdmesh.engine.transformer_model import Transformer
 from pdmesh.engine.weights import ModelWeights
 from pdmesh.kv.store import KvStore
-from pdmesh.model import IndexRange, KvLayout
+from pdmesh.model import IndexRange, KvLayout, PageShape
 
 
 class PagedStore(KvStore, Protocol):
@@ -90,16 +90,23 @@ class Loaded:
     @property
     def rank_layout(self) -> KvLayout:
         """Layout of a cache with only the rank's own heads."""
-        return replace(self.layout, num_kv_heads=self.rank_config.num_kv_heads)
+        pages = tuple(map(self.share.page_of, self.layout.pages))
+        return replace(self.layout, num_kv_heads=self.rank_config.num_kv_heads, pages=pages)
+
+    @property
+    def cache_heads(self) -> Mapping[PageShape, int]:
+        """Number of heads in the whole cache, by the rank's part of a layer's pages."""
+        return {self.share.page_of(page): page.num_kv_heads for page in self.layout.distinct_pages}
 
     def transformer(self, kernels: Kernels) -> Transformer:
         config, layers = self.rank_config, self.layers
+        whole = [self.config.page(layer).num_kv_heads for layer in self.config.layers[slice(*layers)]]
         return Transformer(
             replace(config, layers=config.layers[slice(*layers)]),
             self.weights,
             kernels,
             deterministic=self.options.deterministic,
-            cache_heads=None if self.share.is_whole else self.share.kv_heads(self.config),
+            cache_heads=None if self.share.is_whole else list(map(self.share.kv_heads_of, whole)),
             first_layer=layers.start,
         )
 

@@ -321,8 +321,12 @@ class DecoderShape:
     @property
     def has_equal_layers(self) -> bool:
         """Whether each layer has the model's key-value heads, and KV and inputs of its own alone."""
-        has_equal_kv = all(layer.page is None and layer.reads is None for layer in self.layers)
-        return has_equal_kv and self.embedding_by_layer is None
+        return all(layer.page is None for layer in self.layers) and not self.reads_across_layers
+
+    @property
+    def reads_across_layers(self) -> bool:
+        """Whether some layers read the KV of others, or inputs that are not the hidden states."""
+        return self.embedding_by_layer is not None or any(layer.reads is not None for layer in self.layers)
 
     @property
     def kv_layers(self) -> tuple[LayerConfig, ...]:

@@ -93,12 +93,12 @@ class Transformer:
         kernels: Kernels,
         *,
         deterministic: bool,
-        cache_heads: IndexRange | None = None,
+        cache_heads: Sequence[IndexRange] | None = None,
         first_layer: int = 0,
     ) -> None:
         """``config`` and ``weights`` have only the layers computed here, from ``first_layer`` on.
 
-        ``cache_heads`` are the cache's heads that ``config`` has, if other ranks compute the rest.
+        ``cache_heads`` are the heads of each layer's cache that ``config`` has, if other ranks compute the rest.
         """
         self._config = config
         self._first_layer = first_layer
@@ -166,7 +166,7 @@ class Transformer:
             if stores:
                 wipe_rests(cache, windowed if has_window else inputs)
             if self._cache_heads is not None:
-                cache = cache[:, :, slice(*self._cache_heads)]
+                cache = cache[:, :, slice(*self._cache_heads[number])]
             own = rotations_of_windowed if has_window else rotations
             hidden, query = self.before_attention(number, hidden, delta, own, cache)
             if on_layer is not None and stores:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from pdmesh.engine.model_config import DecoderShape, ExpertsConfig, ModelConfig, UndescribedModel
 from pdmesh.errors import ConfigError
-from pdmesh.model import IndexRange
+from pdmesh.model import IndexRange, PageShape
 
 #: Layers' outputs are divided at multiples of this number, the width of the compiled kernels' panels. Layers with too
 #: few outputs use a smaller one.
@@ -20,18 +20,24 @@ _PANEL_OUTPUTS = 32
 
 def check_divisible(model: DecoderShape, num_ranks: int) -> None:
     """Raise ConfigError unless ``num_ranks`` ranks can share the model."""
+    counts = sorted({model.page(layer).num_kv_heads for layer in model.layers if layer.conv is None})
 
     def fits(number: int) -> bool:
-        heads, kv_heads = model.num_heads, model.num_kv_heads
-        return heads % number == 0 and (kv_heads % number == 0 or number % kv_heads == 0)
+        divides = all(kv_heads % number == 0 or number % kv_heads == 0 for kv_heads in counts)
+        return divides and model.num_heads % number == 0
 
     if not fits(num_ranks):
         possible = [str(number) for number in range(1, model.num_heads + 1) if fits(number)]
         raise ConfigError(
             f"tensor_parallel_size is {num_ranks}, but the model has {model.num_heads} attention heads and "
-            f"{model.num_kv_heads} key-value heads, which divide among {', '.join(possible)} ranks"
+            f"{' or '.join(map(str, counts))} key-value heads, which divide among {', '.join(possible)} ranks"
         )
-    _check_equal_layers(model, "tensor_parallel_size", num_ranks)
+    if num_ranks > 1 and any(layer.conv for layer in model.layers):
+        raise ConfigError(
+            f"tensor_parallel_size is {num_ranks}, but the convolutions of a {model.architecture} are not divided: set "
+            "it to 1"
+        )
+    _check_reads(model, "tensor_parallel_size", num_ranks)
     if num_ranks > 1 and isinstance(model, UndescribedModel):
         raise ConfigError(
             f"tensor_parallel_size is {num_ranks}, but transformers' own modules compute a {model.architecture}, and "
@@ -39,18 +45,18 @@ def check_divisible(model: DecoderShape, num_ranks: int) -> None:
         )
 
 
-def _check_equal_layers(model: DecoderShape, setting: str, number: int) -> None:
-    """Raise ConfigError if several ranks or stages would divide a model whose layers differ."""
-    if number > 1 and not model.has_equal_layers:
+def _check_reads(model: DecoderShape, setting: str, number: int) -> None:
+    """Raise ConfigError if several ranks or stages would divide a model whose layers read from others."""
+    if number > 1 and model.reads_across_layers:
         raise ConfigError(
-            f"{setting} is {number}, but the layers of a {model.architecture} differ in their key-value heads or read "
-            "what other layers have, and are not divided: set it to 1"
+            f"{setting} is {number}, but layers of a {model.architecture} read the KV of other layers or embeddings of "
+            "their own, and are not divided: set it to 1"
         )
 
 
 def check_stages(model: DecoderShape, num_stages: int) -> None:
     """Raise ConfigError unless each of ``num_stages`` stages can have a layer of the model."""
-    _check_equal_layers(model, "pipeline_parallel_size", num_stages)
+    _check_reads(model, "pipeline_parallel_size", num_stages)
     if num_stages > 1 and isinstance(model, UndescribedModel):
         raise ConfigError(
             f"pipeline_parallel_size is {num_stages}, but transformers' own modules compute a {model.architecture}, "
@@ -106,7 +112,10 @@ class RankShare:
             num_heads=self.heads(model).size,
             num_kv_heads=self.kv_heads(model).size,
             intermediate_size=self.outputs(model.intermediate_size).size,
-            layers=tuple(replace(layer, experts=self._experts_of(layer.experts)) for layer in model.layers),
+            layers=tuple(
+                replace(layer, experts=self._experts_of(layer.experts), page=layer.page and self.page_of(layer.page))
+                for layer in model.layers
+            ),
         )
 
     def rounds_as_one(self, model: ModelConfig) -> bool:
@@ -119,11 +128,19 @@ class RankShare:
         return _equal_part(model.num_heads, self.rank, self.num_ranks)
 
     def kv_heads(self, model: ModelConfig) -> IndexRange:
-        """Return the rank's key-value heads. If there are fewer than ranks, several ranks compute the same one."""
-        if model.num_kv_heads >= self.num_ranks:
-            return _equal_part(model.num_kv_heads, self.rank, self.num_ranks)
-        head = self.rank * model.num_kv_heads // self.num_ranks
+        """Return the rank's key-value heads in layers with the model's number."""
+        return self.kv_heads_of(model.num_kv_heads)
+
+    def kv_heads_of(self, num_kv_heads: int) -> IndexRange:
+        """Return the rank's part of key-value heads. If there are fewer than ranks, several ranks compute the same."""
+        if num_kv_heads >= self.num_ranks:
+            return _equal_part(num_kv_heads, self.rank, self.num_ranks)
+        head = self.rank * num_kv_heads // self.num_ranks
         return IndexRange(head, head + 1)
+
+    def page_of(self, page: PageShape) -> PageShape:
+        """Return the rank's part of a layer's pages."""
+        return page._replace(num_kv_heads=self.kv_heads_of(page.num_kv_heads).size)
 
     def outputs(self, num_outputs: int) -> IndexRange:
         """Return the rank's outputs of a layer with ``num_outputs``."""
