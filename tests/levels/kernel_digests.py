@@ -185,6 +185,22 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
         )  # fmt: skip
         yield f"{name}, {head_dim} dims", digest
 
+    # Two ranges: all rows see the first, some rows see the second.
+
+    def floats(count: int) -> array[float]:
+        return array("f", (number / 2**12 for number in inputs.draw(count)))
+
+    merged, log_sums = array("H", bytes(2 * NUM_TOKENS * NUM_HEADS * HEAD_DIM)), floats(NUM_TOKENS * NUM_HEADS)
+    parts = [(floats(len(merged)), floats(len(log_sums)), array("q", rows)) for rows in (range(NUM_TOKENS), (1, 3, 4))]
+    fields = array("q")
+    for outputs, sums_of_part, rows_of_part in parts:
+        fields.extend([address(outputs), address(sums_of_part), address(rows_of_part), len(rows_of_part)])
+        fields.append(rows_of_part[0])
+    yield call(
+        f"pdmesh_merge{suffix}", fields, len(parts), merged, log_sums, NUM_TOKENS, NUM_HEADS, HEAD_DIM, num_threads,
+        results=[merged, log_sums],
+    )  # fmt: skip
+
     logits = array("f", (number / 2**12 - 8 for number in inputs.draw(8 * VOCAB_SIZE)))
     rows = array("q", (address(logits) + 4 * VOCAB_SIZE * row for row in range(8)))
     settings = array("d")

@@ -51,38 +51,53 @@ FEW_TOKENS = st.tuples(st.integers(0, 600), st.integers(1, 80))
 CHUNKS = st.tuples(st.integers(0, 350), st.integers(1, 700))
 
 
+def behind_keys(case: PagedCase, schedule: random.Random) -> PagedCase:
+    """Return the case with some spans behind a range of keys, which ends anywhere before the span."""
+
+    def behind(span: QuerySpan) -> QuerySpan:
+        if not span.start or schedule.random() < 0.5:
+            return span
+        return replace(span, num_keys=schedule.choice([1, span.start, schedule.randint(1, span.start)]))
+
+    return case._replace(spans=[behind(span) for span in case.spans])
+
+
 @settings(deadline=None, max_examples=examples(25))
-@given(case=cases(st.one_of(DECODES, FEW_TOKENS, CHUNKS)))
-def test_attention_equals_the_reference(library: KernelLibrary, case: PagedCase) -> None:
-    case = case.in_dtype(library.dtype)
-    output, lse = (
-        NativeAttention(library, case.layout, case.scale).plan(case.spans).attend(case.query, case.cache, with_lse=True)
-    )
+@given(
+    case=cases(st.one_of(DECODES, FEW_TOKENS, CHUNKS)), wide=st.booleans(), schedule=st.randoms(use_true_random=False)
+)
+def test_attention_equals_the_reference(
+    library: KernelLibrary, case: PagedCase, wide: bool, schedule: random.Random
+) -> None:
+    case = behind_keys(case.in_dtype(library.dtype), schedule)
+    plan = NativeAttention(library, case.layout, case.scale).plan(case.spans)
+    output, lse = plan.attend(case.query, case.cache, with_lse=True, wide=wide)
     layout = replace(case.layout, dtype="float32")
     reference = TorchAttention(layout, case.scale, torch.device("cpu")).plan(case.spans)
     expected, expected_lse = reference.attend(case.query.float(), case.cache.float(), with_lse=True)
+    assert output.dtype == (torch.float32 if wide else TORCH_DTYPES[library.dtype])
     assert lse is not None
     torch.testing.assert_close(output.float(), expected, atol=TOLERANCE, rtol=TOLERANCE)
     torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
 
 
 @settings(deadline=None, max_examples=examples(20))
-@given(case=cases(st.one_of(FEW_TOKENS, CHUNKS)), schedule=st.randoms(use_true_random=False))
+@given(case=cases(st.one_of(FEW_TOKENS, CHUNKS)), wide=st.booleans(), schedule=st.randoms(use_true_random=False))
 def test_attention_gives_the_same_bits_in_any_pieces(
-    library: KernelLibrary, case: PagedCase, schedule: random.Random
+    library: KernelLibrary, case: PagedCase, wide: bool, schedule: random.Random
 ) -> None:
     """Many rows and few are computed by different code, which sums in one order."""
-    case = case.in_dtype(library.dtype)
+    case = behind_keys(case.in_dtype(library.dtype), schedule)
     backend = NativeAttention(library, case.layout, case.scale)
-    expected = backend.plan(case.spans).attend(case.query, case.cache, with_lse=True)
+    expected = backend.plan(case.spans).attend(case.query, case.cache, with_lse=True, wide=wide)
     pieces: list[QuerySpan] = []
     for span in case.spans:
         first = 0
         while first < span.num_tokens:
             size = min(schedule.choice([1, 2, 5, 16, 17, 100]), span.num_tokens - first)
-            pieces.append(QuerySpan(span.row + first, size, span.start + first, span.block_table))
+            pieces.append(replace(span, row=span.row + first, num_tokens=size, start=span.start + first))
             first += size
-    actual = backend.plan(pieces).attend(case.query, case.cache, with_lse=True)
+    actual = backend.plan(pieces).attend(case.query, case.cache, with_lse=True, wide=wide)
     assert expected.lse is not None
     assert actual.lse is not None
     assert torch.equal(actual.output, expected.output)

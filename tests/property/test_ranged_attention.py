@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdmesh.engine.attention import AttentionOutput, PartialBackend, QuerySpan, TorchAttention
-from pdmesh.engine.levels import load_library
+from pdmesh.engine.levels import load_library, processor_levels
+from pdmesh.engine.merging import Part, load_merge_kernel, merge_by_torch, merge_kernel
 from pdmesh.engine.native import NativeAttention
 from pdmesh.engine.ranged_attention import RangedAttention
 from pdmesh.engine.tiled_attention import TiledAttention
 from pdmesh.kv.remote_kv import RangeQuestion
 from pdmesh.model import KvLayout
 from pdmesh_testing.examples import examples
-from pdmesh_testing.levels import ordered_levels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE = 4, 2, 24, 16, 0.3
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE = 4, 2, 32, 16, 0.3
 CPU = torch.device("cpu")
 
 
@@ -59,11 +59,12 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(size, window, start, min(600, num_tokens), draw(st.integers(0, start // size)))
 
 
-def backends(layout: KvLayout, score_cap: float | None) -> list[PartialBackend]:
-    """Those that promise bits."""
+def backends(layout: KvLayout, window: int | None, score_cap: float | None) -> list[PartialBackend]:
+    """Return the backends that promise bits. Dot kernels have neither windows nor score caps."""
     if layout.dtype == "float32":
         return [TiledAttention(layout, SCALE, score_cap)]
-    libraries = [library for level in ordered_levels() if (library := load_library(level)) is not None]
+    levels = [level for level in processor_levels() if level.is_ordered or window is score_cap is None]
+    libraries = [library for level in levels if (library := load_library(level)) is not None]
     if not libraries:
         pytest.skip("no kernels: built without a compiler")
     return [NativeAttention(library, layout, SCALE, score_cap) for library in libraries]
@@ -124,8 +125,9 @@ def test_who_holds_a_range_that_a_window_ends_in_changes_no_bit(
         .attend(query.float(), cache.float(), window=case.window, with_lse=True)
     )
 
-    for backend in backends(layout, score_cap):
-        ranged = RangedAttention(backend, case.range_tokens, BLOCK_SIZE)
+    merge = merge_by_torch if dtype == "float32" else (merge_kernel() or merge_by_torch)
+    for backend in backends(layout, case.window, score_cap):
+        ranged = RangedAttention(backend, case.range_tokens, BLOCK_SIZE, merge)
 
         def attended(spans: Sequence[QuerySpan], ranged: RangedAttention = ranged) -> AttentionOutput:
             return ranged.plan(spans).attend(query, cache, window=case.window, with_lse=True)
@@ -150,6 +152,40 @@ def test_who_holds_a_range_that_a_window_ends_in_changes_no_bit(
             assert torch.equal(found.output, alone.output)
             assert torch.equal(torch.as_tensor(found.lse), alone.lse)
         assert elsewhere.asked == case.seen
+
+
+@settings(deadline=None, max_examples=examples(40))
+@given(
+    num_rows=st.integers(1, 40),
+    num_parts=st.integers(1, 5),
+    shape=st.tuples(st.integers(1, 5), st.sampled_from([8, 24, 64])),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 2**32),
+)
+def test_kernels_merge_as_torch_does_with_the_same_bits_at_every_level(
+    num_rows: int, num_parts: int, shape: tuple[int, int], dtype: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    parts: list[Part] = []
+    for number in range(num_parts):
+        size = num_rows if number == 0 else int(torch.randint(1, num_rows + 1, (), generator=generator))
+        rows = torch.randperm(num_rows, generator=generator)[:size].sort().values
+        first = int(torch.randint(0, int(rows[0]) + 1, (), generator=generator))
+        lse = 20 * torch.randn(num_rows - first, shape[0], generator=generator)
+        if number:
+            lse[torch.rand(lse.shape, generator=generator) < 0.2] = -torch.inf
+        parts.append(Part(rows.numpy(), first, torch.randn(*lse.shape, shape[1], generator=generator), lse))
+    query = torch.empty(num_rows, *shape, dtype=dtype)
+    expected = merge_by_torch(parts, query, with_lse=True)
+    kernels = [load_merge_kernel(level) for level in processor_levels() if level.is_ordered]
+    found = [kernel(parts, query, with_lse=True) for kernel in kernels if kernel is not None]
+    if not found:
+        pytest.skip("no kernels: built without a compiler")
+    for each in found:
+        torch.testing.assert_close(each.output, expected.output, atol=1e-5, rtol=1e-2)
+        torch.testing.assert_close(each.lse, expected.lse, atol=1e-5, rtol=1e-5)
+        assert torch.equal(each.output, found[0].output)
+        assert torch.equal(torch.as_tensor(each.lse), torch.as_tensor(found[0].lse))
 
 
 @settings(deadline=None, max_examples=examples(60))

@@ -14,6 +14,7 @@ from pdmesh.engine.forward import DirectForward
 from pdmesh.engine.kernels import Elementwise, Kernels, TorchKernels
 from pdmesh.engine.kv_cache import TORCH_DTYPES, TorchKvStore, with_pages
 from pdmesh.engine.levels import KernelChoice, KernelLibrary, choose_kernels
+from pdmesh.engine.merging import MERGE_KIND, Merge, merge_by_torch, merge_kernel
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.native import NativeAttention, NativeKernels, suits
 from pdmesh.engine.packed import PACKED_KIND
@@ -39,14 +40,12 @@ def choose_library(
     return KernelChoice(slower.library, f"{choice.library.level} does not compute this model's shape")
 
 
-def _masking_library(
-    config: ModelConfig, layout: KvLayout, library: KernelLibrary, *, in_ranges: bool
-) -> KernelLibrary | None:
-    """Return the library for attention: the model's, or an ordered one for windows, score caps and ranges.
+def _masking_library(config: ModelConfig, layout: KvLayout, library: KernelLibrary) -> KernelLibrary | None:
+    """Return the library for attention: the model's, or an ordered one for windows and score caps.
 
     None means that no compiled library fits.
     """
-    if library.level.is_ordered or not (config.masks_more or in_ranges):
+    if library.level.is_ordered or not config.masks_more:
         return library
     ordered = choose_kernels(layout.dtype, ordered=True).library
     return ordered if ordered is not None and suits(ordered.level, config, layout) else None
@@ -66,18 +65,16 @@ def choose_attention(
     *,
     cache_heads: Mapping[PageShape, int] | None = None,
     deterministic: bool,
-    in_ranges: bool = False,
 ) -> AttentionChoice:
     """Return the fastest attention on a CPU over a cache of this layout.
 
     Compiled kernels attend if ``library``, which computes the rest of the model, suits the model and some library has
-    the masks. Otherwise torch attends, by `TiledAttention` if ``deterministic``. ``in_ranges`` requests a backend that
-    `RangedAttention` can use. ``cache_heads`` has the number of key-value heads in the cache, by the shape of pages, if
-    ``layout`` has only some of them.
+    the masks. Otherwise torch attends, by `TiledAttention` if ``deterministic``. ``cache_heads`` has the number of
+    key-value heads in the cache, by the shape of pages, if ``layout`` has only some of them.
     """
     masking = None
     if library is not None and suits(library.level, config, layout):
-        masking = _masking_library(config, layout, library, in_ranges=in_ranges)
+        masking = _masking_library(config, layout, library)
 
     def backend(layout: KvLayout) -> PartialBackend:
         if masking is not None:
@@ -108,7 +105,6 @@ def choose_compute(loaded: Loaded, cache: Cache) -> Compute:
         loaded.kernels.library,
         cache_heads=loaded.cache_heads,
         deterministic=options.deterministic,
-        in_ranges=options.range_tokens > 0,
     )
     kernels: Kernels = TorchKernels(Elementwise.of(config), options.deterministic, TORCH_DTYPES[layout.dtype])
     name, library = "torch", loaded.kernels.library
@@ -126,8 +122,12 @@ def choose_compute(loaded: Loaded, cache: Cache) -> Compute:
         kinds.append(PACKED_KIND)
     ranged: AttentionBackend = attention
     if options.range_tokens:
-        ranged = RangedAttention(attention, options.range_tokens, layout.block_size)
         kinds.append(f"ranges-{options.range_tokens}")
+        merge: Merge = merge_by_torch
+        if masking is not None and (kernel := merge_kernel()) is not None:
+            merge = kernel
+            kinds.append(MERGE_KIND)
+        ranged = RangedAttention(attention, options.range_tokens, layout.block_size, merge)
     transformer = loaded.transformer(kernels)
     store = TorchKvStore(loaded.layout, *cache)
     caches = store.layers[slice(*loaded.layers)]

@@ -163,7 +163,7 @@ def _path(level: str, folder: Path = FOLDER) -> Path:
 
 
 #: Version of the interface, equal to the number in ``csrc/memory.h``.
-_INTERFACE = 9
+_INTERFACE = 10
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: Mapping[str, list[Any]] = {
     "attention": [_POINTER, _INT, *[_POINTER] * 5, _INT, _POINTER, *[_INT] * 5, _FLOAT, _INT, _FLOAT, _INT],

@@ -65,7 +65,7 @@ class _NativePlan:
     def attend(
         self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False, wide: bool = False
     ) -> AttentionOutput:
-        """Attend. Heads of ``query`` are adjacent, perhaps in a wider row. ``wide`` requires an ordered library."""
+        """Attend. Heads of ``query`` are adjacent, perhaps in a wider row."""
         output = query.new_empty(query.shape, dtype=torch.float32 if wide else query.dtype)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
         num_heads, head_dim = query.shape[1:]

@@ -48,7 +48,7 @@ def part_attention(
     """Return the attention for other instances' questions, by the kernels that compute the model."""
     kernels = choose_library(config, layout, options.device, cpu_level=options.cpu_level, ordered=options.ordered)
     library = kernels.library if options.native else None
-    attention, _ = choose_attention(config, layout, library, deterministic=options.deterministic, in_ranges=True)
+    attention, _ = choose_attention(config, layout, library, deterministic=options.deterministic)
     ranged = RangedAttention(attention, options.range_tokens, layout.block_size)
     windows = [layer.window for layer in config.layers]
     return PartAttention(ranged, config.num_heads, windows, layout, caches)

@@ -10,27 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pdmesh.engine.attention import AttentionOutput, AttentionPlan, PartialBackend, PartialPlan, QuerySpan
-from pdmesh.engine.kernels import by_value
+from pdmesh.engine.merging import Merge, Part, merge_by_torch
 from pdmesh.kv.remote_kv import RangeQuestion, RemoteKv, RemoteKvLost
 
-
-class _Part(NamedTuple):
-    """Attention of some rows of a step over one range.
-
-    ``output`` is (rows, heads, head_dim), and ``lse`` (rows, heads), both fp32. A ``lse`` of -inf means that the row
-    sees nothing of the range.
-    """
-
-    rows: Tensor | slice
-    output: Tensor
-    lse: Tensor
+_Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +30,7 @@ class RangedAttention:
     whole: PartialBackend
     range_tokens: int
     block_size: int
+    merge: Merge = merge_by_torch
 
     def plan(self, spans: Sequence[QuerySpan]) -> AttentionPlan:
         if all(span.end <= self.range_tokens for span in spans):
@@ -65,7 +56,7 @@ class RangedAttention:
             output[:num_seeing], lse[:num_seeing] = _attended(plan, query[:num_seeing], cache, window)
         return _as_bytes(output, lse)
 
-    def by_range(self, spans: Sequence[QuerySpan], window: int | None) -> list[tuple[Tensor, PartialPlan]]:
+    def by_range(self, spans: Sequence[QuerySpan], window: int | None) -> list[tuple[_Rows, PartialPlan]]:
         """Return a plan for each range with blocks here, in order, and the rows that see any of the range."""
         by_range: dict[int, list[QuerySpan]] = {}
         for span in spans:
@@ -103,7 +94,7 @@ class _RangedPlan:
     def __init__(self, ranged: RangedAttention, spans: Sequence[QuerySpan]) -> None:
         self._ranged = ranged
         self._spans = spans
-        self._here: dict[int | None, list[tuple[Tensor, PartialPlan]]] = {}
+        self._here: dict[int | None, list[tuple[_Rows, PartialPlan]]] = {}
         self._asking = [(span, span.elsewhere) for span in spans if span.elsewhere is not None]
         self._layer = 0
 
@@ -126,13 +117,10 @@ class _RangedPlan:
         self._layer += 1
         if window not in self._here:
             self._here[window] = self._ranged.by_range(self._spans, window)
-        here: list[_Part] = []
-        for own, plan in self._here[window]:
-            output, lse = _attended(plan, query, cache, window)
-            here.append(_Part(own, output[own], lse[own]))
+        here = [Part(rows, 0, *_attended(plan, query, cache, window)) for rows, plan in self._here[window]]
         # Other instances have the first ranges of a context.
         there = [_part(rows, answer, query, each) for rows, each in asked for answer in each.answers()]
-        return _merged([*there, *here], query, with_lse=with_lse)
+        return self._ranged.merge([*there, *here], query, with_lse=with_lse)
 
 
 def _attended(plan: PartialPlan, query: Tensor, cache: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
@@ -146,30 +134,17 @@ def _as_bytes(output: Tensor, lse: Tensor) -> bytes:
     return output.numpy().tobytes() + lse.numpy().tobytes()
 
 
-def _rows(spans: Iterable[QuerySpan]) -> Tensor:
-    return torch.cat([torch.arange(span.row, span.row + span.num_tokens) for span in spans])
+def _rows(spans: Iterable[QuerySpan]) -> _Rows:
+    return np.concatenate([np.arange(span.row, span.row + span.num_tokens) for span in spans])
 
 
-def _part(rows: slice, answer: bytes, query: Tensor, elsewhere: RemoteKv) -> _Part:
+def _part(rows: slice, answer: bytes, query: Tensor, elsewhere: RemoteKv) -> Part:
     """Return the parsed result of `RangedAttention.attend_part`. Raise RemoteKvLost if its size is wrong."""
     num_heads, head_dim = query.shape[1:]
     num_rows = rows.stop - rows.start
     size = num_rows * num_heads * head_dim
     if len(answer) != 4 * (size + num_rows * num_heads):
         raise RemoteKvLost(elsewhere, f"an answer of {len(answer)} bytes to {num_rows} query rows")
-    values = torch.from_numpy(np.frombuffer(answer, dtype=np.float32).copy())
-    return _Part(rows, values[:size].view(num_rows, num_heads, head_dim), values[size:].view(num_rows, num_heads))
-
-
-def _merged(parts: Sequence[_Part], query: Tensor, *, with_lse: bool) -> AttentionOutput:
-    """Merge the parts of each row, in their order."""
-    peak = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
-    for part in parts:
-        peak[part.rows] = torch.maximum(peak[part.rows], part.lse)
-    total, output = torch.zeros_like(peak), query.new_zeros(query.shape, dtype=torch.float32)
-    for part in parts:
-        weights = by_value(torch.exp, part.lse - peak[part.rows])
-        total[part.rows] += weights
-        output[part.rows] += part.output * weights[..., None]
-    lse = peak + by_value(torch.log, total) if with_lse else None
-    return AttentionOutput((output / total[..., None]).to(query.dtype), lse)
+    values = torch.frombuffer(bytearray(answer), dtype=torch.float32)
+    output, lse = values[:size].view(num_rows, num_heads, head_dim), values[size:].view(num_rows, num_heads)
+    return Part(np.arange(rows.start, rows.stop), rows.start, output, lse)

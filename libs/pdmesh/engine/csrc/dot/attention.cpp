@@ -8,10 +8,11 @@
 
 using namespace pdmesh;
 
-// Spans (row, num_tokens, start, offset of the block table in `tables`, unused), 5 numbers each. head_dim is a multiple of 32
-// up to 1024, block_size one of 16. `cache_data` begins at the first of num_kv_heads of cache_heads.
+// Spans (row, num_tokens, start, offset of the block table in `tables`, last key that is seen), 5 numbers each. head_dim is
+// a multiple of 32 up to 1024, block_size one of 16. `cache_data` begins at the first of num_kv_heads of cache_heads.
+// Results go to `output`, or if that is null, in fp32, to `wide`.
 extern "C" void pdmesh_attention(
-    const bf16* query, int64_t query_stride, const bf16* cache_data, bf16* output, float*, float* lse, const int64_t* spans,
+    const bf16* query, int64_t query_stride, const bf16* cache_data, bf16* output, float* wide, float* lse, const int64_t* spans,
     int64_t num_spans, const int64_t* tables, int64_t num_heads, int64_t num_kv_heads, int64_t cache_heads,
     int64_t block_size, int64_t head_dim, float scale, int64_t, float, int64_t num_threads) {
     const int group = static_cast<int>(num_heads / num_kv_heads);
@@ -36,13 +37,15 @@ extern "C" void pdmesh_attention(
         const Task all = {
             tables + spans[5 * i + 3],
             static_cast<int>(spans[5 * i + 2]),
+            static_cast<int>(spans[5 * i + 4]),
             0,
             static_cast<int>(num_rows),
             0,
             static_cast<int>(num_kv_heads),
             query + row * query_stride,
             query_stride,
-            output + row * num_heads * head_dim,
+            output == nullptr ? nullptr : output + row * num_heads * head_dim,
+            wide == nullptr ? nullptr : wide + row * num_heads * head_dim,
             lse == nullptr ? nullptr : lse + row * num_heads,
             num_heads};
         if (heads_each(num_rows) == num_kv_heads) {

@@ -8,8 +8,8 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 
+#include "../logarithm.h"
 #include "tiles.h"
 
 namespace pdmesh {
@@ -35,11 +35,13 @@ struct Cache {
 struct Task {
     const int64_t* table;
     int start;  // position of the chunk's first token
+    int last;   // key that no row sees beyond
     int first_row, num_rows;
     int head, num_heads_here;
     const bf16* query;  // of the chunk's first token and the head's first query head
     int64_t query_stride;
-    bf16* output;
+    bf16* output;  // or null: to `wide`
+    float* wide;
     float* lse;  // or null
     int64_t num_heads;
 
@@ -49,13 +51,16 @@ struct Task {
         one.head += number;
         one.num_heads_here = 1;
         one.query += number * cache.group * cache.head_dim;
-        one.output += number * cache.group * cache.head_dim;
+        if (output != nullptr) one.output += number * cache.group * cache.head_dim;
+        if (wide != nullptr) one.wide += number * cache.group * cache.head_dim;
         if (lse != nullptr) one.lse += number * cache.group;
         return one;
     }
 
+    // The last key that a row sees.
+    int last_key(const Cache& cache, int row) const { return std::min(start + (first_row + row) / cache.group, last); }
     // Keys that its last row sees.
-    int end(const Cache& cache) const { return start + (first_row + num_rows - 1) / cache.group + 1; }
+    int end(const Cache& cache) const { return last_key(cache, num_rows - 1) + 1; }
 };
 
 // Where 16 keys (half 0) or values (half 1) from position `first` on lie; zeros beyond the sequence's end.
@@ -113,7 +118,7 @@ struct Columns {
     float* maximum;      // a reference that no score exceeds by much, (kWidth)
     float* total;        // of weights, (kWidth)
     float* peak;         // of the block's scores, (kWidth)
-    int32_t* positions;  // (kWidth)
+    int32_t* positions;  // of the last key that each row sees, (kWidth)
     bf16* query;         // right operand, (head_dim x kWidth)
 
     // Sizes in floats.
@@ -144,8 +149,7 @@ struct Columns {
             }
         }
         for (int lane = 0; lane < kWidth; ++lane) {
-            const int row = std::min(first + lane, task.num_rows - 1);
-            positions[lane] = task.start + (task.first_row + row) / cache.group;
+            positions[lane] = task.last_key(cache, std::min(first + lane, task.num_rows - 1));
             maximum[lane] = peak[lane] = kMasked;
             total[lane] = 0;
         }
@@ -162,7 +166,7 @@ struct Columns {
         multiply<Q>(keys, query, scores, cache.head_dim / kStep, false, beside);
     }
 
-    // Masks keys that come later than a query, and raises `peak` to the rest; of 32 keys from position `first` on.
+    // Masks keys that a query does not see, and raises `peak` to the rest; of 32 keys from position `first` on.
     void rank(int first, float* scores) {
         const bool masks = first + kStep - 1 > positions[0];
         for (int q = 0; q < Q; ++q) {
@@ -239,14 +243,17 @@ struct Columns {
     void write(const Cache& cache, const Task& task, int lane, int dim, __m512 values) const {
         const int row = task.first_row + lane;
         const int64_t head = row / cache.group * task.num_heads + row % cache.group;
-        narrow(task.output + head * cache.head_dim + dim, values);
+        if (task.output != nullptr)
+            narrow(task.output + head * cache.head_dim + dim, values);
+        else
+            narrow(task.wide + head * cache.head_dim + dim, values);
     }
 
     void write_lse(const Cache& cache, const Task& task, int first) const {
         for (int lane = 0; task.lse != nullptr && lane < std::min(kWidth, task.num_rows - first); ++lane) {
             const int row = task.first_row + first + lane;
             task.lse[row / cache.group * task.num_heads + row % cache.group] =
-                maximum[lane] * cache.scale + std::log(total[lane]);
+                maximum[lane] * cache.scale + natural_log(total[lane]);
         }
     }
 
