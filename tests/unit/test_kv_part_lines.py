@@ -18,14 +18,14 @@ from pdmesh.kv.part_lines import (
     MAX_FRAME_BYTES,
     PATIENCE_S,
     Bell,
+    LineHeader,
     PartLine,
     PartLines,
     PartPort,
     Said,
     wait_for_lines,
 )
-from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind
-from pdmesh.model import Epoch, IndexRange
+from pdmesh.model import Epoch
 from pdmesh.transport.address import peer_id
 from pdmesh.transport.seal import MeshKey
 
@@ -35,31 +35,21 @@ ADDRESS, KEY, WEIGHTS = b"the member's data address %d" % os.getpid(), MeshKey("
 LIMIT_S = 20.0
 
 
-def asked(number: int, layer: int = 3) -> PieceHeader:
-    return PieceHeader(
-        kind=PieceKind.QUERY,
-        request_key=b"0123456789abcdef",
-        epoch=Epoch(7),
-        capability=(1 << 64) - 1,
-        destination=2,
-        chunk=number,
-        part=NO_PART._replace(layers=IndexRange(layer, layer + 1)),
-    )
+def asked(number: int) -> LineHeader:
+    return LineHeader(b"0123456789abcdef", Epoch(7), (1 << 64) - 1, number, layer=3, member=2)
 
 
 class Member:
     """Answers with what it was asked, twice."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[PieceHeader, bytes]] = []
+        self.asked: list[Said] = []
         self.before: Callable[[], object] = lambda: None
 
-    def answer(self, header: PieceHeader, question: bytes) -> Said | None:
+    def answer(self, header: LineHeader, question: bytes) -> bytes | None:
         self.before()
         self.asked.append((header, question))
-        if question == b"later":
-            return None
-        return header._replace(kind=PieceKind.ANSWER, source=header.destination, destination=0), 2 * question
+        return None if question == b"later" else 2 * question
 
 
 @pytest.fixture
@@ -103,10 +93,7 @@ async def test_questions_of_one_frame_are_answered_in_their_order(member: Member
     assert member.asked == []
     lines.flush()
     said = await anyio.to_thread.run_sync(answers, line, 3)
-    assert [answer for _, answer in said] == [2 * question for question in questions]
-    assert [(header.chunk, header.source, header.kind) for header, _ in said] == [
-        (number, 2, PieceKind.ANSWER) for number in range(3)
-    ]
+    assert said == [(asked(number), 2 * question) for number, question in enumerate(questions)]
     assert member.asked == [(asked(number), question) for number, question in enumerate(questions)]
     lines.close()
 
@@ -132,7 +119,7 @@ async def test_what_is_not_answered_at_once_holds_nothing_up(member: Member, lin
         assert line.put(asked(number), question)
     line.flush()
     said = await anyio.to_thread.run_sync(answers, line, 1)
-    assert [(header.chunk, answer) for header, answer in said] == [(1, b"nownow")]
+    assert said == [(asked(1), b"nownow")]
     lines.close()
 
 

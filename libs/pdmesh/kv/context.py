@@ -23,17 +23,22 @@ from pdmesh.transport.kv_transport import ReceivedPiece
 log = structlog.get_logger()
 
 
-class TransferSide(Protocol):
+class Authorized(Protocol):
+    """A message or a transfer: the epoch of its request, and a capability."""
+
+    @property
+    def epoch(self) -> Epoch: ...
+    @property
+    def capability(self) -> int: ...
+
+
+class TransferSide(Authorized, Protocol):
     """The identity that the source and the destination of a transfer share."""
 
     @property
     def request_id(self) -> RequestId: ...
     @property
-    def epoch(self) -> Epoch: ...
-    @property
     def key(self) -> bytes: ...
-    @property
-    def capability(self) -> int: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,7 +112,7 @@ class KvContext(Means):
             )
 
 
-def mismatch(transfer: TransferSide, header: PieceHeader) -> str | None:
+def mismatch(transfer: Authorized, header: Authorized) -> str | None:
     """Return the reason if a piece does not belong to a transfer of its request; None if it does."""
     if header.epoch != transfer.epoch:
         return "epoch"

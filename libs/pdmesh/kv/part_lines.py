@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import structlog
 from anyio import CancelScope, to_thread
@@ -48,8 +48,32 @@ MAX_LINES = 1024
 PATIENCE_S = 1.0
 _READ_BYTES = 1 << 16
 
+
+class LineHeader(NamedTuple):
+    """Header of a question on a line, and of the answer. ``number`` is the question's number at the owner."""
+
+    request_key: bytes
+    epoch: Epoch
+    capability: int
+    number: int
+    layer: int
+    member: int
+
+    def as_question(self) -> PieceHeader:
+        """Return the header that the same question has as a piece."""
+        return PieceHeader(
+            kind=PieceKind.QUERY,
+            request_key=self.request_key,
+            epoch=self.epoch,
+            capability=self.capability,
+            destination=self.member,
+            chunk=self.number,
+            part=NO_PART._replace(layers=IndexRange(self.layer, self.layer + 1)),
+        )
+
+
 #: A question or an answer: its header, and its bytes.
-Said = tuple[PieceHeader, bytes]
+Said = tuple[LineHeader, bytes]
 
 
 def _name(process: int, address: bytes) -> bytes:
@@ -63,54 +87,27 @@ def _hello(address: bytes, weights: int) -> bytes:
 
 
 def _pack(said: Sequence[Said]) -> bytes:
-    about = [
-        _ABOUT.pack(
-            header.request_key,
-            header.epoch,
-            header.capability,
-            header.chunk,
-            header.part.layers.start,
-            header.destination if header.kind is PieceKind.QUERY else header.source,
-            len(data),
-        )
-        for header, data in said
-    ]
-    parts = [*about, *[data for _, data in said]]
+    parts = [*[_ABOUT.pack(*header, len(data)) for header, data in said], *[data for _, data in said]]
     return b"".join([_FRAME.pack(_MAGIC, sum(map(len, parts)), len(said)), *parts])
 
 
-def _unpack(kind: PieceKind, num_said: int, frame: memoryview) -> Iterator[Said]:
+def _unpack(num_said: int, frame: memoryview) -> Iterator[Said]:
     """Yield the questions or answers of a frame. Raises ValueError if `_pack` cannot have made it."""
     data_start = num_said * _ABOUT.size
     if data_start > len(frame):
         raise ValueError(f"{num_said} questions or answers do not fit into {len(frame)} bytes")
-    for fields in _ABOUT.iter_unpack(frame[:data_start]):
-        key, epoch, capability, number, layer, member, num_bytes = fields
+    for *fields, num_bytes in _ABOUT.iter_unpack(frame[:data_start]):
         data = bytes(frame[data_start : data_start + num_bytes])
         if len(data) != num_bytes:
             raise ValueError("a frame ends before its last answer")
         data_start += num_bytes
-        is_question = kind is PieceKind.QUERY
-        yield (
-            PieceHeader(
-                kind=kind,
-                request_key=key,
-                epoch=Epoch(epoch),
-                capability=capability,
-                source=0 if is_question else member,
-                destination=member if is_question else 0,
-                chunk=number,
-                part=NO_PART._replace(layers=IndexRange(layer, layer + 1)),
-            ),
-            data,
-        )
+        yield LineHeader(*fields), data
 
 
 class _Frames:
     """Receiving end of a stream socket that carries frames."""
 
-    def __init__(self, kind: PieceKind, connection: socket.socket) -> None:
-        self._kind = kind
+    def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._came = bytearray()
 
@@ -132,7 +129,7 @@ class _Frames:
             end = _FRAME.size + num_bytes
             if len(came) < end:
                 break
-            said += _unpack(self._kind, num_said, memoryview(bytes(came[_FRAME.size : end])))
+            said += _unpack(num_said, memoryview(bytes(came[_FRAME.size : end])))
             del came[:end]
         return said
 
@@ -171,11 +168,11 @@ class PartLine:
             raise
         self.fileno = connection.fileno()
         self.is_open = True
-        self._frames = _Frames(PieceKind.ANSWER, connection)
+        self._frames = _Frames(connection)
         self._lock = threading.Lock()
         self._pending: list[Said] = []
 
-    def put(self, header: PieceHeader, question: bytes) -> bool:
+    def put(self, header: LineHeader, question: bytes) -> bool:
         """Add a question to the next frame. Return False if the line is closed or the frame has no room for it.
 
         There is one frame for each layer, and a second one is read only once the owner has read the answers to the
@@ -304,7 +301,7 @@ class PartPort:
     """A shard holder's end of all lines: one thread for each owner, which answers the owner's questions."""
 
     def __init__(
-        self, address: bytes, key: MeshKey, weights: int, answer: Callable[[PieceHeader, bytes], Said | None]
+        self, address: bytes, key: MeshKey, weights: int, answer: Callable[[LineHeader, bytes], bytes | None]
     ) -> None:
         """Prepare to answer owners that have the mesh's key and the same ``weights``.
 
@@ -389,9 +386,13 @@ class PartPort:
             connection.setsockopt(
                 socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", *divmod(round(PATIENCE_S * 1e6), 10**6))
             )
-            frames = _Frames(PieceKind.QUERY, connection)
+            frames = _Frames(connection)
             while True:
-                answers = [answer for said in frames.receive() if (answer := self._answer(*said)) is not None]
+                answers = [
+                    (header, answer)
+                    for header, question in frames.receive()
+                    if (answer := self._answer(header, question)) is not None
+                ]
                 if answers:
                     connection.sendall(_pack(answers))
         except (OSError, ValueError) as error:

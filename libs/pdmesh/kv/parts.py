@@ -24,7 +24,7 @@ from pdmesh.errors import KvTransferError
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.context import KvContext, mismatch
 from pdmesh.kv.gate import Wakeup
-from pdmesh.kv.part_lines import PartLines, PartPort, Said
+from pdmesh.kv.part_lines import LineHeader, PartLines, PartPort
 from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind, request_key
 from pdmesh.kv.remote_kv import RangeQuestion
 from pdmesh.kv.spread import JoinedPieces, PartHolder, SpreadKv, pack_question, unpack_question
@@ -349,7 +349,8 @@ class KvParts:
             return  # the owner asks another question now
         question = pack_question(self._context.transport.address, asked)
         for member in [each for each in members if each < len(spread.members)]:
-            about, address = spread.question_header(number, asked.layer, member), spread.members[member].address
+            about = spread.question_header(number, asked.layer, member).as_question()
+            address = spread.members[member].address
 
             def failed(reason: str, member: int = member) -> None:
                 spread.fail(reason, member)
@@ -386,7 +387,7 @@ class KvParts:
 
     async def _answer(self, header: PieceHeader, query: bytes) -> None:
         """Attend on a thread, and answer by pieces. Do nothing if the range is not here any more."""
-        part = self._begin(header)
+        part = self._begin(header, header.part.layers.start)
         if part is None:
             return
         assert self._threads is not None, "a part is held where none may be"
@@ -409,33 +410,35 @@ class KvParts:
         with self._attending:
             return self._attend(part.member, part.block_ids, question)
 
-    def _answer_on_line(self, header: PieceHeader, query: bytes) -> Said | None:
+    def _answer_on_line(self, header: LineHeader, query: bytes) -> bytes | None:
         """Return the answer to a question if its range is here. The thread of a line calls this.
 
         Otherwise, or if the question is malformed, return None and leave the question to the event loop.
         """
-        layer = header.part.layers.start
-        if (part := self._begin(header)) is not None:
+        if (part := self._begin(header, header.layer)) is not None:
             try:
-                answer = self._attend_to(part, unpack_question(query, layer)[1])
+                answer = self._attend_to(part, unpack_question(query, header.layer)[1])
             except ValueError:
                 pass
             else:
                 with self._lock:
                     self.num_answers += 1
-                return _about_answer(part, header), answer
+                return answer
             finally:
                 self._end(part)
-        self._call_soon(partial(self._asked, header, query))
+        self._call_soon(partial(self._asked, header.as_question(), query))
         return None
 
-    def _begin(self, header: PieceHeader) -> HeldPart | None:
-        """Return the range of a question, or None if it is not here. Its blocks are not freed before `_end`."""
+    def _begin(self, header: PieceHeader | LineHeader, layer: int) -> HeldPart | None:
+        """Return the range of a question about a layer, or None if it is not here.
+
+        Its blocks are not freed before `_end`.
+        """
         with self._lock:
             part = self._held.get(header.request_key)
             if part is None or mismatch(part, header) or not part.has_landed:
                 return None
-            if header.part.layers.start >= self._context.store.layout.num_layers:
+            if layer >= self._context.store.layout.num_layers:
                 return None
             part.num_attending += 1
             return part
@@ -447,10 +450,10 @@ class KvParts:
         if unpin is not None:
             self._context.call_soon(unpin)
 
-    def _take_from_line(self, waiting: SpreadKv, header: PieceHeader, answer: bytes) -> None:
+    def _take_from_line(self, waiting: SpreadKv, header: LineHeader, answer: bytes) -> None:
         """Hand an answer to its owner's context, which may differ from the context ``waiting`` on this thread."""
         spread = self._homes.get(header.request_key)
-        if spread is None or spread.epoch != header.epoch or not spread.take(header, answer, is_whole=True):
+        if spread is None or spread.epoch != header.epoch or not spread.take_from_line(header, answer):
             self._context.dropped["late answer"] += 1
         elif spread is not waiting and spread.bell is not None:
             spread.bell.ring()

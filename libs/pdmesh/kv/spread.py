@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdmesh.kv.gate import Wakeup
-from pdmesh.kv.part_lines import Bell, PartLine, PartLines, wait_for_lines
-from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind, request_key
+from pdmesh.kv.part_lines import Bell, LineHeader, PartLine, PartLines, wait_for_lines
+from pdmesh.kv.piece import PieceHeader, request_key
 from pdmesh.kv.remote_kv import RangeQuestion, RemoteKvLost
-from pdmesh.model import Epoch, IndexRange, RequestId
+from pdmesh.model import Epoch, RequestId
 
 #: Head of a packed question: position of its first row, and length of the owner's address. Address and rows follow.
 _START_AND_LENGTH = struct.Struct("<IH")
@@ -84,7 +84,7 @@ class SpreadKv:
         wakeup: Wakeup,
         send: Callable[[SpreadKv, int, RangeQuestion, Sequence[int]], object],
         lines: PartLines | None = None,
-        take: Callable[[SpreadKv, PieceHeader, bytes], object] | None = None,
+        take: Callable[[SpreadKv, LineHeader, bytes], object] | None = None,
     ) -> None:
         """``send`` sends the question of a given number, as pieces, to some members.
 
@@ -122,17 +122,9 @@ class SpreadKv:
         """Number of the last question."""
         return self._number
 
-    def question_header(self, number: int, layer: int, member: int) -> PieceHeader:
+    def question_header(self, number: int, layer: int, member: int) -> LineHeader:
         """Return the header of question ``number`` about ``layer`` to a member."""
-        return PieceHeader(
-            kind=PieceKind.QUERY,
-            request_key=self.key,
-            epoch=self.epoch,
-            capability=self.members[member].capability,
-            destination=member,
-            chunk=number,
-            part=NO_PART._replace(layers=IndexRange(layer, layer + 1)),
-        )
+        return LineHeader(self.key, self.epoch, self.members[member].capability, number, layer, member)
 
     def ask(self, question: RangeQuestion, *, more: bool = False) -> None:
         self._number += 1
@@ -187,29 +179,29 @@ class SpreadKv:
                 self._on_lines.pop(member, None)
             self._ask_by_pieces(ended)
 
-    def take(self, header: PieceHeader, data: bytes, *, is_whole: bool = False) -> bool:
-        """Take a piece of an answer, on the event loop, or a whole answer, on the engine's thread.
-
-        Return False if no question waits for the answer.
-        """
-        member = header.source
-        if not self._waits_for(header):
+    def take_from_line(self, header: LineHeader, answer: bytes) -> bool:
+        """Take an answer, on the engine's thread. Return False if no question waits for the answer."""
+        if not self._waits_for(header.member, header.number, header.capability):
             return False
-        if is_whole:
-            self._answers[member] = data
-            self._on_lines.pop(member, None)
-            return True
+        self._answers[header.member] = answer
+        self._on_lines.pop(header.member, None)
+        return True
+
+    def take(self, header: PieceHeader, data: bytes) -> bool:
+        """Take a piece of an answer, on the event loop. Return False if no question waits for the answer."""
+        member = header.source
+        if not self._waits_for(member, header.chunk, header.capability):
+            return False
         answer = self._coming.setdefault(member, JoinedPieces()).take(header, data, header.num_context_tokens)
         if answer is not None:
             self._answers[member] = answer
             self._ring()
         return True
 
-    def _waits_for(self, header: PieceHeader) -> bool:
+    def _waits_for(self, member: int, number: int, capability: int) -> bool:
         """Whether an answer is to the last question, from a member that was asked and has this capability."""
-        member = header.source
         capabilities = [each.capability for each in self.members[member : member + 1]]
-        return header.chunk == self._number and member in self._asked and capabilities == [header.capability]
+        return number == self._number and member in self._asked and capabilities == [capability]
 
     def set_members(self, members: Sequence[PartHolder], num_tokens: int) -> None:
         """Send later attention queries to ``members``, which hold the first ``num_tokens`` tokens.
