@@ -11,7 +11,7 @@ from pathlib import Path
 def set_aside(path: Path, keep: int) -> None:
     """Rename the file at ``path`` to ``path.1``, and older ones upwards; remove the oldest beyond ``keep``.
 
-    Raises OSError.
+    Nothing happens without a file at ``path``. Raise OSError if a file cannot be renamed or removed.
     """
     if not path.exists():
         return

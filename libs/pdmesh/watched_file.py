@@ -29,7 +29,7 @@ class WatchedFile:
             raise ConfigError(f"cannot read {self.where}: {error}") from error
 
     def has_changed(self) -> bool:
-        """Return whether the file has changed since the last look, at most one look each `LOOK_S`."""
+        """Return whether the file has changed since the last look; False, without a look, within `LOOK_S` of it."""
         now_s = self._clock()
         if now_s < self._looked_s + LOOK_S:
             return False

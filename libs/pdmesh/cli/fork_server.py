@@ -127,7 +127,10 @@ def _serve(requests: socket.socket, preloaded: PreloadedModel | None) -> Callabl
 
 
 def _fork_adopted(supervisor_pid: int) -> int:
-    """Fork a child of the supervisor: return 0 in the child, and the child's pid here. Raises OSError."""
+    """Fork a child of the supervisor: return 0 in the child, and the child's pid here.
+
+    Raise OSError if this process has several threads or the system refuses to fork.
+    """
     if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
         raise OSError(f"the fork server has {num_threads} threads")
     read_fd, write_fd = os.pipe()

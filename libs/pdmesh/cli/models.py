@@ -24,7 +24,7 @@ class FoundModel:
 
 
 def list_models(output: Output) -> None:
-    """Print the models."""
+    """Print the models, as a table or as JSON."""
     found = list(found_models())
     if output is Output.JSON:
         typer.echo(json.dumps([asdict(model) for model in found], indent=2))

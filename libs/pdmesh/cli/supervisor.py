@@ -211,7 +211,10 @@ class Service:
         child.send_signal(signal.SIGKILL)
 
     async def restart(self, drain_s: float) -> None:
-        """Let the child drain and end as `stop` does, and be started again. Return once it has ended."""
+        """Let the child drain, end and be started again. Return once it has ended; at once if it is not running.
+
+        After ``drain_s`` it is told to end running requests, and after `END_S` more it is killed.
+        """
         child = self.child
         if child is None:
             return  # already being started again

@@ -44,7 +44,7 @@ class RequestEnds:
         self._reconciler = reconciler
 
     def finished(self, event: RequestFinished, now_s: float) -> None:
-        """End a request that drew its last token."""
+        """End a request that drew its last token. Another instance's report is counted as ignored."""
         if event.instance_id in self._mesh.instances:
             self._steps.own_steps(event)
         state = self._mesh.find((event.request_id, event.epoch))
@@ -65,7 +65,8 @@ class RequestEnds:
     def dropped(self, event: RequestDropped) -> None:
         """Replace the instance that refuses a request, or restart the request.
 
-        If the instance was the destination of a fetch or of a range, that copy fails.
+        If the instance was the destination of a fetch or of a range, that copy fails. If it had no part in the request,
+        the report is counted as ignored.
         """
         state = self._mesh.find((event.request_id, event.epoch))
         if state is not None and state.needs(event.instance_id):

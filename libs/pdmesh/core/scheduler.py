@@ -280,7 +280,7 @@ class SchedulerCore:
         return self._mesh.find(key) is not None
 
     def needs_prompt(self, key: RequestKey) -> bool:
-        """Whether instances may still be asked to compute the request's prompt."""
+        """Whether instances may still be asked to compute the request's prompt: it waits, or a group may help it."""
         state = self._mesh.find(key)
         return state is not None and (state.phase is Phase.WAITING or self._packer.prefill_groups.may_be_helped(key))
 

@@ -39,7 +39,10 @@ class JsonBounds:
         self._behind = [ids[token] for token in _BEHIND_NUMBERS if token in ids]
 
     def apply(self, bits: Bits, output: Sequence[int], *, may_end: bool) -> None:
-        """Clear the bits of tokens that exceed a bound after ``output``. ``may_end``: the output is complete."""
+        """Clear the bits of tokens that exceed a bound after ``output``. ``may_end``: the output is complete.
+
+        Nothing is cleared unless the output ends in blanks or digits and no letter may follow.
+        """
         last = self._bytes_of(output[-1]) if output else b""
         if not last or last[-1] not in _DIGITS + _BLANKS or _has(bits, self._letter):
             return

@@ -19,7 +19,7 @@ from pdmesh.model import KvLayout, num_blocks_for
 
 
 def suits(level: CpuLevel, config: ModelConfig, layout: KvLayout) -> bool:
-    """Return whether a level's kernels can compute this model and cache."""
+    """Return whether a level's kernels can compute this model and cache: its dtype, head widths and sizes."""
     widths = [page.head_dim for page in layout.distinct_pages]
     if layout.dtype not in level.suffixes or max(widths) > 1024:
         return False

@@ -308,7 +308,7 @@ def gumbel(bits: Tensor) -> Tensor:
 
 
 def is_filtered(sequence: EngineSequence) -> bool:
-    """Return whether `kept_tokens` may exclude any token."""
+    """Return whether `kept_tokens` may exclude any token: ``top_k``, ``top_p`` or ``min_p`` is set."""
     params = sequence.params
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 

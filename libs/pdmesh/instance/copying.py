@@ -281,7 +281,7 @@ class CopyRules:
         self._acknowledged(sequence, transfer_id, event)
 
     def end_landed_range(self, sequence: Sequence, members: tuple[PartMember, ...]) -> None:
-        """End the copy of a range that one of ``members`` holds by now, although no acknowledgement has come yet."""
+        """End the copy of a range, if one of ``members`` holds it by now, although no acknowledgement has come yet."""
         handing = sequence.handing
         if handing is None or handing.transfer is None:
             return

@@ -122,7 +122,7 @@ class InstanceMachine:
                     self._effects.append(ResidentsChange())
 
     def _admit(self, command: AdmitPrefill) -> None:
-        """Take a prompt to compute, and free older epochs of the request."""
+        """Take a prompt to compute, and free older epochs of the request. Nothing else happens if it is refused."""
         key = (command.request_id, command.epoch)
         if command.epoch > 0:
             self.endings.free_up_to(command.request_id, Epoch(command.epoch - 1))

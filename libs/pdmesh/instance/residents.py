@@ -174,7 +174,7 @@ class Residents:
             self._expect(resident)
 
     def grow(self, key: RequestKey, num_blocks: int) -> bool:
-        """Set a resident's number of blocks; return whether this lets a paused resident continue."""
+        """Set a resident's number of blocks. Return whether it was paused and may continue; False if it is unknown."""
         resident = self._all.get(key)
         if resident is None:
             return False

@@ -69,7 +69,8 @@ class CachedGranules:
     def keep(self, prefix: Sequence[PrefixHash], block_table: Sequence[int]) -> None:
         """Cache all granules of a chain. The first blocks of ``block_table`` hold their KV.
 
-        A granule that is here already keeps its other blocks: equal KV that was computed twice is not merged.
+        A granule that is here already keeps its other blocks: equal KV that was computed twice is not merged. With the
+        cache off, nothing is cached.
         """
         if self._num_blocks == 0:
             return

@@ -285,7 +285,10 @@ class KvArrivals:
         return True
 
     def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
-        """Handle a piece of KV, a peer read, a piece of a transcript, or a commit. Others are counted as dropped."""
+        """Handle a piece of KV, a peer read, a piece of a transcript, or a commit. Count any other piece as dropped.
+
+        Dropped, too, is a piece of an unknown copy, or one that does not match its copy.
+        """
         context, copy = self._context, self._copies.get(header.request_key)
         if copy is None:
             context.drop(piece, "unknown")

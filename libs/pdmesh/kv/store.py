@@ -32,7 +32,7 @@ class KvStore(Protocol):
 
     @property
     def inline_copy_bytes(self) -> int:
-        """Size up to which copies cost less on the event loop than on another thread."""
+        """Bytes up to which copies cost less on the event loop than on another thread."""
         ...
 
     @property

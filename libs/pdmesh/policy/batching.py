@@ -350,7 +350,7 @@ class ModePrediction(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Throughput of exclusive over mixed batching, less 1."""
+        """Throughput of exclusive over mixed batching, less 1: 0.1 is 10 % more tokens per second."""
         return self.throughput / self.mixed.throughput - 1
 
     @property

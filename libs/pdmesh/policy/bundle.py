@@ -66,5 +66,5 @@ class Bundle:
         return None
 
     def is_long(self, request: Request, num_reused_tokens: int = 0) -> bool:
-        """Whether a prompt is long without its ``num_reused_tokens`` cached tokens."""
+        """Whether a prompt has ``long_prompt_tokens`` or more without its ``num_reused_tokens`` cached tokens."""
         return request.num_prompt_tokens - num_reused_tokens >= self.long_prompt_tokens

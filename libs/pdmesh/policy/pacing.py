@@ -51,7 +51,10 @@ def layers_a_piece(pace: ChunkPace, num_layers: int, num_members: int, behind: i
 
 
 def lag(num_layers: int, num_members: int) -> float:
-    """Return the share of a step by which a slice may end after the previous one where more of the prompt follows."""
+    """Return the share of a step by which a slice may end after the previous one where more of the prompt follows.
+
+    0 for a single member.
+    """
     if num_members < 2:
         return 0.0
     num_layers_behind = layers_a_piece(ChunkPace.IN_PARALLEL, num_layers, num_members, num_members - 1) - 1

@@ -57,7 +57,7 @@ class Rebalancing:
         return model.step_s(shape.shared_by(instance.num_stages))
 
     def is_behind(self, instance: InstanceView) -> bool:
-        """Whether an instance's decode steps take longer than its residents' TPOT targets."""
+        """Whether the steps of an instance with several residents take longer than their TPOT targets."""
         return instance.num_decoding > 1 and self.step_s(instance) > self._wanted_s(instance)
 
     def has_time_for(self, instance: InstanceView, num_tokens: int, slo_tpot_s: float | None) -> bool:

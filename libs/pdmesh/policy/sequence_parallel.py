@@ -182,7 +182,7 @@ def no_size(latency: GroupLatency, least: int, most: int) -> ValueError:
 def tokens_within(model: LinearLatencyModel, history: int, budget_s: float) -> int:
     """Return the longest chunk after ``history`` tokens that ends within ``budget_s``: the root of Eq. 1, rounded down.
 
-    ``b_s`` must be above 0, as in every fitted model.
+    ``b_s`` must be above 0, as in every fitted model. 0 if the budget is no longer than an empty step.
     """
     spare_s = budget_s - model.a_s
     if spare_s <= 0:

@@ -96,7 +96,10 @@ class Tracing:
         events: Sequence[SpanEvent] = (),
         error: str | None = None,
     ) -> None:
-        """Record a span that is over, as a child of ``traceparent``. Times are Unix times in seconds."""
+        """Record a span that is over, as a child of ``traceparent``; no-op without tracing.
+
+        Times are Unix times in seconds.
+        """
         if self._tracer is None:
             return
         from opentelemetry.trace import SpanKind

@@ -154,7 +154,7 @@ class ReceiveRing:
             del self._offers[offered]
 
     def post(self) -> None:
-        """Post free buffers to UCX, within the limits."""
+        """Post free buffers to UCX, within the limits. No-op before UCX has started."""
         if self._api is None:
             return
         while (

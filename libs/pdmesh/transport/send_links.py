@@ -50,7 +50,7 @@ class Link(Protocol):
 
     @property
     def no_progress_s(self) -> float:
-        """Time after which a peer that takes nothing is disconnected."""
+        """Seconds after which a peer that takes nothing is disconnected."""
         ...
 
     def begin(self, send: Send) -> None:

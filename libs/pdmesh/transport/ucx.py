@@ -221,7 +221,10 @@ class UcxTransport:
         return self._reads_memory and peer.id not in self._unreadable and self._is_here(peer)
 
     def _is_here(self, peer: Peer) -> bool:
-        """Whether a peer is on this host. The first call connects to it; the answer is remembered."""
+        """Whether a peer is on this host. The first call connects to it; the answer is remembered.
+
+        False, with a warning, for a peer that names this host and does not answer here.
+        """
         if peer.facts.host_id != self._own.facts.host_id:
             return False
         is_here = self._are_here.get(peer.id)

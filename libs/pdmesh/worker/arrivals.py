@@ -100,7 +100,10 @@ class Arrivals:
         return True
 
     def landed(self, request: LocalRequest, outcome: LandedTransfer) -> None:
-        """Use the KV that has landed: decode, answer for a range, or cache granules."""
+        """Use the KV that has landed: decode, answer for a range, or cache granules. Ignored if no copy is expected.
+
+        A wrong transcript or first token fails the copy.
+        """
         transfer = request.state.incoming
         if transfer is None or request.phase is not SeqPhase.EXPECTED:
             return

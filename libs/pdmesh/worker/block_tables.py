@@ -122,9 +122,9 @@ class BlockTables:
         return self._windows.is_seen(block_table, num_tokens, num_tokens // self._block_size)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Return blocks for one table. Raises OutOfBlocks if too few are free even with an empty cache.
+        """Return blocks for one table. Raise OutOfBlocks if too few are free even with an empty cache.
 
-        If cached blocks must be evicted without the scheduler's command, the new contents are reported.
+        If cached blocks must be evicted without the scheduler's command, the new contents are reported, with a warning.
         """
         if num_blocks > self._pool.num_free and self.kept.make_room(num_blocks):
             log.warning("kept KV is given up unasked: the scheduler thinks that there is room", num_blocks=num_blocks)

@@ -313,7 +313,7 @@ class Instance:
     # --- outcomes of copies and exchanges -----------------------------------------------------------------------
 
     def on_outcome(self, outcome: TransferOutcome) -> None:
-        """Handle the end or a pause of a KV transfer."""
+        """Handle the end or a pause of a KV transfer. The outcome of an unknown request is ignored."""
         request = self._sequences.get(outcome.request_id, outcome.epoch)
         if request is None:
             return

@@ -253,7 +253,7 @@ class Intake:
     def _loaded(self, request: LocalRequest, load: KvLoad) -> None:
         """Handle the end of a load: use the loaded KV, or drop the request, so that it starts again.
 
-        If a load is aborted while a step uses the request, the step handles this.
+        If a load is aborted while a step uses the request, the step handles this. A released request is ignored.
         """
         if request.is_released:
             return

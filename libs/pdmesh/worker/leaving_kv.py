@@ -36,7 +36,7 @@ class LeavingCopies:
         self._moves = moves
 
     def sent(self, request: LocalRequest, outcome: SentTransfer) -> None:
-        """Handle a destination's acknowledgement of a whole copy."""
+        """Handle a destination's acknowledgement of a whole copy. Ignored if no copy is on its way."""
         then, transfer = _leaving(request)
         if transfer is None:
             return
@@ -75,7 +75,7 @@ class LeavingCopies:
             self._context.hear(request, CopyPaused(request.state.key, transfer.transfer_id))
 
     def failed(self, request: LocalRequest, outcome: FailedTransfer) -> None:
-        """Report a copy that could not be sent, or was not acknowledged."""
+        """Report a copy that could not be sent, or was not acknowledged. Ignored if no copy is on its way."""
         then, transfer = _leaving(request)
         if transfer is None:
             return

@@ -248,7 +248,7 @@ class RequestFloor:
 
 
 def _has_range(request: LocalRequest, transfer: TransferPlan) -> bool:
-    """Whether the first blocks here are the range of a transfer, with complete KV."""
+    """Whether the first blocks here are the range of a transfer, with complete KV. False for several destinations."""
     blocks = transfer.sources[0].part.blocks
     if len(transfer.destinations) != 1 or blocks.size > len(request.sequence.block_table):
         return False

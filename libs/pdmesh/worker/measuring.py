@@ -85,7 +85,7 @@ def _measured(shape: StepShape, seconds: float) -> MeasuredStep:
 
 
 def fits(engine: Engine, shape: StepShape) -> bool:
-    """Whether the engine's KV cache and context have room for the step."""
+    """Whether the step's blocks fit into the engine's KV cache, and its longest sequence into the context."""
     block_size = engine.kv.layout.block_size
     lengths = _lengths(shape)
     num_blocks = sum(num_blocks_for(length, block_size) for length in lengths)

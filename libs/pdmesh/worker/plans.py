@@ -128,7 +128,7 @@ class Plans:
         self._has_work.set()
 
     async def wait_for_work(self) -> None:
-        """Return when `next_batch` is worth another call."""
+        """Return when `next_batch` is worth another call. After `HOLD_LIMIT_S`, release held decodes and warn."""
         if self._urgent or self._next_index is not None or self._free_residents or self._has_range:
             return
         self._has_work = anyio.Event()
@@ -226,7 +226,7 @@ class Plans:
 
     @property
     def _free_residents(self) -> list[LocalRequest]:
-        """The residents that may decode in a step of the instance's own."""
+        """Residents that may decode in a step of the instance's own; none if decodes are held and no plan must wait."""
         if self._own.held and not (self._plans and self._next_index is None):
             return []
         return self._ready(self._share(self._sequences.decoding))

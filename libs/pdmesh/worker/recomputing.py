@@ -35,7 +35,7 @@ class RecomputedRanges:
         )
 
     def _begin(self, request: LocalRequest, tokens: bytes, num_prompt_tokens: int) -> None:
-        """Compute the tokens from the next step on."""
+        """Compute the tokens from the next step on. A released request is ignored."""
         if request.is_released:
             return
         first = request.sequence.num_remote_tokens
@@ -52,7 +52,10 @@ class RecomputedRanges:
         self._context.wake()
 
     def ended(self, chunk: BatchChunk, *, is_computed: bool) -> None:
-        """Handle the end of a chunk. After the last one, begin to answer for the range."""
+        """Handle the end of a chunk, or fail if it was not computed.
+
+        After the last one, begin to answer for the range.
+        """
         request = chunk.request
         if not is_computed:
             self._fail(request, "another instance that holds KV before it does not answer")

@@ -311,7 +311,7 @@ async def _announce(context: ServiceContext, scheduler: WorkerSession, facts: di
 
 
 async def _end_without(ranks: RankProcesses, work: anyio.CancelScope) -> None:
-    """Cancel ``work`` once a rank is lost."""
+    """Cancel ``work`` once a rank is lost, and log the reason."""
     log.error("the instance ends", reason=await ranks.watch())
     work.cancel()
 

@@ -212,7 +212,7 @@ class LocalRequest:
 
     @property
     def is_low(self) -> bool:
-        """Whether the request needs more blocks, soon or at once."""
+        """Whether the request needs more blocks, soon or at once. False once its room suffices to the end."""
         num_blocks = len(self.sequence.block_table)
         if self.is_released or num_blocks * self.block_size >= self.max_kv_tokens - self.sequence.num_remote_tokens:
             return False

@@ -17,7 +17,7 @@ _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 def decoder_types(tokenizer: Tokenizer) -> list[str]:
-    """Return the types of a tokenizer's decoders, in order."""
+    """Return the types of a tokenizer's decoders, in order; empty without a decoder."""
     if tokenizer.decoder is None:
         return []
     decoder: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
@@ -67,8 +67,9 @@ class ByteLevelDetokenizer:
         self._flushable = False
 
     def push(self, token_id: int) -> str:
-        """Add a token and return the text that is now certain: a character that a later token may complete is held
-        back.
+        """Add a token and return the text that is now certain.
+
+        A character that a later token may complete is held back. A hidden token has no text.
         """
         if token_id in self._hidden_ids:
             return ""

@@ -26,8 +26,9 @@ class Detokenizer(Protocol):
     """The text of one generation. The results of `push` and `flush`, concatenated, are the decoded text."""
 
     def push(self, token_id: int) -> str:
-        """Add a token and return the text that is now certain: a character that a later token may complete is held
-        back.
+        """Add a token and return the text that is now certain.
+
+        A character that a later token may complete is held back. A hidden token has no text.
         """
         ...
 

@@ -67,7 +67,7 @@ class RequestLimiter:
             self._end(upload)
 
     def grow(self, upload: Upload, num_bytes: int) -> None:
-        """Count ``num_bytes`` more of an upload: see `Upload.add`."""
+        """Count ``num_bytes`` more of an upload: see `Upload.add`. An upload that was cancelled is ignored."""
         if upload not in self._uploads:
             # The upload has just been cancelled.
             return

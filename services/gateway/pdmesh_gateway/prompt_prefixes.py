@@ -32,7 +32,7 @@ class PromptPrefix:
     weights: str = ""
 
     def with_output(self, output: bytes) -> PrefixHashes:
-        """Return the hashes of prompt and output; ``output`` is packed."""
+        """Return the hashes of prompt and output, which is packed; empty for a prompt without hashes."""
         if not self.root:
             return ()
         last = self.granules[-1] if self.granules else self.root

@@ -223,7 +223,11 @@ class Transcript:
         return not self.output or self._weights_of.get(source, "") == self.weights
 
     def hand_over_stream(self, turn: StreamHandover, source: InstanceId) -> None:
-        """Record that ``source``, which has or had the turn, names the instance that continues."""
+        """Record that ``source``, which has or had the turn, names the instance that continues.
+
+        An old or repeated message is counted as dropped. A message at another token, or from another source, is
+        dropped, too, and the transcript is suspect at once.
+        """
         if turn.epoch != self.epoch or self.finished or turn.num <= self._num_turns.get(source, -1):
             self.num_dropped += 1
             # The message is old, or was repeated after a stream broke.
@@ -237,10 +241,10 @@ class Transcript:
             self.suspect(0.0)
 
     def offer_prompt_logprobs(self, message: PromptLogprobs, weights: str = "") -> None:
-        """Record log-probabilities of prompt tokens, from any instance that computes them; the first for each token
-        count.
+        """Record log-probabilities of prompt tokens, from any instance that computes them.
 
-        A restart repeats them, and so does a chunk that is computed again.
+        For each token, the first ones count: a restart repeats them, and so does a chunk that is computed again. A
+        message of another epoch, or about an ended request, is counted as dropped.
         """
         if message.epoch != self.epoch or self.finished or not 1 <= message.start < self.num_prompt_tokens:
             self.num_dropped += 1
@@ -314,7 +318,7 @@ class Transcript:
         return tokens
 
     def _keep(self, token: TokenOut, source: InstanceId) -> None:
-        """Keep a token that arrived before one that it follows."""
+        """Keep a token that arrived before one that it follows; drop it beyond `MAX_AHEAD` or from too many sources."""
         ahead = self._ahead.get(source)
         if ahead is None:
             if len(self._ahead) == MAX_SOURCES_AHEAD:

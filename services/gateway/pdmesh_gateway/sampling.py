@@ -262,7 +262,10 @@ def _token_ids(name: str, token_ids: list[int] | None, vocab_size: int, *, most:
 async def bad_token_sequences(
     words: Sequence[str] | None, encode: Callable[[str], Awaitable[Sequence[int]]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each word of ``bad_words``, alone and after a blank. Raises RequestRejected."""
+    """Return the tokens of each word of ``bad_words``, alone and after a blank.
+
+    Raise RequestRejected if the words are too many, too long or blank.
+    """
     if not words:
         return ()
     if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > MAX_STOP_CHARS:

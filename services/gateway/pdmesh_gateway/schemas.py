@@ -258,7 +258,7 @@ class _Rewriter:
             result["additionalProperties"] = False
 
     def _hold_unique(self, result: dict[str, Any], items: Any) -> None:
-        """Replace ``uniqueItems`` of few values by all their ordered arrays."""
+        """Replace ``uniqueItems`` by all ordered arrays, if the items are at most `MAX_UNIQUE_VALUES` known values."""
         items = self._resolved(items)
         if "uniqueItems" not in result or result.get("type") != "array" or not isinstance(items, Mapping):
             return
@@ -423,14 +423,14 @@ def _is_refused(problem: str | None) -> bool:
 
 
 def _is_malformed(key: str, value: Any) -> bool:
-    """Return whether JSON Schema gives a keyword's value no meaning."""
+    """Return whether JSON Schema gives a keyword's value no meaning. False for keywords that are not checked."""
     if key == "type":
         return not (value in _TYPES or (isinstance(value, list) and all(each in _TYPES for each in value)))
     return (key in _OF_SCHEMAS and not isinstance(value, Mapping)) or (key in _PARTS and not isinstance(value, list))
 
 
 def _is_merged(schema: Mapping[str, Any]) -> bool:
-    """Return whether several parts of a schema apply to the same object."""
+    """Return whether several parts of a schema, ``allOf`` included, apply to the same object."""
     return "allOf" in schema or len(schema.keys() & {"properties", "anyOf", "oneOf", "$ref"}) > 1
 
 

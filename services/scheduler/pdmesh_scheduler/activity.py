@@ -71,7 +71,7 @@ class ActivityFeed:
         self._asking.set()
 
     def observe(self, handled: Handled) -> None:
-        """Add an event's and its commands' steps, KV moves and marks to the next frame."""
+        """Add an event's and its commands' steps, KV moves and marks to the next frame, if a gateway asks for any."""
         if not self._collects:
             return
         event, now_s = handled.event, handled.now_s

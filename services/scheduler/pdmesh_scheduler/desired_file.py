@@ -47,7 +47,7 @@ def read_desired(path: Path | None, *, now: float, patience_s: float) -> Desired
 
 
 def decode_desired(content: bytes, where: str, *, now: float, patience_s: float) -> DesiredState:
-    """Return the state that JSON from ``where`` holds, as `read_desired` does; empty if the JSON is malformed."""
+    """Return the state that JSON from ``where`` holds, as `read_desired` does; empty, and logged, if malformed."""
     try:
         desired = msgspec.json.decode(content, type=DesiredState)
     except (msgspec.MsgspecError, ValueError) as error:

@@ -173,7 +173,7 @@ class GatewayStreams:
                     await self.driver.submit(event)
 
     def _refuse(self, gateway_id: GatewayId, generation: Generation, why: str) -> None:
-        """Reject one invalid request, and keep the stream for the gateway's other requests."""
+        """Log and reject one invalid request, and keep the stream for the gateway's other requests."""
         log.error("a gateway sent an invalid request", gateway_id=gateway_id, request_id=generation.request_id, why=why)
         rejected = Reject(
             gateway_id=gateway_id,

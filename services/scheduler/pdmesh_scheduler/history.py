@@ -64,7 +64,10 @@ class _Absence:
     ended_s: float | None = None
 
     def is_of(self, ended: EndedProcess, now_s: float) -> bool:
-        """Return whether the process end reported at ``now_s`` caused this absence."""
+        """Return whether the process end reported at ``now_s`` caused this absence.
+
+        The pids are compared. If the report has none, any absence that has just begun counts.
+        """
         if ended.pid == UNKNOWN_PID:
             return self.ended_s is None or now_s < self.ended_s + REPORT_S
         return self.pid == ended.pid

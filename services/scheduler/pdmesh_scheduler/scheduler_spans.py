@@ -35,7 +35,7 @@ class SchedulerSpans:
         self._traces: dict[RequestKey, _Trace] = {}
 
     def observe(self, handled: Handled) -> None:
-        """Begin and end the spans of the requests that have milestones."""
+        """Begin and end the spans of the requests that have milestones. No-op without tracing."""
         if not self._tracing.on:
             return
         for _, attempt, what in handled.milestones:

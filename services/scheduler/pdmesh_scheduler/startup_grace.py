@@ -42,7 +42,7 @@ class StartupGrace:
                 await self._news.wait()
 
     def _left_s(self) -> float:
-        """Return an upper bound of the seconds left."""
+        """Return an upper bound of the seconds left; 0 once an actuator is here and all its instances are."""
         if not self._core.actuators.there:
             return self._until_s - self._clock()
         if not self._core.actuators.away:

@@ -134,7 +134,7 @@ class NewRequests:
                 self._mesh.reject(state, RejectReason.NO_INSTANCE, unready, retry_after_s)
 
     def _is_without_weights(self, request: Request) -> bool:
-        """Whether the answer was begun with weights that no instance able to finish the request has any more."""
+        """Whether the answer was begun with weights that no instance able to finish it has any more."""
         if not request.weights:
             return False
         return not any(

@@ -85,7 +85,10 @@ class Modes:
     def released(
         self, instance: InstanceState, bundle: Bundle, model: LinearLatencyModel, *, was_computed_here: bool
     ) -> None:
-        """Count a request that freed its seat. The last one of a cycle may change the instance's mode."""
+        """Count a request that freed its seat. The last one of a cycle may change the instance's mode.
+
+        Not counted unless the bundle adapts the mode and the instance can switch.
+        """
         batching = instance.batching
         if not instance.allocated.num_seats_taken:
             batching.meter.forget()

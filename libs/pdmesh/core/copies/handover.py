@@ -162,7 +162,8 @@ class HandOvers:
     def _keeps_locally(self, request: Request, source: InstanceState, sums: DecodingSums, bundle: Bundle) -> bool:
         """Whether the first computed prompt that waits for room should decode on its prefill instance.
 
-        Each waiting request then has room one place earlier. Together they save the time until the last has room.
+        Each waiting request then has room one place earlier. Together they save the time until the last has room. False
+        without a policy of local decodes, or without room there.
         """
         if bundle.local_decode is None or source.instance_id in self._full or not source.can_keep_locally(request):
             return False

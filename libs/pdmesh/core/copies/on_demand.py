@@ -55,7 +55,10 @@ class OnDemandKv:
             self._note(instance, key, allocation)
 
     def is_low(self, instance: InstanceState, residents: Iterable[ResidentContext]) -> None:
-        """Learn the growth of the reported residents, and note which of them are low on room."""
+        """Learn the growth of the reported residents, and note which of them are low on room.
+
+        An unknown resident, or an outdated report, is counted as ignored.
+        """
         has_news = False
         for resident in residents:
             key = (resident.request_id, resident.epoch)

@@ -67,7 +67,7 @@ class Fetches:
         return source.takes_new and self._num_of(source.instance_id) < MAX_AT_ONCE
 
     def may_receive(self, destination: InstanceState) -> bool:
-        """Whether another fetch to ``destination`` may start."""
+        """Whether another fetch to ``destination`` may start: it takes prompts, has room, and has few fetches."""
         return destination.takes_prompts and not destination.low and self._num_of(destination.instance_id) < MAX_AT_ONCE
 
     def _num_of(self, instance_id: InstanceId) -> int:

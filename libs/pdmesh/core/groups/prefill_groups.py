@@ -145,7 +145,7 @@ class GroupPlanner:
         tell_group(self._mesh, state)
 
     def _awaited(self, state: RequestState) -> list[InstanceId]:
-        """Return the instances that were asked to help and have not answered."""
+        """Return the instances that were asked to help and have not answered; empty without a group."""
         if state.group is None:
             return []
         asked = (self._mesh.instances.get(name) for name in state.asked_ids if name not in state.group.member_ids)
@@ -289,7 +289,10 @@ class GroupPlanner:
             helped.pop(key, None)
 
     def _is_spare(self, instance: InstanceState, group_policy: GroupPolicy) -> bool:
-        """Whether an instance has no work of its own, and may help."""
+        """Whether an instance may help: it joins groups, is in mixed mode, and has no prompt of its own.
+
+        If the policy forbids help beside decodes, it also has no decodes.
+        """
         return (
             instance.profile.joins_groups
             and instance.takes_prompts

@@ -42,7 +42,7 @@ class CutPairs:
             self.forgive(*next(iter(self._until_s)))
 
     def forgive(self, one: str, other: str) -> None:
-        """Forget a pair, for example because its peers reached each other."""
+        """Forget a pair, for example because its peers reached each other. An unknown pair is ignored."""
         if self._until_s.pop(_pair(one, other), None) is None:
             return
         for own, peer in ((one, other), (other, one)):

@@ -51,7 +51,10 @@ class InstanceCapacity:
         return num_blocks_for(request.num_prompt_tokens, self.block_size)
 
     def streams_out(self, request: Request) -> bool:
-        """Whether the prompt is longer than the room here, so that its ranges are freed once they have moved away."""
+        """Whether the prompt is longer than the room here, so that its ranges are freed once they have moved away.
+
+        False unless contexts are spread.
+        """
         if not 0 < self.part_blocks <= self.num_blocks:
             return False
         return self.num_prefill_blocks(request) > self.num_blocks and self.num_parts(request) > 0
@@ -65,7 +68,8 @@ class InstanceCapacity:
     def num_parts(self, request: Request) -> int:
         """Return how many shard holders a spread context has while it decodes, one for each of the first ranges.
 
-        The last range, full or not, and the output are on the decode instance.
+        The last range, full or not, and the output are on the decode instance. 0 if contexts are not spread, or if the
+        request ends with its prompt.
         """
         if not self.max_kv_tokens or request.ends_with_prompt:
             return 0

@@ -293,7 +293,8 @@ class InstanceLoad(InstanceCapacity):
     def can_decode(self, request: Request) -> bool:
         """Whether the request fits now, with a seat: its whole context, or on demand the tokens it is admitted with.
 
-        Of a spread context only the last range and the output must fit.
+        Of a spread context only the last range and the output must fit. False if the request is here already, or if
+        other weights began its answer.
         """
         if (request.request_id, request.epoch) in self.allocations or not self.may_serve(request):
             return False
@@ -333,7 +334,7 @@ class InstanceLoad(InstanceCapacity):
         return self.is_open_to_begun and not self.suspected and self._has_room_to_finish(request)
 
     def can_decode_locally(self, request: Request) -> bool:
-        """Whether a prefill instance can compute the request now, and decode it."""
+        """Whether a prefill instance that also decodes takes new requests, and has room to finish this one."""
         return self.decodes_locally and self.takes_new and self._has_room_to_finish(request)
 
     def _has_room_to_finish(self, request: Request) -> bool:

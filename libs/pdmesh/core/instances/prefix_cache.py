@@ -99,7 +99,7 @@ class PrefixCache:
         return low
 
     def num_loadable(self, chain: Sequence[PrefixHash], num_cached: int) -> int:
-        """Return how many consecutive granules after the first ``num_cached`` of a chain the tier has."""
+        """Return how many consecutive granules after the first ``num_cached`` the tier has; 0 without a tier."""
         offloaded = self.offloaded
         if offloaded is None:
             return 0

@@ -137,7 +137,7 @@ class Operations:
         return tuple(each for each in report.processes if self._is_replaced(InstanceId(each.name)))
 
     def _is_replaced(self, instance_id: InstanceId) -> bool:
-        """Whether an actuator still has to end the process of an instance under restart."""
+        """Whether an actuator still has to end the process of an instance under restart; False without a restart."""
         operation, instance = self._running.get(instance_id), self._mesh.instances.get(instance_id)
         if operation is None or instance is None:
             return False
@@ -183,7 +183,7 @@ class Operations:
         self._begin(operation, now_s)
 
     def cancel(self, operation_id: OperationId, now_s: float) -> bool:
-        """Cancel an operation and use its instance as before; return whether it ran here."""
+        """Cancel an operation and use its instance as before. Return False if it does not run here."""
         operation = next((each for each in self._running.values() if each.operation_id == operation_id), None)
         if operation is None:
             return False
@@ -304,7 +304,8 @@ class Operations:
     def _begin(self, operation: _Operation, now_s: float) -> None:
         """Begin an operation: no new work goes to the instance, and requests that would leave too late restart at once.
 
-        For a change of role, the instance takes work of its new role while the old work leaves, so it is never idle.
+        For a change of role, the instance takes work of its new role while the old work leaves, so it is never idle. An
+        operation on an absent instance waits for its return.
         """
         instance = self._mesh.instances.get(operation.requested.instance_id)
         if instance is None:
@@ -323,14 +324,14 @@ class Operations:
 
     @staticmethod
     def _left(requested: OperationRequested, instance: InstanceState) -> Sequence[RequestKey]:
-        """Return the keys of the allocations that must leave the instance."""
+        """Return the keys of the allocations that must leave the instance: none for an undrain."""
         if requested.kind is OperationKind.UNDRAIN:
             return ()
         stays = () if requested.role is None else _STAYS[requested.role]
         return [key for key, allocation in instance.allocations.items() if allocation.kind not in stays]
 
     def _takes_longer(self, key: RequestKey, limit_s: float) -> bool:
-        """Whether the rest of the request's prompt is predicted to take longer than ``limit_s``."""
+        """Whether the rest of the prompt is predicted to take longer than ``limit_s``; False after the prompt."""
         state = self._mesh.find(key)
         if state is None or not state.is_in_prefill:
             return False

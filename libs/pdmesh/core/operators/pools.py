@@ -179,7 +179,7 @@ class Pools:
         self._running, self._desired = resize, replace(requested, again=True)
 
     def cancel(self, operation_id: OperationId, now_s: float) -> bool:
-        """Cancel the resize and undo it; return whether it ran here."""
+        """Cancel the resize and undo it. Return False if it does not run here."""
         resize = self._running
         if resize is None or resize.operation_id != operation_id:
             return False
@@ -187,7 +187,10 @@ class Pools:
         return True
 
     def start_failed(self, failed: FailedStart, now_s: float) -> None:
-        """Undo the resize that wanted an instance which could not be started."""
+        """Undo the resize that wanted an instance which could not be started.
+
+        A report about any other instance, or one that is here, is counted as ignored.
+        """
         resize = self._running
         wanted = () if resize is None else [member.instance_id for member in resize.requested.starts]
         if resize is None or failed.instance_id not in wanted or failed.instance_id in self._mesh.instances:

@@ -73,7 +73,7 @@ class RequestMoves:
             self._records.end(record, OperationState.REFUSED, refusal, now_s)
 
     def cancel(self, operation_id: OperationId, _: float) -> bool:
-        """Cancel the move of an operation; return whether it runs here. Its KV may have landed all the same."""
+        """Cancel the move of an operation, though its KV may have landed. Return False if it does not run here."""
         operation = self._running.get(operation_id)
         if operation is None:
             return False

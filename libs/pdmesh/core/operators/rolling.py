@@ -121,7 +121,7 @@ class RollingRestarts:
         self._running = rolling
 
     def cancel(self, operation_id: OperationId, now_s: float) -> bool:
-        """Cancel the rolling restart; return whether it ran here.
+        """Cancel the rolling restart. Return False if it does not run here.
 
         The process under restart is still restarted, and temporary instances leave.
         """
@@ -172,7 +172,7 @@ class RollingRestarts:
         return None
 
     def _is_last(self, instance: InstanceState) -> bool:
-        """Whether the mesh can serve now, and could not without the instance."""
+        """Whether the usable instances can both prefill and decode, and could not without this one."""
         usable = [each for each in self._mesh.instances.values() if each.is_usable]
         return have_pair(usable) and not have_pair([each for each in usable if each is not instance])
 

@@ -87,7 +87,7 @@ def _only_receives(state: RequestState, instance_id: InstanceId) -> bool:
 
 
 def _may_have_landed(state: RequestState) -> bool:
-    """Whether the request's whole KV may have landed without a report."""
+    """Whether the request's whole KV may have landed without a report: it is computed, and its copy was granted."""
     return state.is_computed and state.incoming is not None and state.incoming.state is CopyState.GRANTED
 
 

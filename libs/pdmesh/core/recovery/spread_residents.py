@@ -47,7 +47,10 @@ class SpreadResidents:
         return min([found.deadline_s for found in self._found.values()], default=inf)
 
     def joined(self, instance_id: InstanceId, resident: Resident, deadline_s: float) -> None:
-        """Note an instance that registered with a decoding context, or with a range of one."""
+        """Note an instance that registered with a decoding context, or with a range of one.
+
+        If the request is known and runs, it continues at once.
+        """
         key = (resident.request_id, resident.epoch)
         known = self._mesh.requests.get(key[0])
         if known is not None and known.phase is not Phase.WAITING:

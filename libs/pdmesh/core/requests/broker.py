@@ -176,7 +176,10 @@ class TransferBroker:
         return self.release(copy, destination_id)
 
     def release(self, copy: Copy, destination_id: InstanceId) -> list[Copy]:
-        """Release a destination's backend after landing or freeing; return the copies granted in its place."""
+        """Release a destination's backend, if it has one, after landing or freeing.
+
+        Return the copies granted in its place.
+        """
         self._leave_line(copy)
         had_backend = copy.give_back(destination_id)
         self._forget_if_done(copy)

@@ -195,7 +195,10 @@ class RequestState:
         return self.group is not None and instance_id in self.group.living_ids[1:]
 
     def needs(self, instance_id: InstanceId) -> bool:
-        """Whether the request cannot continue without this instance."""
+        """Whether the request stops without this instance, which decodes it, holds a range or computes its prompt.
+
+        False for the holder of a lost range.
+        """
         if instance_id == self.lost_member_id:
             return False
         return instance_id in self.decode_ids or (self.is_in_prefill and instance_id in self.prefill_ids)

@@ -21,7 +21,7 @@ class StepReports:
     def own_steps(self, event: DecodeStepsDone | RequestFinished) -> bool:
         """Learn from decode steps that an instance made by itself. Return whether the latency model has changed.
 
-        A changed model rebuilds the policies.
+        A changed model rebuilds the policies. The report of an unknown instance is counted as ignored.
         """
         own_steps, instance = event.own_steps, self._mesh.instances.get(event.instance_id)
         if own_steps is None:

@@ -79,7 +79,7 @@ class AwaitingDecode(Mapping[RequestKey, RequestState]):
         self._wanted[kv_group] = self.wanted(kv_group).plus(num_blocks)
 
     def discard(self, key: RequestKey) -> None:
-        """Remove a request that has a receiver, needs none, or has ended."""
+        """Remove a request that has a receiver, needs none, or has ended. A request that does not wait is ignored."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return

@@ -175,7 +175,10 @@ class OffloadTier:
         )
 
     def measure(self) -> float:
-        """Measure and return the bytes per second of loads. Blocking. Call before any other use of tier and cache."""
+        """Measure and return the bytes per second of loads. Blocking. Call before any other use of tier and cache.
+
+        `UNMEASURED_BYTES_PER_S`, if nothing can be written to the disk (with a warning), or the cache is too small.
+        """
         block_ids = range(self._num_blocks)
         if len(block_ids) > self._store.num_blocks:
             return UNMEASURED_BYTES_PER_S

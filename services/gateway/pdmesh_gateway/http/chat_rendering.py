@@ -144,7 +144,7 @@ class ChatRendering(ItemRendering):
 
 
 def _has_news(events: Sequence[ItemEvent]) -> bool:
-    """Return whether any of these events shows in a chunk."""
+    """Return whether any of these events shows in a chunk: False if all are ends of items, or there are none."""
     if not events:
         return False
     return not isinstance(events[0], ItemEnded) or any(not isinstance(event, ItemEnded) for event in events)

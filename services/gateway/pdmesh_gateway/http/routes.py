@@ -161,8 +161,9 @@ class _Endpoint:
             exchange.client.check_scope(self._scope)
 
     async def _answered_preflight(self, exchange: Exchange) -> bool:
-        """Add the headers that allow an origin's pages to read the answer, and answer a preflight; return whether it
-        was one.
+        """Add the headers that allow an origin's pages to read the answer. Return whether this was a preflight.
+
+        A preflight is answered here. The headers of an origin that may not read are left out.
         """
         origin = exchange.header("origin")
         if origin is None or not self._serving.origins.may_read(origin):

@@ -345,7 +345,10 @@ def _unsupported(path: str, name: str, kind: StructType) -> RequestRejected:
 
 @lru_cache(maxsize=1024)
 def _resembling(name: str, kind: StructType) -> tuple[str, ...]:
-    """Return the fields that change an answer and whose names equal ``name`` except for case, dashes or one letter."""
+    """Return the fields that change an answer and whose names equal ``name`` except for case, dashes or one letter.
+
+    None for a name shorter than 4 letters or longer than 40.
+    """
     key = _key(name)
     if not 4 <= len(key) <= 40:
         return ()

@@ -129,7 +129,7 @@ def _is_json(value: str) -> bool:
 
 
 def is_text(schema: Any) -> bool:
-    """Return whether all values are texts or null, and are therefore written unquoted."""
+    """Return whether all values are texts or null, and are therefore written unquoted. False for null alone."""
     if not isinstance(schema, Mapping):
         return False
     if (options := _any_of(schema)) is not None:

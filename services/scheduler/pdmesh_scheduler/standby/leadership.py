@@ -85,7 +85,7 @@ class Candidate:
 
     @property
     def until_s(self) -> float:
-        """End of the hold if nothing more is written; -inf if this scheduler has never led."""
+        """Clock time in seconds when the hold ends if nothing more is written; -inf if this scheduler has never led."""
         return self._until_s
 
     @property
@@ -100,7 +100,7 @@ class Candidate:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the store has the present ``state``."""
+        """Whether the store has the present ``state``, written by this scheduler."""
         return self._is_ours and self._record is not None and self._record.state == self.state
 
     @property

@@ -103,7 +103,7 @@ async def lead_in_turn(
 
 
 async def _answer(keeper: LeaseKeeper, judge: Judge) -> None:
-    """Judge each request for the lead until one is granted, and then give the lease to its sender."""
+    """Judge each request for the lead until one is granted, and then give the lease to its sender. Log each answer."""
     while True:
         request = await keeper.asked()
         why_not = await judge(request)

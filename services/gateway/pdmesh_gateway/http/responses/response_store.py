@@ -101,7 +101,7 @@ class ResponseStore:
 
     @property
     def _oldest_s(self) -> float:
-        """The earliest time of storing of a response that is not too old."""
+        """Time, by the store's clock in seconds, before which a stored response is too old."""
         return self._clock() - KEPT_S
 
     def _remove(self, key: tuple[str, str]) -> None:

@@ -20,7 +20,7 @@ _ROLES = ("user", "assistant", "system", "developer")
 
 
 def items_of(given: str | Sequence[ItemObject] | None) -> list[ItemObject]:
-    """Return ``input`` as items: a text becomes a message of the user."""
+    """Return ``input`` as items: a text becomes a message of the user; None becomes no items."""
     if given is None:
         return []
     if isinstance(given, str):
