@@ -14,10 +14,16 @@ from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.instance.effects import Effect
 from pdmesh.instance.sequence import Sequence
 from pdmesh.model import InstanceId, PartMember, PrefixHashes, RequestKey
-from pdmesh.plans import StepPlan, TransferPlan
+from pdmesh.plans import Evictions, StepPlan, TransferPlan
 
 TakesBlocks = AdmitPrefill | ExpectCopy | SendCopy
-MakesRoom = AdmitPrefill | ExpectCopy | Hold
+
+
+class MakesRoom(Protocol):
+    """A command that names the granules to evict first."""
+
+    @property
+    def room(self) -> Evictions: ...
 
 
 class Floor(Protocol):

@@ -23,12 +23,10 @@ import structlog
 from pdmesh.core.commands import (
     InstanceCommand,
     InstanceRequestCommand,
-    RunStep,
     SendCopy,
-    SetRole,
     Stop,
     StopCopy,
-    StopInstance,
+    ToInstanceOfRequest,
 )
 from pdmesh.core.events import InstanceEvent, KvReleased, LoadReported, RequestDropped
 from pdmesh.core.instances.own_steps import OwnSteps
@@ -204,13 +202,13 @@ class Instance:
             case PeerGone(data_address=data_address):
                 self._addresses.remove(data_address)
                 self._mover.forget(data_address)
-            case RunStep() | SetRole() | StopInstance():
+            case ToInstanceOfRequest():
+                self._intake.last_prompt = prompt
+                self._obey(message)
+            case _:
                 self._do(self._machine.obey(message))
                 if self._machine.is_told_to_stop:
                     self._stop()
-            case _:
-                self._intake.last_prompt = prompt
-                self._obey(message)
 
     def _obey(self, command: InstanceRequestCommand) -> None:
         """Obey a command for a request. Drop the request if the command names an unknown instance."""
