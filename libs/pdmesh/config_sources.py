@@ -58,7 +58,7 @@ def load_config(
 
     ``flags`` are dotted names (``gateway.port``) with a value or None for "not given". ``typed`` has the options that
     were typed for them (``--port``), for messages. Variables without our prefix belong to others (HF_*, UCX_*, CUDA_*,
-    OTEL_*) and are ignored. Raises ConfigError.
+    OTEL_*) and are ignored. Raise ConfigError for an unknown setting, a wrong value, or a contradiction.
     """
     settings = {setting.name: setting for setting in settings_of(MeshConfig)}
     given = {name: setting for name, setting in settings.items() if HANDED_DOWN not in setting.marks}

@@ -140,7 +140,7 @@ def encode_decision(decision: Decision) -> bytes:
 
 
 def decode_decision(data: bytes) -> Decision:
-    """Return the decision that `encode_decision` encoded. Raises ProtocolError."""
+    """Return the decision that `encode_decision` encoded. Raise ProtocolError if it is malformed."""
     kinds = _kinds()
     try:
         now_s, named = msgspec.msgpack.decode(data, type=tuple[float, list[tuple[str, msgspec.Raw]]])

@@ -28,7 +28,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Return the number of seconds; a number without a unit is in seconds. Raises ValueError."""
+    """Return the number of seconds; a number without a unit is in seconds. Raise ValueError for any other text."""
     number, unit = _split(text)
     seconds = float(number) * _SECONDS[unit] if unit in _SECONDS else math.inf
     if not math.isfinite(seconds):

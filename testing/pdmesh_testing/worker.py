@@ -444,7 +444,7 @@ def make_generation(
 
 
 def with_prefix(generation: Generation, salt: bytes = b"") -> Generation:
-    """Return the request with the hashes of its granules, so that its KV is kept and may be reused."""
+    """Return the request with the hashes of its granules, so that its KV is cached and may be reused."""
     root = HASHER.root(salt)
     return msgspec.structs.replace(generation, prefix_root=root, prefix=HASHER.granules(root, generation.token_ids))
 
@@ -478,7 +478,7 @@ async def hand_over(
 ) -> None:
     """Do for one request what the scheduler does, up to the grant; the rest goes by itself.
 
-    ``num_reused`` are the granules that are kept on either.
+    ``num_reused`` are the granules that are cached on either.
     """
     decode.expect(generation, prefill, with_tokens=with_tokens, num_reused=num_reused[1])
     prefill.admit(generation, kv_moves=True, num_reused=num_reused[0])

@@ -23,7 +23,10 @@ Message = dict[str, Any]
 
 
 def run_chat(target: Target, options: ChatOptions, message: str | None) -> int:
-    """Converse until the end of input, or print one answer to ``message``. Return the exit code. Raises PdmeshError."""
+    """Converse until the end of input, or print one answer to ``message``. Return the exit code.
+
+    Raise PdmeshError if the gateway cannot be reached.
+    """
     fields: dict[str, Any] = {"max_tokens": options.max_tokens, "stream": True}
     if options.temperature is not None:
         fields["temperature"] = options.temperature
@@ -139,7 +142,10 @@ class _Answer:
 
 
 def _read_tools(path: Path) -> list[Any]:
-    """Return the tools of a JSON file: a list of tools in the API's form, or of functions. Raises PdmeshError."""
+    """Return the tools of a JSON file: a list of tools in the API's form, or of functions.
+
+    Raise PdmeshError for an unreadable file.
+    """
     try:
         tools = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -51,7 +51,7 @@ class DockerError(PdmeshError):
 
 
 async def run_docker(*arguments: str) -> str:
-    """Run `docker` with ``arguments`` and return its standard output. Raises DockerError.
+    """Run `docker` with ``arguments`` and return its standard output. Raise DockerError if it fails or takes too long.
 
     A thread runs the command: a fork by the event loop runs gRPC's fork handlers, which crash some children.
     """

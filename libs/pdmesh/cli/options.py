@@ -123,7 +123,7 @@ class Given:
         return self.flags.get(setting, ("", None))[1]
 
     def config(self, **values: object) -> MeshConfig:
-        """Build the configuration. Raises ConfigError.
+        """Build the configuration. Raise ConfigError for an invalid setting.
 
         ``values`` of top-level settings override all sources, except values of None.
         """

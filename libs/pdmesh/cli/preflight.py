@@ -50,7 +50,7 @@ def check_settings(config: MeshConfig) -> None:
 
 
 def check_access(config: MeshConfig) -> None:
-    """Raise ConfigError for unreadable keys, tokens or certificates, and for a gateway open to strangers."""
+    """Raise ConfigError for unreadable keys, tokens or certificates, and for a gateway open to any client."""
     security = config.security
     parsers = {"api_keys_file": parse_api_keys, "operators_file": parse_operators}
     for name in ("api_keys_file", "operators_file", "tls_cert", "tls_key", "tls_ca"):

@@ -89,7 +89,7 @@ class StateFolder:
         return record if record.supervisor.alive else None
 
     def write(self, record: MeshRecord) -> None:
-        """Replace the record, or leave the old one if that fails. Raises OSError."""
+        """Replace the record. Raise OSError, and leave the old record, if that fails."""
         import msgspec
 
         part = self.folder / "mesh.json.part"
@@ -107,7 +107,10 @@ class StateFolder:
         self.record_file.unlink(missing_ok=True)
 
     def write_drain(self, drain_s: float) -> None:
-        """Set the time for which requests may continue, before the supervisor is told to stop. Raises ConfigError."""
+        """Set the time for which requests may continue, before the supervisor is told to stop.
+
+        Raise ConfigError if the folder cannot be written.
+        """
         with self._usable():
             self._drain_file.write_text(str(drain_s))
 
@@ -119,7 +122,7 @@ class StateFolder:
             return None
 
     def forget_desired(self) -> None:
-        """Remove the drain time and the operations of an earlier run of the mesh. Raises ConfigError."""
+        """Remove the drain time and the operations of an earlier run of the mesh. Raise ConfigError if that fails."""
         with self._usable():
             self._drain_file.unlink(missing_ok=True)
             self.operations_file.unlink(missing_ok=True)

@@ -361,7 +361,7 @@ class Supervisor:
         return next((service.facts for service in self.services if service.name == name), {})
 
     async def run(self) -> None:
-        """Run the mesh until it is stopped and drained. Raises StartFailed."""
+        """Run the mesh until it is stopped and drained. Raise StartFailed if a child does not start."""
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch_signals)

@@ -55,7 +55,7 @@ def make_certificates(folder: Path, *, hosts: Sequence[str], days: int, role: Se
     """Write ``ca.pem`` and ``ca.key``, unless they exist, and ``mesh.pem`` and ``mesh.key`` for ``hosts``.
 
     With a ``role``, the role names the last two files, and the certificate names the role. The certificate serves both
-    ends, because services check each other's. Raises ConfigError.
+    ends, because services check each other's. Raise ConfigError if a file cannot be read or written.
     """
     try:
         if not folder.exists():

@@ -27,7 +27,7 @@ class FileVersion(NamedTuple):
 
 
 def file_versions(*directories: Path | None) -> frozenset[FileVersion]:
-    """Return the version of every entry of the directories. Raises OSError."""
+    """Return the version of every entry of the directories. Raise OSError if one cannot be read."""
     found: set[FileVersion] = set()
     for path in (path for directory in directories if directory is not None for path in directory.iterdir()):
         stat = path.stat()

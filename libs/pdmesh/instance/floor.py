@@ -111,7 +111,7 @@ class Floor(Protocol):
     # --- ranges on other instances ---
 
     def num_kv_tokens(self, sequence: Sequence) -> int:
-        """Return how many tokens of a context have their KV, here or elsewhere."""
+        """Return how many tokens of a context have their KV, here or on other instances."""
         ...
 
     def spread(self, sequence: Sequence, members: tuple[PartMember, ...], num_blocks: int, done: MembersSet) -> None:

@@ -116,7 +116,7 @@ class Holding:
         return ""
 
     def num_kv_tokens(self, sequence: Sequence) -> int:
-        """Return how many tokens of a context have their KV, here or elsewhere."""
+        """Return how many tokens of a context have their KV, here or on other instances."""
         if sequence.prompt.num_blocks_at_once:
             return sequence.prompt.num_computed_tokens
         if sequence.key in self.residents:

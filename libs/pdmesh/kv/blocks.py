@@ -30,7 +30,7 @@ class BlockGuard(Protocol):
 class BlockPool:
     """Allocator of ``num_blocks`` block ids, in contiguous runs where possible. Used from one thread.
 
-    A block may be in several tables. It is *held* until each of them has freed it, and is *kept* afterwards if `keep`
+    A block may be in several tables. It is *held* until each of them has freed it, and is *cached* afterwards if `keep`
     was called for it. `pinned` marks blocks that a copy on another thread touches; blocks freed meanwhile are
     *quarantined* until the copy ends. ``on_free`` is called with each block that becomes free.
     """
@@ -61,12 +61,12 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Number of kept blocks that are in no table."""
+        """Number of cached blocks that are in no table."""
         return self._num_cached
 
     @property
     def kept(self) -> AbstractSet[int]:
-        """All kept blocks, in tables or not."""
+        """All cached blocks, in tables or not."""
         return self._kept
 
     @property
@@ -104,7 +104,7 @@ class BlockPool:
         return block_ids
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Add held or kept blocks to one more table. From now on no request may write into them."""
+        """Add held or cached blocks to one more table. From now on no request may write into them."""
         self._check_held(block_ids, or_cached=True)
         for block_id in block_ids:
             num_tables = self._references.get(block_id, 0)
@@ -127,11 +127,11 @@ class BlockPool:
                 self._give_back(block_id, _Release(None))
 
     def is_shared(self, block_id: int) -> bool:
-        """Whether a held block is in several tables or kept, so that no request may write into it."""
+        """Whether a held block is in several tables or cached, so that no request may write into it."""
         return block_id in self._kept or self._references[block_id] > 1
 
     def free(self, block_ids: Sequence[int], *, on_released: Callable[[], None] | None = None) -> None:
-        """Remove held blocks from one table. Blocks in no other table become free unless they are kept.
+        """Remove held blocks from one table. Blocks in no other table become free unless they are cached.
 
         ``on_released`` is called when the last of them is free: at once, unless one is pinned.
         """

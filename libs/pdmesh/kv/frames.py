@@ -44,7 +44,7 @@ class WindowFrames:
     """Allocator of frames for blocks. Event loop only; steps and copies read the map meanwhile.
 
     A table *holds* the frames of blocks that it may come to see. A frame that no table holds is free, unless its block
-    is kept: then the frame stays until another block needs it. Blocks that fell behind a window (*passed*) lose their
+    is cached: then the frame stays until another block needs it. Blocks that fell behind a window (*passed*) lose their
     frames first; *resumable* blocks, at whose end a request ended or began, follow. In each class the longest unused go
     first.
     """
@@ -104,8 +104,8 @@ class WindowFrames:
     def let_go(self, block_ids: Sequence[int], *, resumable: bool = False) -> None:
         """Hold blocks for one table less.
 
-        Frames that no table holds become free, unless their blocks are kept or pinned. Frames of kept blocks stay as
-        long as there is room, and longer for ``resumable`` blocks.
+        Frames that no table holds become free, unless their blocks are cached or pinned. Frames of cached blocks stay
+        as long as there is room, and longer for ``resumable`` blocks.
         """
         for block_id in block_ids:
             self._holders[block_id] -= 1

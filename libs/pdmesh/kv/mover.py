@@ -116,7 +116,9 @@ class KvMover:
         wakeup: Wakeup | None = None,
         weights: str = "",
     ) -> None:
-        """``memory`` is memory that others copy pieces from and to, beside the transport's. Raises ConfigError.
+        """``memory`` is memory that others copy pieces from and to, beside the transport's.
+
+        Raise ConfigError if a message cannot hold a page.
 
         ``weights`` is the identity of the weights that compute the KV: pieces of other weights are dropped.
         ``attend_part`` answers questions about shards held here; ``wakeup`` wakes the thread that waits for answers.

@@ -156,7 +156,10 @@ class PartLine:
     """An owner's end of a line. The engine's threads use it, and any thread may close it."""
 
     def __init__(self, process: int, address: bytes, hello: bytes) -> None:
-        """Connect to the shard holder in ``process``, and send the sealed ``hello``. Raises OSError."""
+        """Connect to the shard holder in ``process``, and send the sealed ``hello``.
+
+        Raise OSError if it does not answer or is another process.
+        """
         self._socket = connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             connection.connect(_name(process, address))

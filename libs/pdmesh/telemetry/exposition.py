@@ -37,7 +37,9 @@ COLLECT_LIMIT_S = 5.0
 
 @contextmanager
 def serve_metrics(registry: CollectorRegistry, *, host: str, port: int, security: SecurityConfig) -> Iterator[int]:
-    """Serve ``registry`` at ``/metrics`` and yield the port (``port`` 0 takes a free one). Raises ConfigError.
+    """Serve ``registry`` at ``/metrics`` and yield the port (``port`` 0 takes a free one).
+
+    Raise ConfigError if the port is taken or open to any peer.
 
     Metrics are collected on the caller's event loop, so collectors may read its state. ``/live`` answers 200 if the
     loop responds. With TLS configured the server uses HTTPS. Scrapers need neither key nor certificate, as at the

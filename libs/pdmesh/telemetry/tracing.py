@@ -151,7 +151,7 @@ def _ns(seconds: float) -> int:
 
 
 def configure_tracing(service: str, config: TelemetryConfig) -> Tracing:
-    """Return a process's tracing; off unless an OTLP endpoint is configured. Raises ConfigError."""
+    """Return a process's tracing; off unless an OTLP endpoint is configured. Raise ConfigError for an unusable one."""
     if config.otlp_endpoint is None:
         return Tracing()
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter

@@ -72,7 +72,7 @@ class LocalLink:
         no_progress_s: float,
         on_unreadable: Callable[[LocalLink], None],
     ) -> None:
-        """Connect to the peer. Raises KvTransferError."""
+        """Connect to the peer. Raise KvTransferError if it cannot be reached."""
         self.peer = peer
         self.no_progress_s = no_progress_s
         self._links = links

@@ -57,7 +57,9 @@ def why_unreadable(yama_scope_file: Path = Path("/proc/sys/kernel/yama/ptrace_sc
 
 
 def read_memory(pid: int, address: int, num_bytes: int, out_address: int) -> None:
-    """Copy ``num_bytes`` at ``address`` of a process to ``out_address`` of this one. Raises OSError.
+    """Copy ``num_bytes`` at ``address`` of a process to ``out_address`` of this one.
+
+    Raise OSError if the system refuses.
 
     The interpreter is released meanwhile. After an error the copied bytes are undefined.
     """

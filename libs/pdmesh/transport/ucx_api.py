@@ -64,7 +64,10 @@ def check_ucx_installed() -> None:
 
 
 def open_ucx(config: TransferConfig) -> UcxApi:
-    """Open a UCX context and a worker that listens on `ucx_devices`. Raises ConfigError."""
+    """Open a UCX context and a worker that listens on `ucx_devices`.
+
+    Raise ConfigError if UCX is missing or cannot start.
+    """
     # UCX reads these when it is loaded. Its errors are raised here as exceptions, which pdmesh logs.
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     for setting in ("UCX_LOG_LEVEL", "UCXX_LOG_LEVEL"):

@@ -57,7 +57,7 @@ class UcxLinks:
         self._zombies: list[tuple[Any, Any]] = []  # (endpoint, request) not ended by UCX
 
     def open(self, peer: Peer) -> UcxLink:
-        """Open a link to a peer. Raises KvTransferError."""
+        """Open a link to a peer. Raise KvTransferError if it cannot be reached."""
         ucx = self.api.ucx
         try:
             endpoint = ucx.UCXEndpoint.create_from_worker_address(

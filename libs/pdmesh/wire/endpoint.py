@@ -244,7 +244,9 @@ async def serving(
     admits: Admits = lambda _method, _metadata: False,
     rejected_peers: RejectedPeers | None = None,
 ) -> AsyncGenerator[int]:
-    """Serve generic ``methods`` of ``service`` within the block, and yield the port. Raises ConfigError.
+    """Serve generic ``methods`` of ``service`` within the block, and yield the port.
+
+    Raise ConfigError if the port is taken or open to any peer.
 
     ``setting`` names the port in the error if it is not available. A call without the mesh token is accepted only if
     ``admits`` returns True. ``rejected_peers`` counts refused peers. When the block is left, new calls are refused and

@@ -231,7 +231,10 @@ async def _next(frames: AsyncIterator[list[RecvT]], limit_s: float | None) -> li
 async def registration(
     frames: AsyncIterator[list[Any]], message_type: type[RegistrationT]
 ) -> tuple[RegistrationT, list[Any]]:
-    """Return the peer's registration and the messages that came in the same frame. Raises ProtocolError."""
+    """Return the peer's registration and the messages that came in the same frame.
+
+    Raise ProtocolError if none comes in time or its version differs.
+    """
     with anyio.move_on_after(ANSWER_LIMIT_S):
         match await anext(frames, []):
             case [first, *rest] if isinstance(first, message_type):

@@ -153,7 +153,7 @@ class BlockTables:
     def keep_drawn(self, request: LocalRequest) -> Drawn:
         """Cache the complete granules after a request's chain, and return them.
 
-        Returns none with the cache off, and for requests without hashes, with KV elsewhere, or that have not drawn
+        Returns none with the cache off, and for requests without hashes, with remote KV, or that have not drawn
         here. A granule that is cached without its predecessor is about to be evicted, so it ends the cached granules.
         """
         generation = request.generation

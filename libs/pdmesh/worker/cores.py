@@ -57,7 +57,7 @@ _HALTED = frozenset(("", "T", "t"))
 
 
 def create_cores_file() -> Path:
-    """Return the path of a new table, which lasts as long as this process. Raises OSError.
+    """Return the path of a new table, which lasts as long as this process. Raise OSError if the system refuses.
 
     Workers open the table by the path, whichever process starts them.
     """
@@ -217,7 +217,10 @@ class LentCores:
 
 
 def open_cores(file: Path, num_own: int) -> LentCores:
-    """Take a row of the table that `create_cores_file` made, for this process. Raises ConfigError."""
+    """Take a row of the table that `create_cores_file` made, for this process.
+
+    Raise ConfigError if the table cannot be used.
+    """
     try:
         fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:

@@ -41,7 +41,7 @@ log = structlog.get_logger()
 
 
 class _Executed(NamedTuple):
-    """An executed batch. Chunks whose waiting was aborted, and rows whose KV elsewhere was lost, have no result."""
+    """An executed batch. Chunks whose waiting was aborted, and rows whose remote KV was lost, have no result."""
 
     batch: Batch
     results: list[SliceResult | None]

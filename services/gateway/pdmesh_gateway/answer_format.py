@@ -177,7 +177,8 @@ def _grammars_of(grammar: str) -> list[dict[str, Any]]:
 def find_format(tokenizer: ModelTokenizer, setting: str) -> AnswerFormat:
     """Return the format of a checkpoint's answers.
 
-    ``setting`` names the format of calls; if it is empty, the template and the vocabulary decide. Raises ConfigError.
+    ``setting`` names the format of calls; if it is empty, the template and the vocabulary decide. Raise ConfigError for
+    an unknown format.
     """
     if setting and setting not in FORMATS:
         raise ConfigError(f"gateway.tool_format is {setting!r}: use one of {', '.join(FORMATS)}")

@@ -125,7 +125,7 @@ class GrammarChecker:
         return found
 
     async def _converted(self, text: str, param: str) -> str:
-        """Return a grammar from GBNF or Lark. Raises RequestRejected."""
+        """Return a grammar from GBNF or Lark. Raise RequestRejected if it cannot be read."""
         found = await self._answer(self._judge.converted, text, param)
         if found.problem:
             raise invalid(param, f"`{param}.grammar` cannot be read: {found.problem}")
@@ -172,7 +172,10 @@ class GrammarChecker:
 
 
 def asked_for(fields: SamplingFields) -> AnswerConstraint | None:
-    """Return the constraint that a request sets on its answer; None without one. Raises RequestRejected."""
+    """Return the constraint that a request sets on its answer; None without one.
+
+    Raise RequestRejected for several constraints, or one of an unknown type.
+    """
     options, wanted = fields.structured_outputs, fields.response_format
     if options is not None and (asked := _of_options(options)) is not None:
         if wanted is not None and wanted.type != "text":
@@ -259,7 +262,7 @@ def _choice(choices: Sequence[str], param: str) -> str:
 
 
 def _structural_tag(given: Any, param: str) -> str:
-    """Return the grammar of text with tagged parts. Raises RequestRejected.
+    """Return the grammar of text with tagged parts. Raise RequestRejected if it is malformed.
 
     ``given`` has vLLM's first form: ``structures`` of begin, schema and end, and ``triggers``.
     """

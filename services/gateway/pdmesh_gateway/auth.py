@@ -199,7 +199,7 @@ class ApiKeys:
         self._clients = clients
 
     def _read(self) -> list[ApiKey]:
-        """Return the keys of the settings and of the file. Raises ConfigError."""
+        """Return the keys of the settings and of the file. Raise ConfigError if the file is malformed."""
         keys: list[ApiKey] = []
         if self._single:
             key = _sendable(self._single, "security.api_key")

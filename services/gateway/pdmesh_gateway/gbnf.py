@@ -37,7 +37,7 @@ def converted(grammar: str) -> Converted:
 
 
 def lark_of(grammar: str) -> str:
-    """Return a grammar for llguidance from GBNF or Lark. Raises ValueError.
+    """Return a grammar for llguidance from GBNF or Lark. Raise ValueError if the text is no grammar.
 
     Only GBNF is rewritten; its rules except ``root`` are renamed.
     """
@@ -95,7 +95,7 @@ def _in_set(char: str) -> str:
 
 
 def _char(piece: re.Match[str]) -> str:
-    """Return the character that an escape or a plain character stands for. Raises ValueError."""
+    """Return the character that an escape or a plain character stands for. Raise ValueError for any other."""
     short, plain = piece[4], piece[5]
     if plain is not None:
         return plain

@@ -37,7 +37,7 @@ _KINDS = {
 
 
 def conversation_of(chat: pb.Chat) -> Conversation:
-    """Return a chat as a conversation. Raises RequestRejected."""
+    """Return a chat as a conversation. Raise RequestRejected if a part is invalid."""
     if (mode := _MODES.get(chat.tool_choice.mode)) is None:
         raise invalid("tool_choice", "`tool_choice.mode` is unknown.")
     return Conversation(

@@ -53,7 +53,7 @@ def main(config: MeshConfig) -> int:
 
 
 async def serve(config: MeshConfig, context: ServiceContext) -> None:
-    """Build the gateway and serve until stopped. Raises ConfigError."""
+    """Build the gateway and serve until stopped. Raise ConfigError for unusable settings."""
     gateway = config.gateway
     if config.model is None:
         raise ConfigError("the gateway needs a model: set `model` to the directory or hub id that the workers serve")

@@ -94,7 +94,10 @@ class ModelTokenizer:
 
     @classmethod
     def load(cls, directory: Path, request_templates: RequestTemplates | None = None) -> ModelTokenizer:
-        """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``. Raises ConfigError."""
+        """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
+
+        Raise ConfigError if one is missing or malformed.
+        """
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"{directory} has no tokenizer.json: save the checkpoint with its fast tokenizer")
@@ -278,7 +281,7 @@ class ModelTokenizer:
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
-    """Return the library's tokenizer after a trial. Raises ConfigError."""
+    """Return the library's tokenizer after a trial. Raise ConfigError if the file is damaged."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
         tokenizer.no_padding()

@@ -88,7 +88,10 @@ def load_pooling(directory: Path, setting: str) -> Pooling:
 
 
 def _modules(directory: Path) -> list[dict[str, Any]] | None:
-    """Return the modules that process a text; None if the checkpoint does not list them. Raises ConfigError."""
+    """Return the modules that process a text; None if the checkpoint does not list them.
+
+    Raise ConfigError if the list is malformed.
+    """
     path = directory / "modules.json"
     if not path.exists():
         return None

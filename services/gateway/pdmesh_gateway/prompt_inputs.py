@@ -14,7 +14,10 @@ Prompts = str | list[str | int | list[int]]
 
 
 def prompts_of(given: Prompts | None, *, what: str) -> list[str | list[int]]:
-    """Return the single prompts of a field. ``what`` is the field's name. Raises RequestRejected."""
+    """Return the single prompts of a field. ``what`` is the field's name.
+
+    Raise RequestRejected if the field is missing or malformed.
+    """
     if given is None:
         raise RequestRejected(f"Missing required parameter: '{what}'.", param=what, code="missing_required_parameter")
     if isinstance(given, str):

@@ -331,7 +331,7 @@ class Transcript:
                 self.suspect(self.stall_grace_s)
 
     def _deliver_ahead(self) -> None:
-        """Deliver the kept tokens that follow the token, or the turn, that has just arrived.
+        """Deliver the early tokens that follow the token, or the turn, that has just arrived.
 
         If tokens are still missing, the request is resumed after `STALL_GRACE_S`.
         """

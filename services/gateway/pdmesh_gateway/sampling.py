@@ -118,7 +118,7 @@ class Truncation:
     keeps_end: bool
 
     def cut(self, token_ids: Sequence[int], *, max_model_len: int) -> Sequence[int]:
-        """Return the kept tokens. Raises RequestRejected if ``num_tokens`` is out of range."""
+        """Return the tokens that remain. Raise RequestRejected if ``num_tokens`` is out of range."""
         number = self.num_tokens
         if number < -1 or number == 0 or number > max_model_len:
             raise invalid(
@@ -130,7 +130,7 @@ class Truncation:
 
 
 def truncation_of(num_tokens: int | None, side: str | None) -> Truncation | None:
-    """Return a request's truncation; None if prompts are not cut. Raises RequestRejected."""
+    """Return a request's truncation; None if prompts are not cut. Raise RequestRejected for an unknown ``side``."""
     if side not in (None, "left", "right"):
         raise invalid("truncation_side", f"`truncation_side` must be left or right, got {side[:40]!r}.")
     return None if num_tokens is None else Truncation(num_tokens, keeps_end=side != "right")

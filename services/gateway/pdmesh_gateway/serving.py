@@ -194,7 +194,10 @@ class Serving:
     def check_prompt(
         self, token_ids: Sequence[int], *, what: str, truncation: Truncation | None = None
     ) -> Sequence[int]:
-        """Check a prompt's ids, and return them cut by ``truncation``. Raises RequestRejected."""
+        """Check a prompt's ids, and return them cut by ``truncation``.
+
+        Raise RequestRejected for an empty or too long prompt, or an unknown id.
+        """
         if truncation is not None:
             token_ids = truncation.cut(token_ids, max_model_len=self.max_model_len)
         if not token_ids:

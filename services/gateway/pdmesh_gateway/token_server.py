@@ -85,7 +85,10 @@ async def _receive_tokens(link: FrameLink[TokensDown, TokensUp], peer: str, tran
 
 
 def _tokens(frame: list[TokensUp], link: FrameLink[TokensDown, TokensUp]) -> list[TokenMessage]:
-    """Return a frame's messages about requests, and answer its heartbeats. Raises ProtocolError."""
+    """Return a frame's messages about requests, and answer its heartbeats.
+
+    Raise ProtocolError for a second registration.
+    """
     tokens: list[TokenMessage] = []
     for message in frame:
         match message:

@@ -67,7 +67,7 @@ class Operators:
             log.warning("the operators file is empty: no operator may change the mesh", path=str(self._file.path))
 
     def _read(self) -> dict[str, Operator]:
-        """Return the operators of settings and file by their hashes. Raises ConfigError."""
+        """Return the operators of settings and file by their hashes. Raise ConfigError if the file is malformed."""
         operators: list[Operator] = []
         if self._single:
             operators.append(Operator(name="operator_token", hash=hash_key(self._single), scopes=OPERATOR_SCOPES))

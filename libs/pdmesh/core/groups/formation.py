@@ -21,10 +21,10 @@ class Formation:
         self._mesh = mesh
 
     def awaits_members(self, state: RequestState, bundle: Bundle) -> bool:
-        """Whether a prompt for a fixed-size group must wait, because no exact group has enough free instances.
+        """Whether a prompt for a fixed-size group must wait, because no arithmetic class has enough free instances.
 
-        Instances of an exact group compute the same bits. Enough are the group's size, or all able instances of the
-        exact group if these are fewer. False if no instance is able to compute the prompt in a group: then the prompt
+        Instances of an arithmetic class compute the same bits. Enough are the group's size, or all able instances of
+        the class if these are fewer. False if no instance is able to compute the prompt in a group: then the prompt
         is placed as if there were no groups.
         """
         size, request = _group_size(state, bundle), state.request
@@ -41,7 +41,8 @@ class Formation:
     def helpers(self, state: RequestState, leader: InstanceState, bundle: Bundle) -> list[InstanceState]:
         """Return the instances to ask for help with a prompt, in the order of the bundle's placement.
 
-        They are free, in the leader's exact group, and were not asked before. At most as many as the group still lacks.
+        They are free, have the leader's arithmetic class, and were not asked before. At most as many as the group still
+        lacks.
         """
         # No allocation is left on an instance that refused, or was lost.
         allocations = [self._mesh.allocation_of(name, state.key) for name in state.asked_ids]

@@ -163,7 +163,7 @@ class _ExactGroup:
 
 
 class Decoders:
-    """The instances with room and a seat for one more request to decode, by exact group in the policy's order.
+    """The instances with room and a seat for one more request to decode, by arithmetic class, in the policy's order.
 
     ``sums`` also covers decode instances without room.
     """
@@ -205,9 +205,9 @@ class Decoders:
                 del self._group_of[instance_id]
 
     def firsts(self, request: Request, depths: Mapping[int, int] = NOTHING_KEPT) -> dict[str, InstanceState]:
-        """Return each exact group's first instance with room for the whole request, by the group's name.
+        """Return each arithmetic class's first instance with room for the whole request, by the class's name.
 
-        Groups without such an instance are left out. ``depths``: cached granules of the prompt, by the instance's
+        Classes without any are left out. ``depths``: cached granules of the prompt, by the instance's
         number.
         """
         self.catch_up()
@@ -234,8 +234,8 @@ class Decoders:
     ) -> tuple[InstanceState | None, list[InstanceState]]:
         """Return the decode instance for a spread context, and the shard holders of its first ranges, in order.
 
-        All are in the exact group of ``source``, which computes the prompt, and none is ``source``. (None, []) if there
-        are too few. The decode instance is not ``avoided``: its gateway must reach it, unlike the shard holders.
+        All have the arithmetic class of ``source``, which computes the prompt, and none is ``source``. (None, []) if
+        there are too few. The decode instance is not ``avoided``: its gateway must reach it, unlike the shard holders.
         """
         out = {source.instance_id, *avoided}
         home = self.first_in(source.arithmetic_class, request, NOTHING_KEPT, out)

@@ -221,7 +221,7 @@ class Reconciler:
         self._mesh.drop_plans(instance)
 
     def _drop_unclaimed(self, instance_id: InstanceId, old: InstanceState | None) -> None:
-        """Forget residents on this instance, or with a range here, that no gateway claimed. Free their KV elsewhere.
+        """Forget residents on this instance, or with a range here, that no gateway claimed. Free their KV on others.
 
         ``old`` is the instance before its removal, and names the holders of its residents' ranges. If None, these
         ranges are not freed.

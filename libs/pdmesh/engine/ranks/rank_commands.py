@@ -23,7 +23,7 @@ from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 
 _LENGTH = struct.Struct("<I")
 
-#: Numbers of a slice: key of the sequence, first position, prompt tokens, first tokens whose KV is elsewhere, first
+#: Numbers of a slice: key of the sequence, first position, prompt tokens, first tokens whose KV is remote, first
 #: blocks freed since the last step, known blocks left. The widths are fixed: msgpack's integers grow with their values,
 #: so a step would grow with the context.
 _SLICE_NUMBERS = struct.Struct("<qiiiii")

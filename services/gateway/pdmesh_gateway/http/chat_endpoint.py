@@ -105,7 +105,10 @@ async def conversation_of(
 
 
 def _token_ids_of(kv_transfer_params: Mapping[str, Any] | None) -> list[int] | None:
-    """Return the prompt's token ids if a router sends them from another server, else None. Raises RequestRejected."""
+    """Return the prompt's token ids if a router sends them from another server, else None.
+
+    Raise RequestRejected unless they are a list of integers.
+    """
     given = (kv_transfer_params or {}).get("prompt_token_ids")
     if given is None:
         return None

@@ -28,7 +28,9 @@ def chat_tools(given: list[dict[str, Any]] | None) -> tuple[tuple[Tool, ...], li
 
 
 def tool_choice_of(given: Any) -> ToolChoice:
-    """Return a tool choice: a word, a function by name, or a list of allowed tools. Raises RequestRejected.
+    """Return a tool choice: a word, a function by name, or a list of allowed tools.
+
+    Raise RequestRejected for any other choice.
 
     In chats, names and lists are in a nested object. Allowed tools of other types are dropped.
     """
@@ -53,7 +55,10 @@ def tool_choice_of(given: Any) -> ToolChoice:
 
 
 def function_tool(function: Any, where: str) -> Tool:
-    """Return a function as a tool. ``where`` names its place in error messages. Raises RequestRejected."""
+    """Return a function as a tool. ``where`` names its place in error messages.
+
+    Raise RequestRejected if it is invalid.
+    """
     try:
         tool = msgspec.convert(function, FunctionDefinition)
     except msgspec.ValidationError as error:

@@ -2,8 +2,8 @@
 
 Any web page can send requests to a server on its reader's machine. The page's owner can also point the page's own name
 at that server's address (DNS rebinding) and read the answers. An API key that the page does not know prevents both.
-Without keys, a request must name this server by an address or by a name that no stranger can own. The request must also
-come from a page of this server, or from an allowed origin.
+Without keys, a request must name this server by an address or by a name that no other party can own. The request must
+also come from a page of this server, or from an allowed origin.
 """
 
 from __future__ import annotations

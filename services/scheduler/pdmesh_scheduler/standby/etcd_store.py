@@ -26,7 +26,10 @@ class EtcdStore:
         self._key = b64encode(key.encode()).decode()
 
     async def read(self) -> StoredRecord:
-        """Return the record and its revision; two Nones if the key does not exist. Raises StoreUnavailable."""
+        """Return the record and its revision; two Nones if the key does not exist.
+
+        Raise StoreUnavailable if etcd does not answer.
+        """
         answer = await self._call("range", {"key": self._key})
         match answer:
             case {"kvs": [{"value": str(value), "mod_revision": str(revision)}]}:
@@ -39,7 +42,7 @@ class EtcdStore:
     async def swap(self, record: LeaseRecord, version: str | None) -> str | None:
         """Write a record if the key still has the revision ``version``, or does not exist if that is None.
 
-        Return the new revision; None if nothing was written. Raises StoreUnavailable.
+        Return the new revision; None if nothing was written. Raise StoreUnavailable if etcd does not answer.
         """
         same = {"target": "MOD", "mod_revision": version} if version else {"target": "VERSION", "version": "0"}
         put = {"key": self._key, "value": b64encode(encode_record(record)).decode()}
@@ -77,7 +80,7 @@ class EtcdStore:
 
 @asynccontextmanager
 async def open_etcd(config: StandbyConfig) -> AsyncGenerator[EtcdStore]:
-    """Yield a store on the cluster that the settings name. Raises ConfigError."""
+    """Yield a store on the cluster that the settings name. Raise ConfigError for invalid addresses."""
     endpoints = [each.strip().rstrip("/") for each in config.etcd_endpoints.split(",") if each.strip()]
     if not endpoints or not all(each.startswith(("http://", "https://")) for each in endpoints):
         raise ConfigError(

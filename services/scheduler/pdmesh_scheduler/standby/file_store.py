@@ -30,7 +30,7 @@ class FileStore:
         self._path = path
 
     async def read(self) -> StoredRecord:
-        """Return the record and its version; two Nones without a file. Raises StoreUnavailable."""
+        """Return the record and its version; two Nones without a file. Raise StoreUnavailable if it cannot be read."""
         return await anyio.to_thread.run_sync(self._read, abandon_on_cancel=True)
 
     async def swap(self, record: LeaseRecord, version: str | None) -> str | None:

@@ -28,7 +28,7 @@ class LeaseStore(Protocol):
     """Store of one record. Several processes, on several hosts, may use the same one."""
 
     async def read(self) -> StoredRecord:
-        """Return the record. Raises StoreUnavailable."""
+        """Return the record. Raise StoreUnavailable if the store does not answer."""
         ...
 
     async def swap(self, record: LeaseRecord, version: str | None) -> str | None:

@@ -80,7 +80,10 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
                 await super().answer(request, exchange)
 
     async def _begin(self, request: ResponsesRequest, exchange: Exchange) -> None:
-        """Begin an answer in the background, and send its events or its first state. Raises RequestRejected."""
+        """Begin an answer in the background, and send its events or its first state.
+
+        Raise RequestRejected if nothing is stored.
+        """
         if request.store is False or not self._stored.kept.keeps:
             raise invalid("background", "`background` needs `store`: the response is kept to be asked for.")
         job, rendering, asked = await self._prepared(request, exchange)

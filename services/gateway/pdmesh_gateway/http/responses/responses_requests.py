@@ -65,7 +65,7 @@ def conversation_of(
 def num_top_logprobs_of(request: ResponsesRequest) -> int | None:
     """Return the number of likeliest tokens to report at each drawn token; None without log-probabilities.
 
-    Raises RequestRejected.
+    Raise RequestRejected if ``top_logprobs`` is out of range.
     """
     number("top_logprobs", request.top_logprobs, low=0, high=MAX_LOGPROBS)
     if request.top_logprobs or "message.output_text.logprobs" in (request.include or []):

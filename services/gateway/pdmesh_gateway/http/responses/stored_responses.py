@@ -157,7 +157,7 @@ def _key_of(exchange: Exchange) -> tuple[str, str]:
 
 
 def _number_after(exchange: Exchange) -> int:
-    """Return the number of the first event that a client asks for. Raises RequestRejected."""
+    """Return the number of the first event that a client asks for. Raise RequestRejected if it is no number."""
     after = _query(exchange, "starting_after") or ""
     if after and not (after.isdecimal() and len(after) < 10):
         raise invalid("starting_after", "`starting_after` must be an event's `sequence_number`.")
