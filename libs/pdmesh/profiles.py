@@ -22,6 +22,7 @@ _Coefficient = Annotated[float, msgspec.Meta(ge=0)]
 class ProfileFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Content of the file, a JSON object, with the coefficients of `LinearLatencyModel`, in seconds.
 
+    A file of an earlier pdmesh has no ``weights_s``, and is read as a sum.
     `measured_at` is ISO 8601. The model was fitted to `num_steps` steps. The errors are relative, on `num_held_out`
     further steps.
     """
@@ -67,7 +68,7 @@ def _model(content: ProfileFile) -> LinearLatencyModel:
     """Return the model with the file's coefficients. Raises ValueError for wrong or impossible ones."""
     coefficients = content.coefficients
     wanted = list(LinearLatencyModel.__slots__)
-    if sorted(coefficients) != sorted(wanted):
+    if {*wanted} - {"weights_s"} != {*coefficients} - {"weights_s"}:
         raise ValueError(f"coefficients are {', '.join(coefficients) or 'missing'}: must be {', '.join(wanted)}")
     for name, value in coefficients.items():
         if not math.isfinite(value):

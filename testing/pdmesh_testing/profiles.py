@@ -26,6 +26,7 @@ COEFFICIENTS = {
     "decode_context_s": 1e-6,
     "mixed_a_s": 0.03,
     "interference_s": 1e-5,
+    "weights_s": 0.01,
 }
 
 

@@ -163,7 +163,7 @@ def test_lengths_seen_tell_work_from_room() -> None:
     model = LinearLatencyModel(
         a_s=0.0, b_s=1e-4, c_s=1e-8, d_s=1e-8, decode_a_s=0.0, decode_s=0.0, decode_context_s=1e-7
     )
-    costs = seen.costs(model, 0.0)
+    costs = seen.costs(model, 0.0, 1.0)
     assert costs.prompt_token_s == pytest.approx(1e-4 + 1e-8 * 1000 + 1e-8 * 3000)
     assert costs.decode_token_s == pytest.approx(1e-7 * (4000 + 50))
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -62,6 +63,39 @@ def test_a_fit_finds_the_model_that_made_its_samples() -> None:
         assert getattr(fitted, name) == pytest.approx(getattr(made, name), rel=1e-6), name
 
 
+#: Reads the weights for as long as it computes 120 tokens.
+READING = LinearLatencyModel(
+    a_s=1e-3, b_s=5e-5, c_s=3e-9, d_s=1e-9, decode_a_s=2e-3, decode_s=6e-5, decode_context_s=2e-8, weights_s=6e-3
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "seconds"),
+    [
+        (prompt(32), 1e-3 + 6e-3 + 1e-9 * 32**2),
+        (prompt(512), 1e-3 + 512 * 5e-5 + 1e-9 * 512**2),
+        (StepShape((), 4, 1000), 2e-3 + 6e-3 + 1000 * 2e-8),
+        (StepShape((ChunkShape(60, 0),), 40, 0), 1e-3 + 6e-3 + 1e-9 * 60**2),
+        (StepShape((ChunkShape(90, 0),), 40, 0), 1e-3 + 90 * 5e-5 + 40 * 6e-5 + 1e-9 * 90**2),
+    ],
+)
+def test_a_step_reads_the_weights_while_it_computes(shape: StepShape, seconds: float) -> None:
+    assert READING.step_s(shape) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_a_fit_finds_where_reading_the_weights_takes_longer(noise: float) -> None:
+    rng = random.Random(1)
+    chunks = [(size, history) for size in (16, 32, 64, 96, 128, 256, 1024) for history in (0, 3000)]
+    shapes = [StepShape((ChunkShape(*chunk),), 0, 0) for chunk in chunks]
+    shapes += [StepShape((ChunkShape(64, 0),), number, 300 * number) for number in (0, 8, 32, 128)]
+    shapes += [StepShape((), number, 300 * number) for number in (1, 8, 64, 256)]
+    fitted = fit([(shape, READING.step_s(shape) * rng.lognormvariate(0, noise)) for shape in shapes])
+    assert fitted.weights_s == pytest.approx(READING.weights_s, rel=0.01 + 10 * noise)
+    for shape in shapes:
+        assert fitted.step_s(shape) == pytest.approx(READING.step_s(shape), rel=1e-6 + 3 * noise)
+
+
 #: Interferes, and has three constants.
 MIXING = replace(PROFILES["a100-llama3-8b"], decode_a_s=0.004, mixed_a_s=0.006, interference_s=1e-4)
 
@@ -84,7 +118,7 @@ def test_each_kind_of_step_has_its_constant_and_mixed_ones_interfere() -> None:
     assert MIXING.step_s(StepShape((), 0, 0)) == 0.0
 
 
-@pytest.mark.parametrize("model", [MIXING, PROFILES["a100-llama3-8b"]])
+@pytest.mark.parametrize("model", [MIXING, READING, replace(READING, interference_s=1e-4), PROFILES["a100-llama3-8b"]])
 @pytest.mark.parametrize("num_decodes", [0, 1, 40])
 def test_one_more_chunk_costs_the_same_bits(model: LinearLatencyModel, num_decodes: int) -> None:
     for chunks in ((), (ChunkShape(100, 7),), (ChunkShape(100, 7), ChunkShape(33, 0))):
@@ -96,8 +130,10 @@ def test_one_more_chunk_costs_the_same_bits(model: LinearLatencyModel, num_decod
 
 def test_features_times_coefficients_are_the_step() -> None:
     for shape in (prompt(64, 10), StepShape((), 3, 70), StepShape((ChunkShape(64, 10), ChunkShape(9, 0)), 3, 70)):
-        total_s = sum(c * value for c, value in zip(MIXING.coefficients, features(shape), strict=True))
-        assert total_s == pytest.approx(MIXING.step_s(shape))
+        for model, reads_longer in ((MIXING, False), (READING, True)):
+            values = features(shape, reads_longer=reads_longer)
+            total_s = sum(c * value for c, value in zip(model.coefficients, values, strict=True))
+            assert total_s == pytest.approx(model.step_s(shape))
 
 
 def test_a_fit_refuses_what_cannot_be_fitted() -> None:

@@ -105,12 +105,32 @@ def test_coefficients_stay_positive_and_the_same_steps_give_the_same_bits() -> N
         return learnt.model
 
     model = learn()
-    assert all(value > 0 for value in model.coefficients[:-1])
+    assert all(value > 0 for value in model.coefficients[:-2])
     assert model.interference_s >= 0
+    assert model.weights_s == 0
     assert model == learn()
 
 
-@pytest.mark.parametrize("true", [CPU, replace(CPU, mixed_a_s=2.6e-2, interference_s=4e-5)])
+#: Reads the weights for as long as it computes 111 tokens.
+READING = replace(CPU, a_s=2e-3, decode_a_s=2e-3, mixed_a_s=2e-3, decode_s=1e-4, weights_s=1e-2)
+
+
+@pytest.mark.parametrize("factor", [0.3, 3.0])
+def test_the_time_to_read_the_weights_is_learnt_beside_the_arithmetic(factor: float) -> None:
+    """The prior's steps are bound by reading up to 37, or 333, tokens."""
+    rng = random.Random(7)
+    learnt = Refinement(replace(READING, weights_s=factor * READING.weights_s))
+    shapes = [StepShape((ChunkShape(size, 0),), 0, 0) for size in (16, 32, 64, 96, 160, 256, 512, 1024)]
+    shapes += [StepShape((), number, 100 * number) for number in (1, 8, 32)]
+    for _ in range(1000):
+        shape = rng.choice(shapes)
+        learnt.observe(shape, READING.step_s(shape) * rng.lognormvariate(0, 0.02))
+    learnt.look()
+    assert learnt.estimate.weights_s == pytest.approx(READING.weights_s, rel=0.2)
+    assert worst_error(learnt.estimate, READING, shapes) < 0.1
+
+
+@pytest.mark.parametrize("true", [CPU, READING, replace(CPU, mixed_a_s=2.6e-2, interference_s=4e-5)])
 def test_nine_steps_at_start_predict_the_others(true: LinearLatencyModel) -> None:
     shapes = [(256, 0, 0, 0), (32, 0, 0, 0), (64, 8192, 0, 0), (0, 0, 1, 64), (0, 0, 8, 4096)]
     shapes += [(256, 0, 32, 2048), (64, 0, 8, 512), (256, 0, 8, 512), (512, 512, 0, 0)]

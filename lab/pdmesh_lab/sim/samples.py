@@ -38,9 +38,10 @@ def _in_sum(model: LinearLatencyModel, samples: Sequence[Sample]) -> LinearLaten
         decode_a_s=model.decode_a_s * decode_factor,
         decode_s=model.decode_s * decode_factor,
         decode_context_s=model.decode_context_s * decode_factor,
+        weights_s=model.weights_s * decode_factor,
     )
     chunked = [(shape, seconds) for shape, seconds in samples if shape.chunks]
-    decodes_only = replace(model, a_s=0.0, b_s=0.0, c_s=0.0, d_s=0.0, mixed_a_s=0.0, interference_s=0.0)
+    decodes_only = replace(model, a_s=0.0, b_s=0.0, c_s=0.0, d_s=0.0, mixed_a_s=0.0, interference_s=0.0, weights_s=0.0)
     beside_s = sum(decodes_only.step_s(shape) for shape, _ in chunked)
     chunks_s = sum(model.step_s(shape) for shape, _ in chunked) - beside_s
     factor = _over(sum(seconds for _, seconds in chunked) - beside_s, chunks_s)

@@ -26,7 +26,7 @@ from pdmesh.profiles import FORMAT, ProfileFile, save_profile
 from pdmesh.telemetry.log_lines import configure_logging
 
 #: Fewest shapes for a fit: more than the model has coefficients.
-_LEAST_SHAPES = 10
+_LEAST_SHAPES = 11
 
 #: Largest number of rounds over all shapes, so that a slow minute of the machine affects all of them.
 _MOST_ROUNDS = 20

@@ -1,7 +1,8 @@
 """Prediction of a step's duration from its chunks and decodes.
 
-The model is Eq. 1 of Tetris (§4.1), summed over a step's chunks, with terms for the decodes beside them. A profile is
-such a model for one LLM on one instance. ``PROFILES`` has the built-in ones, and `pdmesh.policy.fit` makes others.
+The model is Eq. 1 of Tetris (§5.1), summed over a step's chunks, with terms for the decodes beside them and for reading
+the weights. A profile is such a model for one LLM on one instance. ``PROFILES`` has the built-in ones, and
+`pdmesh.policy.fit` makes others.
 """
 
 from __future__ import annotations
@@ -54,12 +55,14 @@ _AS_CHUNKS = -1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearLatencyModel:
-    """a + b·ΣL + c·Σ(C·L) + d·ΣL² + decode·D + context·K + interference·ΣL·D/(ΣL + D), seconds.
+    """a + max(weights, b·ΣL + decode·D) + c·Σ(C·L) + d·ΣL² + context·K + interference·ΣL·D/(ΣL + D), seconds.
 
     L is the number of a chunk's new tokens, C the number of tokens before them, and D decodes have K tokens of context
     together. The constant is ``a_s`` for chunks alone, ``decode_a_s`` for decodes alone, and ``mixed_a_s`` (by default
-    ``a_s``) for both. Interference, in seconds per token, is the time of a mixed step beyond its parts: the quadratic
-    of EB+ in the decode share (appendix A.3), written for one step. An empty step takes no time.
+    ``a_s``) for both. The linear layers read all weights, in ``weights_s``, and compute at the same time. A model of
+    ``weights_s`` 0 is a sum: its constants include the reading. Interference, in seconds per token, is the time of a
+    mixed step beyond its parts: the quadratic of EB+ in the decode share (appendix A.3), written for one step. An empty
+    step takes no time.
     """
 
     a_s: float
@@ -71,6 +74,7 @@ class LinearLatencyModel:
     decode_context_s: float = 0.0
     mixed_a_s: float = _AS_CHUNKS
     interference_s: float = 0.0
+    weights_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.mixed_a_s == _AS_CHUNKS:
@@ -89,12 +93,13 @@ class LinearLatencyModel:
             self.decode_context_s,
             self.mixed_a_s,
             self.interference_s,
+            self.weights_s,
         )
 
     @classmethod
     def of(cls, coefficients: Iterable[float]) -> Self:
         """Build the model from its `coefficients`."""
-        a_s, b_s, c_s, d_s, decode_a_s, decode_s, decode_context_s, mixed_a_s, interference_s = coefficients
+        a_s, b_s, c_s, d_s, decode_a_s, decode_s, decode_context_s, mixed_a_s, interference_s, weights_s = coefficients
         return cls(
             a_s=a_s,
             b_s=b_s,
@@ -105,19 +110,30 @@ class LinearLatencyModel:
             decode_context_s=decode_context_s,
             mixed_a_s=mixed_a_s,
             interference_s=interference_s,
+            weights_s=weights_s,
         )
 
     def step_s(self, shape: StepShape) -> float:
         if not shape.chunks:
-            decodes_s = self.decode_s * shape.num_decodes + self.decode_context_s * shape.num_decode_context_tokens
-            return decodes_s + self.decode_a_s if shape.num_decodes else 0.0
-        total_s = self._apart_s(shape)
-        if self.interference_s and shape.num_decodes:
-            total_s += self.interference_s * _mixing(shape.num_tokens, shape.num_decodes)
+            if not shape.num_decodes:
+                return 0.0
+            total_s = self.decode_s * shape.num_decodes + self.decode_context_s * shape.num_decode_context_tokens
+            total_s += self.decode_a_s
+        else:
+            total_s = self._apart_s(shape)
+            if self.interference_s and shape.num_decodes:
+                total_s += self.interference_s * _mixing(shape.num_tokens, shape.num_decodes)
+        if self.weights_s:
+            total_s += self.idle_s(shape.num_tokens, shape.num_decodes)
         return total_s
 
+    def idle_s(self, num_tokens: int, num_decodes: float) -> float:
+        """Return how much longer a step reads the weights than it computes linear layers; 0 where it does not."""
+        spare_s = self.weights_s - (self.b_s * num_tokens + self.decode_s * num_decodes)
+        return spare_s if spare_s > 0 else 0.0
+
     def _apart_s(self, shape: StepShape) -> float:
-        """Return the time, without interference, of a step that has chunks or will get one."""
+        """Return the time, without interference and `idle_s`, of a step that has chunks or will get one."""
         total_s = self.decode_s * shape.num_decodes + self.decode_context_s * shape.num_decode_context_tokens
         total_s += self.mixed_a_s if shape.num_decodes else self.a_s
         for chunk in shape.chunks:
@@ -134,11 +150,14 @@ class LinearLatencyModel:
         token_s, d_s = self.b_s + self.c_s * num_history_tokens, self.d_s
         mixing_s, num_before, num_decodes = self.interference_s, beside.num_tokens, beside.num_decodes
         if not (mixing_s and num_decodes):
-            return lambda num_tokens: before_s + num_tokens * (token_s + d_s * num_tokens)
+            if not self.weights_s:
+                return lambda num_tokens: before_s + num_tokens * (token_s + d_s * num_tokens)
+            mixing_s = 0.0
         return lambda num_tokens: (
             before_s
             + num_tokens * (token_s + d_s * num_tokens)
             + mixing_s * _mixing(num_before + num_tokens, num_decodes)
+            + self.idle_s(num_before + num_tokens, num_decodes)
         )
 
 
@@ -147,8 +166,11 @@ def _mixing(num_tokens: int, num_decodes: float) -> float:
     return num_tokens * num_decodes / (num_tokens + num_decodes)
 
 
-def features(shape: StepShape) -> tuple[float, ...]:
-    """Return the factors of `LinearLatencyModel.coefficients` in a step's time, in the same order."""
+def features(shape: StepShape, *, reads_longer: bool = False) -> tuple[float, ...]:
+    """Return the factors of `LinearLatencyModel.coefficients` in a step's time, in the same order.
+
+    ``reads_longer``: whether the step reads the weights for longer than it computes linear layers.
+    """
     is_mixed = bool(shape.chunks) and shape.num_decodes > 0
     tokens = history = squares = 0
     for chunk in shape.chunks:
@@ -157,14 +179,15 @@ def features(shape: StepShape) -> tuple[float, ...]:
         squares += chunk.num_tokens**2
     return (
         bool(shape.chunks) and not is_mixed,
-        tokens,
+        0 if reads_longer else tokens,
         history,
         squares,
         not shape.chunks and shape.num_decodes > 0,
-        shape.num_decodes,
+        0 if reads_longer else shape.num_decodes,
         shape.num_decode_context_tokens,
         is_mixed,
         _mixing(tokens, shape.num_decodes) if is_mixed else 0.0,
+        reads_longer,
     )
 
 
@@ -195,25 +218,28 @@ class Device:
     launch_s: float = 1e-3
 
 
-def analytic_model(model: ModelShape, device: Device) -> LinearLatencyModel:
+def analytic_model(model: ModelShape, device: Device, *, overlaps: bool = False) -> LinearLatencyModel:
     """Return a latency model from arithmetic and bytes alone.
 
     A token costs 2 FLOPs per parameter. Attention costs 4 FLOPs per head dimension, head, layer and (query, key) pair.
-    A causal chunk of L tokens has L²/2 such pairs, and C·L with its history. A decode step reads all weights and the KV
-    of every context. Steps with chunks are taken as compute-bound, so a very small chunk costs more than predicted.
+    A causal chunk of L tokens has L²/2 such pairs, and C·L with its history. Each step reads all weights, and the KV of
+    every context that decodes. With ``overlaps``, a step reads the weights while it computes. Otherwise the model is a
+    sum, in which a decode step reads them first and chunks are taken as bound by arithmetic, as in the studies.
     """
     flop_s = 1 / (device.flops_per_s * device.flops_utilisation)
     byte_s = 1 / (device.bytes_per_s * device.bytes_utilisation)
     pair_s = 4 * model.num_layers * model.num_heads * model.head_dim * flop_s
+    weights_s = model.num_parameters * model.dtype_bytes * byte_s
     kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.dtype_bytes
     return LinearLatencyModel(
         a_s=device.launch_s,
         b_s=2 * model.num_parameters * flop_s,
         c_s=pair_s,
         d_s=pair_s / 2,
-        decode_a_s=device.launch_s + model.num_parameters * model.dtype_bytes * byte_s,
+        decode_a_s=device.launch_s + (0.0 if overlaps else weights_s),
         decode_s=2 * model.num_parameters * flop_s,
         decode_context_s=kv_bytes * byte_s,
+        weights_s=weights_s if overlaps else 0.0,
     )
 
 
@@ -266,11 +292,11 @@ TETRIS_A100_LLAMA_3_8B: Mapping[int, LinearLatencyModel] = MappingProxyType(
 PROFILES: Mapping[str, LinearLatencyModel] = MappingProxyType(
     {
         "a100-llama3-8b": TETRIS_A100_LLAMA_3_8B[1],
-        "a100-llama3-8b-analytic": analytic_model(LLAMA_3_8B, A100),
-        "h100-llama3-8b": analytic_model(LLAMA_3_8B, H100),
-        "h200-llama3-8b": analytic_model(LLAMA_3_8B, H200),
-        "a100x4-llama3-70b": analytic_model(LLAMA_3_70B, tensor_parallel(A100, 4)),
-        "h100x4-llama3-70b": analytic_model(LLAMA_3_70B, tensor_parallel(H100, 4)),
-        "h200x4-llama3-70b": analytic_model(LLAMA_3_70B, tensor_parallel(H200, 4)),
+        "a100-llama3-8b-analytic": analytic_model(LLAMA_3_8B, A100, overlaps=True),
+        "h100-llama3-8b": analytic_model(LLAMA_3_8B, H100, overlaps=True),
+        "h200-llama3-8b": analytic_model(LLAMA_3_8B, H200, overlaps=True),
+        "a100x4-llama3-70b": analytic_model(LLAMA_3_70B, tensor_parallel(A100, 4), overlaps=True),
+        "h100x4-llama3-70b": analytic_model(LLAMA_3_70B, tensor_parallel(H100, 4), overlaps=True),
+        "h200x4-llama3-70b": analytic_model(LLAMA_3_70B, tensor_parallel(H200, 4), overlaps=True),
     }
 )

@@ -133,8 +133,9 @@ def built_in_profile(name: str) -> Profile:
 #: Assumed FLOPs for each byte that memory delivers: CPUs have about 40, GPUs 150 to 300.
 _FLOPS_PER_BYTE = 80.0
 
-#: Passes over the same steps, since each pass weighs them by the last one's predictions.
-_PASSES = 5
+#: Passes over the same steps, since each pass weighs them by the last one's predictions. Rounds of passes, since each
+#: round takes from the last one which steps read the weights for longer than they compute.
+_PASSES, _ROUNDS = 5, 3
 
 
 def shape_of(step: MeasuredStep) -> StepShape:
@@ -169,9 +170,12 @@ def self_measured(instance: InstanceProfile) -> LinearLatencyModel | None:
         bytes_utilisation=1.0,
         launch_s=min(step.duration_s for step in instance.measured_steps) / 2,
     )
-    learnt = Refinement(analytic_model(shape, device))
-    for _ in range(_PASSES):
-        for step, seconds in steps:
-            learnt.observe(step, seconds)
-        learnt.look()
-    return learnt.model
+    prior = model = analytic_model(shape, device, overlaps=True)
+    for _ in range(_ROUNDS):
+        learnt = Refinement(prior, model)
+        for _ in range(_PASSES):
+            for step, seconds in steps:
+                learnt.observe(step, seconds)
+            learnt.look()
+        model = learnt.estimate
+    return model

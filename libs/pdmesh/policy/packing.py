@@ -87,12 +87,14 @@ class ChunkSizer:
         """Return the duration of each step with which ``num_tokens`` pass ``num_stages`` soonest.
 
         n steps take (n + stages - 1) · (a + work / n) / stages. With more steps, stages are idle for a shorter time at
-        the beginning and the end, but pay a step's constant more often.
+        the beginning and the end, but pay a step's constant more often. No step is so short that reading the weights
+        takes most of its time.
         """
         constant_s = self.model.a_s
         work_s = self.model.step_s(StepShape((ChunkShape(num_tokens, num_history_tokens),), 0, 0)) - constant_s
         shortest_s = work_s / (_MAX_STEPS_PER_STAGE * num_stages)
-        return constant_s + max(shortest_s, sqrt(max(0.0, work_s * constant_s) / (num_stages - 1)))
+        best_s = sqrt(max(0.0, work_s * constant_s) / (num_stages - 1))
+        return constant_s + max(shortest_s, best_s, self.model.weights_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,7 +117,10 @@ def make_group_policy(config: PolicyConfig) -> GroupPolicy:
         max_members=config.max_group_members,
         improvement_rate=config.group_improvement,
         bytes_per_s=config.link_bytes_per_s,
-        min_step_s=config.latency.step_s(_ONE_TOKEN) / config.max_group_step_overhead,
+        min_step_s=max(
+            replace(config.latency, weights_s=0.0).step_s(_ONE_TOKEN) / config.max_group_step_overhead,
+            config.latency.step_s(_ONE_TOKEN),
+        ),
         step_overhead=config.max_step_overhead,
         schedule=Schedule(config.sequence_parallel),
     )

@@ -131,7 +131,8 @@ class GroupPolicy:
         """
         if self.schedule is not Schedule.PIPELINED:
             sizer = ChunkSizer(self.latency, num_tokens)
-            return min(most, max(CHUNK_UNIT_TOKENS, sizer.largest(NOTHING, 0, num_tokens, 2 * self.latency.a_s)))
+            most_s = 2 * self.latency.a_s + self.latency.weights_s
+            return min(most, max(CHUNK_UNIT_TOKENS, sizer.largest(NOTHING, 0, num_tokens, most_s)))
         return min(most, max(self._least_tokens(0, num_tokens), most // num_members))
 
     def most_members(self, num_layers: int) -> int:

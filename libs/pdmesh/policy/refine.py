@@ -39,8 +39,8 @@ _REFERENCE = (
 #: Least share of its prior that a coefficient may have, since nothing is free. Unknown interference may be 0.
 _FLOOR = 0.02
 
-#: Index of interference among the coefficients.
-_INTERFERENCE = 8
+#: Indices among the coefficients.
+_INTERFERENCE, _WEIGHTS = 8, 9
 
 
 class Refinement:
@@ -50,12 +50,16 @@ class Refinement:
     since tables are built from it.
     """
 
-    def __init__(self, prior: LinearLatencyModel) -> None:
-        self.model = self.estimate = prior
+    def __init__(self, prior: LinearLatencyModel, estimate: LinearLatencyModel | None = None) -> None:
+        """``estimate``: a model that tells better than ``prior`` whether a step reads for longer than it computes."""
+        self.model = self.estimate = prior if estimate is None else estimate
         self._prior = _proper(prior)
-        # Without interference in the prior, it is learnt from 0 on, and has no part in the common factor.
+        # Without interference in the prior, it is learnt from 0 on, and has no part in the common factor. A prior
+        # without a time for reading the weights stays a sum.
         self._expected = [1.0] * len(self._prior)
         self._trusts = [(_NOISE / _OWN) ** 2] * len(self._prior)
+        if not prior.weights_s:
+            self._expected[_WEIGHTS] = 0.0
         if not prior.interference_s:
             self._expected[_INTERFERENCE] = 0.0
             self._trusts[_INTERFERENCE] = (_NOISE / _NEW_INTERFERENCE) ** 2
@@ -69,7 +73,9 @@ class Refinement:
 
     def observe(self, shape: StepShape, seconds: float) -> bool:
         """Learn from a step; return whether `model` has changed. Times that no step can have are ignored."""
-        terms = [coefficient * value for coefficient, value in zip(self._prior, features(shape), strict=True)]
+        reads_longer = self.estimate.idle_s(shape.num_tokens, shape.num_decodes) > 0
+        values = features(shape, reads_longer=reads_longer)
+        terms = [coefficient * value for coefficient, value in zip(self._prior, values, strict=True)]
         predicted_s = sum(factor * term for factor, term in zip(self._factors, terms, strict=True))
         if not (isfinite(seconds) and seconds > 0 and predicted_s > 0):
             return False
@@ -121,7 +127,7 @@ class Refinement:
 def _proper(prior: LinearLatencyModel) -> tuple[float, ...]:
     """Return the prior's coefficients, raised where a fit left out terms that may still appear."""
     a_s, b_s = prior.a_s, max(prior.b_s, prior.a_s / 1e4)
-    least = (a_s, b_s, b_s / 1e5, b_s / 2e5, a_s, b_s, b_s / 1e3, a_s, b_s)
+    least = (a_s, b_s, b_s / 1e5, b_s / 2e5, a_s, b_s, b_s / 1e3, a_s, b_s, 0.0)
     return tuple(map(max, prior.coefficients, least))
 
 

@@ -182,11 +182,21 @@ def no_size(latency: GroupLatency, least: int, most: int) -> ValueError:
 def tokens_within(model: LinearLatencyModel, history: int, budget_s: float) -> int:
     """Return the longest chunk after ``history`` tokens that ends within ``budget_s``: the root of Eq. 1, rounded down.
 
-    ``b_s`` must be above 0, as in every fitted model. 0 if the budget is no longer than an empty step.
+    A chunk bound by reading the weights has another root, and the smaller root holds. ``b_s`` must be above 0, as in
+    every fitted model. 0 if the budget is no longer than an empty step.
     """
-    spare_s = budget_s - model.a_s
-    if spare_s <= 0:
+    spare_s, attention = budget_s - model.a_s, model.c_s * history
+    if spare_s <= model.weights_s:
         return 0
-    linear = model.b_s + model.c_s * history
+    num_tokens = _root(model.b_s + attention, model.d_s, spare_s)
+    if model.b_s * num_tokens < model.weights_s:
+        spare_s -= model.weights_s
+        most = model.weights_s / model.b_s
+        return int(min(most, _root(attention, model.d_s, spare_s))) if attention or model.d_s else int(most)
+    return int(num_tokens)
+
+
+def _root(linear: float, square: float, seconds: float) -> float:
+    """Return n with ``linear`` n + ``square`` n² = ``seconds``."""
     # 2 s / (b + sqrt(b² + 4 d s)) does not cancel where the square is small.
-    return int(2 * spare_s / (linear + math.sqrt(linear * linear + 4 * model.d_s * spare_s)))
+    return 2 * seconds / (linear + math.sqrt(linear * linear + 4 * square * seconds))

@@ -119,16 +119,16 @@ class Modes:
     def _choose(self, instance: InstanceState, bundle: Bundle, model: LinearLatencyModel) -> None:
         batching = instance.batching
         batching.model = model
-        costs = self._lengths.costs(model, instance.switches.switch_s(model))
+        assert batching.num_slots is not None
+        num_slots = min(batching.num_slots, instance.max_num_seqs)
+        costs = self._lengths.costs(model, instance.switches.switch_s(model), num_slots)
         if costs.decode_step_s <= 0 or costs.switch_s <= 0:
             return
         tally = batching.meter.take()
         if batching.choice.mode is Mode.MIXED and not batching.probing.is_on:
             batching.together.note(tally)
         own_s = [slo_s for slo_s in instance.view.slo_tpots_s if slo_s is not None]
-        assert batching.num_slots is not None
         assert batching.share_computed is not None
-        num_slots = min(batching.num_slots, instance.max_num_seqs)
         few_prompts = batching.share_computed < _LEAST_SHARE
         # A search for a threshold takes up to ``rounds`` times longer.
         rounds = 1.0 if few_prompts else 1 / batching.share_computed
@@ -276,7 +276,8 @@ class Modes:
         batching = instance.batching
         if batching.gathers_s is None:
             batching.gathers_s = now_s
-        return batching.gathers_s + _GATHERING * (batching.model.decode_a_s if batching.model is not None else 0.0)
+        model = batching.model
+        return batching.gathers_s + _GATHERING * (model.decode_a_s + model.weights_s if model is not None else 0.0)
 
     def _is_time(self, begin_s: float, now_s: float) -> bool:
         if begin_s <= now_s:

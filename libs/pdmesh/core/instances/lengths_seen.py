@@ -67,8 +67,11 @@ class LengthsSeen:
             var_prompt_tokens=max(0.0, self._prompt_squares / number - mean * mean),
         )
 
-    def costs(self, model: LinearLatencyModel, switch_s: float) -> StepCosts:
-        """Return the costs of steps for these lengths. Requires `is_enough`."""
+    def costs(self, model: LinearLatencyModel, switch_s: float, num_slots: float) -> StepCosts:
+        """Return the costs of steps for these lengths, with ``num_slots`` decodes. Requires `is_enough`.
+
+        A constant includes the time by which reading the weights exceeds the arithmetic of such a step.
+        """
         number = len(self._lengths)
         prompt = self._prompts / number
         computed = max(1, self._computed)
@@ -77,8 +80,8 @@ class LengthsSeen:
         age = self._output_squares / (2 * self._outputs)
         return StepCosts(
             switch_s=switch_s,
-            decode_step_s=model.decode_a_s,
-            mixed_step_s=model.mixed_a_s,
+            decode_step_s=model.decode_a_s + model.idle_s(0, num_slots),
+            mixed_step_s=model.mixed_a_s + model.idle_s(round(self._computed / number), num_slots),
             prompt_token_s=model.b_s + model.d_s * squares + model.c_s * history,
             decode_token_s=model.decode_s + model.decode_context_s * (prompt + age),
             interference_s=model.interference_s,
