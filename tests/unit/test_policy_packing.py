@@ -5,6 +5,7 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from msgspec import structs
 
 from pdmesh.model import Epoch, Request, RequestId, Role
 from pdmesh.plans import ChunkPlan
@@ -80,14 +81,14 @@ def test_a_prompt_alone_keeps_all_stages_busy(num_stages: int, least_speedup: fl
 
 def test_beside_others_chunks_of_stages_are_as_long_as_the_next_may_wait() -> None:
     staged = replace(PREFILL, num_stages=4)
-    assert PACKING.num_tokens(staged, PartialStep(), SHORT, 0, shared=True) == 1000
-    assert PACKING.num_tokens(staged, PartialStep(), a_request("x", prompt=3000), 0, shared=True) == 4 * 640
+    assert PACKING.num_tokens(staged, PartialStep(), SHORT, 0, least_other_tokens=9) == 1000
+    assert PACKING.num_tokens(staged, PartialStep(), a_request("x", prompt=3000), 0, least_other_tokens=9) == 4 * 640
 
 
 def test_a_step_of_stages_has_a_share_of_the_decodes() -> None:
     busy = replace(MIXED, num_decoding=20, num_resident_tokens=80_000, slo_tpots_s=DEFAULT)
-    assert PACKING.num_tokens(busy, PartialStep(), SHORT, 0, shared=True) == CHUNK_UNIT_TOKENS
-    assert PACKING.num_tokens(replace(busy, num_stages=2), PartialStep(), SHORT, 0, shared=True) == 160
+    assert PACKING.num_tokens(busy, PartialStep(), SHORT, 0, least_other_tokens=9) == CHUNK_UNIT_TOKENS
+    assert PACKING.num_tokens(replace(busy, num_stages=2), PartialStep(), SHORT, 0, least_other_tokens=9) == 160
 
 
 def test_a_prompt_goes_on_beside_any_number_of_decodes() -> None:
@@ -99,8 +100,23 @@ def test_a_prompt_goes_on_beside_any_number_of_decodes() -> None:
 
 def test_a_step_has_at_most_one_long_prompt() -> None:
     assert PACKING.num_tokens(PREFILL, step_with(LONG, 32), LONG, 0) == 0
-    assert PACKING.num_tokens(PREFILL, step_with(LONG, 32), SHORT, 0) == 608
-    assert PACKING.num_tokens(PREFILL, step_with(SHORT, 32), LONG, 0) == 608
+
+
+def test_a_short_prompt_joins_a_long_one_that_has_more_chunks() -> None:
+    """Otherwise the short prompt would wait for the next chunk of the long one, too."""
+    assert PACKING.num_tokens(PREFILL, step_with(LONG, 400), SHORT, 0) == 224
+    last = step_with(LONG, 400)
+    last.chunks[0] = structs.replace(last.chunks[0], is_last=True)
+    assert PACKING.num_tokens(PREFILL, last, SHORT, 0) == 0
+
+
+@pytest.mark.parametrize(("weights_s", "num_tokens"), [(0.0, 0), (0.3, 192)])
+def test_a_long_chunk_joins_short_prompts_where_that_costs_them_little(weights_s: float, num_tokens: int) -> None:
+    """Arithmetic that is idle while the weights are read costs nothing."""
+    step = step_with(SHORT, 100)
+    step.chunks[0] = structs.replace(step.chunks[0], is_last=True)
+    packing = replace(PACKING, sizer=ChunkSizer(replace(MODEL, weights_s=weights_s), 8192), prefill_step_s=0.3)
+    assert packing.num_tokens(PREFILL, step, LONG, 0) == num_tokens
 
 
 def test_a_prompt_is_long_by_what_is_left_to_compute() -> None:
@@ -108,8 +124,9 @@ def test_a_prompt_is_long_by_what_is_left_to_compute() -> None:
     kept = 7000
     assert PACKING.num_tokens(PREFILL, step_with(LONG, 32), LONG, kept, num_reused_tokens=kept) > 0
     patient = replace(LONG, slo_ttft_s=100.0)
-    assert PACKING.num_tokens(PREFILL, PartialStep(), patient, kept, shared=True) < 640
-    assert PACKING.num_tokens(PREFILL, PartialStep(), patient, kept, num_reused_tokens=kept, shared=True) == 640
+    assert PACKING.num_tokens(PREFILL, PartialStep(), patient, kept, least_other_tokens=9) < 640
+    num_tokens = PACKING.num_tokens(PREFILL, PartialStep(), patient, kept, num_reused_tokens=kept, least_other_tokens=9)
+    assert num_tokens == 640
 
 
 @pytest.mark.parametrize(
@@ -119,8 +136,10 @@ def test_a_prompt_is_long_by_what_is_left_to_compute() -> None:
 )
 def test_a_long_prompt_with_slack_shares_its_step(due_in: float, share: float) -> None:
     request = replace(LONG, slo_ttft_s=due_in)
-    assert PACKING.num_tokens(PREFILL, PartialStep(), request, 0, shared=True) == int(640 * share / 32) * 32
-    assert PACKING.num_tokens(PREFILL, PartialStep(), request, 0, shared=False) == 640
+    assert PACKING.num_tokens(PREFILL, PartialStep(), request, 0, least_other_tokens=9) == int(640 * share / 32) * 32
+    assert PACKING.num_tokens(PREFILL, PartialStep(), request, 0) == 640
+    # No other long prompt could use the rest of the step.
+    assert PACKING.num_tokens(PREFILL, PartialStep(), request, 0, least_other_tokens=4096) == 640
 
 
 @given(

@@ -38,7 +38,7 @@ def _reservation(config: PolicyConfig) -> Bundle:
 
 
 def _medha(config: PolicyConfig) -> Bundle:
-    packing, prediction = adaptive(config, efficient=False)
+    packing, prediction = adaptive(config, efficient=False, fills_steps=True)
     return Bundle(
         name="medha",
         order=LeastRelativeSlack(prediction),
@@ -56,7 +56,7 @@ def _pecsched(
     """Return the builder of PecSched, or of an ablation (§6.4)."""
 
     def build(config: PolicyConfig) -> Bundle:
-        packing, _ = adaptive(config, efficient=True, long_chunk_alone=True)
+        packing, _ = adaptive(config, efficient=True)
         long_tokens = config.long_prompt_tokens
         bundle = Bundle(
             name=name,
@@ -74,7 +74,7 @@ def _pecsched(
 
 
 def _tetris(config: PolicyConfig) -> Bundle:
-    packing, _ = adaptive(config, efficient=True, long_chunk_alone=True)
+    packing, _ = adaptive(config, efficient=True)
     return Bundle(
         name="tetris",
         order=Fcfs(),

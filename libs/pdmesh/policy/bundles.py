@@ -54,7 +54,7 @@ def _rebalancing(config: PolicyConfig) -> Rebalancing | None:
 
 
 def _pdmesh(config: PolicyConfig) -> Bundle:
-    packing, prediction = adaptive(config, efficient=True, long_chunk_alone=True)
+    packing, prediction = adaptive(config, efficient=True)
     long_tokens, links = config.long_prompt_tokens, links_of(config)
     return Bundle(
         name="pdmesh",

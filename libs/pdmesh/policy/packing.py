@@ -45,7 +45,7 @@ class StaticChunks:
         start: int,
         *,
         num_reused_tokens: int = 0,
-        shared: bool = False,
+        least_other_tokens: int = 0,
     ) -> int:
         return min(request.num_prompt_tokens - start, self.chunk_tokens - step.num_tokens)
 
@@ -101,16 +101,17 @@ class ChunkSizer:
 class AdaptiveChunks:
     """Steps that fill a time budget (Medha, Algorithms 1 and 2).
 
-    Chunks shrink as the tokens before them grow. A step has at most one long prompt. A long prompt with slack leaves
-    up to ``max_shared`` of the step to others, if there are any (*space sharing*). A step without chunks takes one unit
-    whatever the time, so that a prompt progresses beside any number of decodes.
+    Chunks shrink as the tokens before them grow. A step has at most one long prompt, and other chunks beside its chunk
+    if these gain more than the prompts before them lose. A long prompt with slack leaves up to ``max_shared`` of the
+    step to short prompts, if some wait (*space sharing*). A step without chunks takes one unit whatever the time, so
+    that a prompt progresses beside any number of decodes.
 
     Beside decodes the budget is their smallest TPOT target; decodes without a target have ``slo_tpot_s``. On an
     instance that only decodes, the budget is always ``local_step_share`` of this target. On an instance of several
     stages, each step has a share of the decodes, and the next step begins when one leaves the first stage.
     ``prefill_step_s`` limits this interval there. A prompt alone on such an instance is cut to keep all stages busy.
 
-    ``long_chunk_alone``: whether a long prompt's chunk has its step to itself.
+    ``fills_steps``: whether chunks join in the order while the step has room, whatever the others lose (Algorithm 1).
     ``sizer_of_device_class``: sizers for instances of known device classes; others use ``sizer``.
     """
 
@@ -120,7 +121,7 @@ class AdaptiveChunks:
     slo_tpot_s: float
     max_shared: float
     local_step_share: float
-    long_chunk_alone: bool = False
+    fills_steps: bool = False
     sizer_of_device_class: Mapping[str, ChunkSizer] = field(default_factory=dict[str, ChunkSizer])
 
     def num_tokens(
@@ -131,21 +132,45 @@ class AdaptiveChunks:
         start: int,
         *,
         num_reused_tokens: int = 0,
-        shared: bool = False,
+        least_other_tokens: int = 0,
     ) -> int:
-        is_long = self.prediction.is_long(request, num_reused_tokens)
-        if step.chunks and self._excludes(step, is_long):
+        long_tokens = self.prediction.long_prompt_tokens
+        is_long, has_long = self.prediction.is_long(request, num_reused_tokens), step.longest_tokens >= long_tokens
+        if is_long and has_long:
             return 0
         sizer, budget_s = self._sizer(instance), self._budget_s(instance)
-        if instance.num_stages > 1 and not shared:
+        if instance.num_stages > 1 and not least_other_tokens:
             num_work_tokens = request.num_prompt_tokens - num_reused_tokens
             budget_s = min(budget_s, sizer.filling_s(num_work_tokens, num_reused_tokens, instance.num_stages))
-        if shared and is_long:
+        if is_long and 0 < least_other_tokens < long_tokens:
             slack = self.prediction.relative_slack(request, start, step.now_s, num_reused_tokens)
             budget_s *= 1 - min(self.max_shared, max(0.0, slack))
         num_left = request.num_prompt_tokens - start
         num_tokens = sizer.largest(_beside(instance, step), start, num_left, budget_s)
-        return num_tokens if num_tokens or step.chunks else min(num_left, CHUNK_UNIT_TOKENS)
+        if not step.chunks:
+            return num_tokens or min(num_left, CHUNK_UNIT_TOKENS)
+        is_judged = num_tokens and (is_long or has_long) and not self.fills_steps
+        if is_judged and not self._gains(instance, step, ChunkShape(num_tokens, start), budget_s):
+            return 0
+        return num_tokens
+
+    def _gains(self, instance: InstanceView, step: PartialStep, chunk: ChunkShape, next_step_s: float) -> bool:
+        """Whether a chunk in the step saves its prompt more time than it costs the prompts that have chunks there.
+
+        Without a place in the step, the chunk has a step of its own after this one. It also waits for ``next_step_s``
+        if a prompt of this step has more chunks, which come first in the order. The time of the decodes is not saved,
+        because they want their steps in any case.
+        """
+        model = self._sizer(instance).model
+        before, decodes = _beside(instance, step), _beside(instance, PartialStep())
+        before_s, together_s = (
+            model.step_s(before),
+            model.with_chunk_s(before, chunk.num_history_tokens)(chunk.num_tokens),
+        )
+        alone_s = model.with_chunk_s(decodes, chunk.num_history_tokens)(chunk.num_tokens) - model.step_s(decodes)
+        wait_s = before_s if all(each.is_last for each in step.chunks) else before_s + next_step_s
+        saved_s = wait_s + alone_s - together_s
+        return saved_s >= len(step.chunks) * (together_s - before_s)
 
     def step_limit(self, instance: InstanceView) -> StepLimit:
         is_decode = instance.role is Role.DECODE
@@ -170,10 +195,6 @@ class AdaptiveChunks:
 
     def _sizer(self, instance: InstanceView) -> ChunkSizer:
         return self.sizer_of_device_class.get(instance.device_class, self.sizer)
-
-    def _excludes(self, step: PartialStep, is_long: bool) -> bool:
-        has_long = step.longest_tokens >= self.prediction.long_prompt_tokens
-        return (has_long and (is_long or self.long_chunk_alone)) or (is_long and self.long_chunk_alone)
 
     def _budget_s(self, instance: InstanceView) -> float:
         if instance.role is Role.DECODE:

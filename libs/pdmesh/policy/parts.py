@@ -35,7 +35,7 @@ def static(config: PolicyConfig) -> tuple[Packing, Prediction]:
     return packing, _prediction(config, packing.chunk_alone)
 
 
-def adaptive(config: PolicyConfig, *, efficient: bool, long_chunk_alone: bool = False) -> tuple[Packing, Prediction]:
+def adaptive(config: PolicyConfig, *, efficient: bool, fills_steps: bool = False) -> tuple[Packing, Prediction]:
     """Return the packing with steps of a fixed time, and the prediction for prompts alone in such steps.
 
     ``efficient``: steps of chunks alone are long enough to make a step's constant time a small part.
@@ -56,7 +56,7 @@ def adaptive(config: PolicyConfig, *, efficient: bool, long_chunk_alone: bool = 
         slo_tpot_s=config.slo_tpot_s,
         max_shared=config.max_shared,
         local_step_share=config.local_step_share,
-        long_chunk_alone=long_chunk_alone,
+        fills_steps=fills_steps,
         sizer_of_device_class={
             device_class: ChunkSizer(latency, config.max_chunk_tokens)
             for device_class, latency in config.latency_of_device_class.items()

@@ -50,11 +50,12 @@ class Packing(Protocol):
         start: int,
         *,
         num_reused_tokens: int = 0,
-        shared: bool = False,
+        least_other_tokens: int = 0,
     ) -> int:
         """Return how many tokens of ``request``, from ``start``, to add to ``step``; 0: none in this step.
 
-        ``num_reused_tokens`` of the prompt are cached. ``shared``: other prompts could use the step, too.
+        ``num_reused_tokens`` of the prompt are cached. ``least_other_tokens``: number of tokens to compute of the
+        shortest other prompt that could use the step; 0: there is none.
         """
         ...
 

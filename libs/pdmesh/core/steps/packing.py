@@ -363,7 +363,7 @@ class Round:
         if not step_slot.step.chunks:
             return True
         start = self._num_reused_granules(instance, head) * GRANULE_TOKENS
-        step_slot.fits = head, self._num_tokens(step_slot, head, start, num_reused=start, shared=True)
+        step_slot.fits = head, self._num_tokens(step_slot, head, start, num_reused=start)
         return step_slot.fits[1] > 0
 
     def _num_reused_granules(self, instance: InstanceState, head: RequestState) -> int:
@@ -406,16 +406,16 @@ class Round:
             step_slot.running.remove(state)
             self._plan_chunk(step_slot, state)
 
-    def _num_tokens(
-        self, step_slot: StepSlot, state: RequestState, start: int, *, num_reused: int, shared: bool
-    ) -> int:
-        """Return how many tokens of the request go into the step, from ``start`` on; 0 for none.
-
-        ``shared``: whether other prompts compete for the step.
-        """
+    def _num_tokens(self, step_slot: StepSlot, state: RequestState, start: int, *, num_reused: int) -> int:
+        """Return how many tokens of the request go into the step, from ``start`` on; 0 for none."""
         beside = self._modes.beside(step_slot.instance)
         most = self._bundle.packing.num_tokens(
-            beside, step_slot.step, state.request, start, num_reused_tokens=num_reused, shared=shared
+            beside,
+            step_slot.step,
+            state.request,
+            start,
+            num_reused_tokens=num_reused,
+            least_other_tokens=self._least_other_tokens(step_slot.instance, state),
         )
         if most > 0:
             most = self._modes.within_phase(step_slot.instance, step_slot.step.shapes, ChunkShape(most, start))
@@ -424,6 +424,14 @@ class Round:
         if state.group is None:
             return self._prefill_groups.first_tokens(step_slot.instance, state, most, self._known.idle(), self._bundle)
         return self._prefill_groups.leader_tokens(step_slot.instance, step_slot.step, state, most, self._bundle)
+
+    def _least_other_tokens(self, instance: InstanceState, state: RequestState) -> int:
+        """Return the tokens to compute of a short prompt in the queue, else of the shortest other one; 0 for none."""
+        waiting = self._mesh.queue.least_work_tokens if self._mesh.queue.has_line else 0
+        if 0 < waiting < self._bundle.long_prompt_tokens:
+            return waiting
+        others = [other.num_work_tokens for other in instance.prefills if other is not state]
+        return min(others, default=waiting)
 
     @staticmethod
     def _num_tokens_with_room(instance: InstanceState, state: RequestState, start: int) -> int:
@@ -437,12 +445,10 @@ class Round:
 
     def _plan_chunk(self, step_slot: StepSlot, state: RequestState) -> None:
         instance, start = step_slot.instance, state.num_planned_tokens
-        shared = len(instance.prefills) > 1 or self._mesh.queue.has_line
-        if shared and step_slot.fits is not None and step_slot.fits[0] is state:
+        if step_slot.fits is not None and step_slot.fits[0] is state:
             num_tokens = step_slot.fits[1]
         else:
-            num_reused = state.num_reused_tokens
-            num_tokens = self._num_tokens(step_slot, state, start, num_reused=num_reused, shared=shared)
+            num_tokens = self._num_tokens(step_slot, state, start, num_reused=state.num_reused_tokens)
         step_slot.fits = None
         if num_tokens <= 0:
             return
