@@ -11,8 +11,10 @@ from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.interruption import ShortInterruptsLong
 from pdmesh.policy.order import Fcfs
-from pdmesh.policy.parts import adaptive, in_groups, make_group_policy, mixed, with_order
+from pdmesh.policy.parts import adaptive, in_groups, links_of, make_group_policy, mixed, with_order
 from pdmesh.policy.placement import Apart, Freeness, LeastQueuedTokens, ShortAroundLong
+from pdmesh.policy.prefill_groups import Schedule
+from pdmesh.policy.reuse import ReuseCost
 from pdmesh_lab.studies.order import FcfsOfEachKind, LeastRelativeSlack, LeastSlack, ShortFirst
 from pdmesh_lab.studies.placement import Reservation
 from pdmesh_lab.studies.planners import ChunkwisePlanner
@@ -47,6 +49,7 @@ def _medha(config: PolicyConfig) -> Bundle:
         decode_placement=Freeness(),
         long_prompt_tokens=config.long_prompt_tokens,
         batching=mixed(config),
+        reuse=ReuseCost(prediction.remaining, links_of(config)),
     )
 
 
@@ -56,7 +59,7 @@ def _pecsched(
     """Return the builder of PecSched, or of an ablation (§6.4)."""
 
     def build(config: PolicyConfig) -> Bundle:
-        packing, _ = adaptive(config, efficient=True)
+        packing, prediction = adaptive(config, efficient=True)
         long_tokens = config.long_prompt_tokens
         bundle = Bundle(
             name=name,
@@ -67,6 +70,7 @@ def _pecsched(
             long_prompt_tokens=long_tokens,
             batching=mixed(config, colocates=colocates),
             interruption=ShortInterruptsLong(config.latency, long_tokens) if preempts else None,
+            reuse=ReuseCost(prediction.remaining, links_of(config)),
         )
         return in_groups(config, bundle)
 
@@ -74,7 +78,7 @@ def _pecsched(
 
 
 def _tetris(config: PolicyConfig) -> Bundle:
-    packing, _ = adaptive(config, efficient=True)
+    packing, prediction = adaptive(config, efficient=True)
     return Bundle(
         name="tetris",
         order=Fcfs(),
@@ -83,7 +87,10 @@ def _tetris(config: PolicyConfig) -> Bundle:
         decode_placement=Freeness(),
         long_prompt_tokens=config.long_prompt_tokens,
         batching=mixed(config),
-        group_policy=replace(make_group_policy(config), planner=ChunkwisePlanner, doubles=True),
+        group_policy=replace(
+            make_group_policy(config), planner=ChunkwisePlanner, doubles=True, schedule=Schedule.PARALLEL
+        ),
+        reuse=ReuseCost(prediction.remaining, links_of(config)),
     )
 
 

@@ -55,7 +55,7 @@ class PolicyConfig:
     sequence_parallel: Annotated[
         str,
         one_of("pipelined", "parallel"),
-        "how a prefill group computes: chunks in turn (`pipelined`), or slices at once (`parallel`)",
+        "how a prefill group computes: chunks in turn (`pipelined`), or slices at once (`parallel`; `tetris` always)",
     ] = "pipelined"
     group_size: Annotated[
         _Members,
