@@ -73,7 +73,7 @@ async def _turn_beside_others(
     second = [*first, *rest]
     cold, _ = await ask(mesh, client, second, 16, salt="cold")
     _, record = await ask(mesh, client, first, 1)
-    holder_id, busy = _computed_at(record), set[str]()
+    holder_id, busy = computed_at(record), set[str]()
     # Instances take turns: the next request goes to the holder.
     await ask(mesh, client, between, 1)
     for number, other in enumerate(others, 1):
@@ -90,7 +90,7 @@ async def _turn_beside_others(
         cold=cold,
         warm=warm,
         holder_id=holder_id,
-        computed_id=_computed_at(record),
+        computed_id=computed_at(record),
         fetched_id=fetched.instance_id,
         detail=fetched.detail,
     )
@@ -102,7 +102,8 @@ async def _computing(mesh: RunningMesh) -> set[str]:
     return {each.instance_id for each in instances if each.role == "prefill" and each.num_queued_tokens}
 
 
-def _computed_at(record: RequestRecord) -> str:
+def computed_at(record: RequestRecord) -> str:
+    """Return the instance that computed a prompt alone."""
     (instance_id,) = {entry.instance_id for entry in record.entries if entry.what == "chunk"}
     assert instance_id is not None
     return instance_id

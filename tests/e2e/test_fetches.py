@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
-from pdmesh_testing.conversations import fetched_turn
+from pdmesh_testing.conversations import ask, computed_at, fetched_turn
+from pdmesh_testing.exactness import random_prompts
 from pdmesh_testing.mesh import running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -29,4 +30,22 @@ async def test_a_next_turn_is_computed_beside_who_keeps_its_prefix_and_is_busy(t
         assert mesh.total("prefix_cache_fetched_tokens") == 3968
         assert mesh.total("prefix_cache_fetched_bytes") == 3968 * 2 * 2 * 16 * 4 * 4
         assert "fetched by instances from others: 3,968 tokens" in mesh.pdmesh("status")
+        assert mesh.total("num_stale_prefixes") == 0
+
+
+async def test_a_next_turn_finds_its_prefix_after_its_holder_was_drained(tmp_path: Path) -> None:
+    """The prefix was copied to the other instance, whose answer has the bits of the one computed anew."""
+    model = write_checkpoint(tmp_path / "model", architecture="qwen3", shape=SHAPE, seed=1)
+    settings = {"SCHEDULER_BUNDLE": "fcfs", "WORKER_DETERMINISTIC": "true", "WORKER_MAX_MODEL_LEN": "16384"}
+    first, rest = random_prompts([2000, 100], SHAPE.vocab_size, 3)
+    with running_mesh(tmp_path, model=model, prefill=0, decode=0, mixed=2, settings=settings) as mesh:
+        async with mesh.client() as client:
+            cold, _ = await ask(mesh, client, [*first, *rest], 16, salt="cold")
+            _, record = await ask(mesh, client, first, 1)
+            holder_id = computed_at(record)
+            mesh.pdmesh("drain", holder_id)
+            warm, record = await ask(mesh, client, [*first, *rest], 16)
+        assert computed_at(record) != holder_id
+        assert warm == cold
+        assert mesh.total("prefix_cache_fetched_tokens") == 1920
         assert mesh.total("num_stale_prefixes") == 0

@@ -9,7 +9,10 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.core.config import KvReservation
+from pdmesh.core.events import Event
+from pdmesh.core.operator_events import OperationRequested, RollingRequested
 from pdmesh.model import GRANULE_TOKENS, InstanceId, KvLayout, Role
+from pdmesh.operations import OperationId, OperationKind
 from pdmesh.policy.config import PolicyConfig
 from pdmesh_lab.sim.faults import Death, random_deaths
 from pdmesh_lab.sim.mesh import MeshShape, study_core
@@ -33,13 +36,19 @@ def simulate(
     slo_tpot_s: float = 0.05,
     link_bytes_per_s: float = 1e9,
     deaths: Sequence[Death] = (),
+    requests_of_operators: Sequence[tuple[float, Event]] = (),
 ) -> SimResult:
     policy = PolicyConfig(slo_tpot_s=slo_tpot_s, link_bytes_per_s=link_bytes_per_s)
     shape = MeshShape(
         num_prefill=prefill, num_decode=decode, num_mixed=mixed, kv_layout=layout, num_kv_tokens=num_kv_tokens
     )
     core = study_core(bundle, policy, 0, kv_reservation=kv_reservation)
-    config = SimConfig(events_between_checks=1, deaths=deaths, port_bytes_per_s=link_bytes_per_s)
+    config = SimConfig(
+        events_between_checks=1,
+        deaths=deaths,
+        port_bytes_per_s=link_bytes_per_s,
+        requests_of_operators=requests_of_operators,
+    )
     return Simulator(core, shape.instances(policy.latency), arrivals, config).run()
 
 
@@ -154,6 +163,68 @@ def test_a_decode_that_is_lost_finds_its_prompt_where_it_was_computed() -> None:
     assert (run.num_restarts, len(run.token_times_s)) == (1, 400)
     computed = sum(chunk.num_tokens for step in result.instances[0].steps for chunk in step.chunks)
     assert computed < 4096 + GRANULE_TOKENS + 400
+
+
+POOLS = ((0, 0, 2), (2, 2, 0))
+
+
+def an_operation(kind: OperationKind, instance_id: str, role: Role | None = None) -> OperationRequested:
+    """Return an operator's request, which is forced."""
+    return OperationRequested(
+        operation_id=OperationId("x"),
+        kind=kind,
+        instance_id=InstanceId(instance_id),
+        timeout_s=20.0,
+        role=role,
+        force=True,
+    )
+
+
+@pytest.mark.parametrize("pools", POOLS, ids=str)
+@pytest.mark.parametrize("kind", [OperationKind.DRAIN, OperationKind.RESTART])
+@pytest.mark.parametrize("of_decode", [False, True])
+def test_a_next_turn_computes_only_what_is_new_though_its_holder_is_drained_or_restarted(
+    pools: tuple[int, int, int], kind: OperationKind, *, of_decode: bool
+) -> None:
+    """The holder's prefixes are on another instance by then."""
+    prefill, decode, mixed = pools
+    first, second = simulate(TWO_TURNS, prefill=prefill, decode=decode, mixed=mixed).requests
+    holder = first.decode_id if of_decode else first.prefill_id
+    assert holder is not None
+    assert second.num_reused_tokens >= 4096 - GRANULE_TOKENS
+    operation = an_operation(kind, holder)
+    result = simulate(TWO_TURNS, prefill=prefill, decode=decode, mixed=mixed, requests_of_operators=[(30.0, operation)])
+    assert result.requests[1].num_reused_tokens >= second.num_reused_tokens
+    if kind is OperationKind.DRAIN:
+        assert holder not in (result.requests[1].prefill_id, result.requests[1].decode_id)
+
+
+@pytest.mark.parametrize("pools", [(2, 2, 0), (0, 0, 3)], ids=str)
+def test_a_rolling_restart_loses_no_prefix(pools: tuple[int, int, int]) -> None:
+    """Each of 20 conversations finds its turn where it was copied, perhaps several times."""
+    prefill, decode, mixed = pools
+    turns = [
+        a_turn(first + 2.0 * c, 2048 + 300 * n, 200, conversation=c)
+        for n, first in ((0, 0.0), (1, 200.0))
+        for c in range(20)
+    ]
+    rolling = RollingRequested(operation_id=OperationId("x"), timeout_s=20.0, start_timeout_s=20.0, force=True)
+    runs = simulate(
+        turns, prefill=prefill, decode=decode, mixed=mixed, requests_of_operators=[(60.0, rolling)]
+    ).requests
+    assert all(run.num_reused_tokens == 0 for run in runs[:20])
+    assert all(run.num_reused_tokens >= 2048 for run in runs[20:])
+
+
+@pytest.mark.parametrize(("role", "other"), [(Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)])
+def test_a_change_of_role_loses_no_prefix(role: Role, other: Role) -> None:
+    """What the instance keeps is used there, or fetched from there."""
+    first = simulate(TWO_TURNS[:1], prefill=2, decode=2).requests[0]
+    holder = first.prefill_id if role is Role.PREFILL else first.decode_id
+    assert holder is not None
+    operation = an_operation(OperationKind.ROLE, holder, other)
+    result = simulate(TWO_TURNS, prefill=2, decode=2, requests_of_operators=[(30.0, operation)])
+    assert result.requests[1].num_reused_tokens >= 4096 - GRANULE_TOKENS
 
 
 def random_turns(rng: random.Random, number: int) -> list[Arrival]:

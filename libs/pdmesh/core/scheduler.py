@@ -24,6 +24,7 @@ from pdmesh.core.batching.local_work import LocalWork
 from pdmesh.core.batching.modes import BatchingView, Modes
 from pdmesh.core.commands import Command, DesiredProcesses, WakeAt
 from pdmesh.core.config import CoreConfig, KvReservation
+from pdmesh.core.copies.cache_moves import CacheMoves
 from pdmesh.core.copies.context_ranges import ContextRanges
 from pdmesh.core.copies.decode_moves import Moves
 from pdmesh.core.copies.handover import HandOvers
@@ -65,7 +66,7 @@ from pdmesh.core.events import (
 from pdmesh.core.handlers import Handlers
 from pdmesh.core.instances.feasibility import unready_reason
 from pdmesh.core.instances.kv_growth import Growth
-from pdmesh.core.instances.link_rates import LinkRate
+from pdmesh.core.instances.link_rates import LinkRate, LinksAsMeasured
 from pdmesh.core.instances.revisions import RevisionView, revisions
 from pdmesh.core.integrity import check_integrity
 from pdmesh.core.mesh_state import MeshState
@@ -106,7 +107,9 @@ class SchedulerCore:
         self._rebalancer = Rebalancer(self._mesh, self._moves)
         self._transfers = TransferReports(self._mesh, self._fetches, self._parts, self._moves, self._rebalancer)
         self._on_demand = OnDemandKv(self._mesh, self._rebalancer)
-        self._operations = AllOperations(self._mesh, self._moves)
+        links = LinksAsMeasured(self._mesh.links, config.policy.link_bytes_per_s)
+        cache_moves = CacheMoves(self._mesh, self._fetches, links) if config.evacuates else None
+        self._operations = AllOperations(self._mesh, self._moves, cache_moves)
         self._modes = Modes(self._mesh)
         self._handovers = HandOvers(self._mesh, config.max_queue_s)
         self._local_work = LocalWork(self._mesh, self._operations.on_instances.fixes_role)

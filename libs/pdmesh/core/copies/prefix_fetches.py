@@ -2,8 +2,10 @@
 
 A fetch belongs to no request. Under a key of its own it holds the granules at its source, and blocks for them at its
 destination. The request that wanted it waits for it as for any instance that will cache its prefix, and so may others.
-A fetch ends without effect when it is late. The same happens when either side is lost, silent, no longer used or short
-of memory. The request then waits no longer.
+A fetch ends without effect when it is late. The same happens when either side is lost, silent or short of memory, or
+when the destination is no longer used. The request then waits no longer.
+
+No request wants the fetches that save the cache of an instance (`pdmesh.core.copies.cache_moves`).
 """
 
 from __future__ import annotations
@@ -17,20 +19,20 @@ from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.request import RequestState
-from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PrefixHash, RequestId, RequestKey, Then
+from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PrefixHash, PrefixHashes, RequestId, RequestKey, Then
 
 #: Largest number of fetches from or to one instance at once: two are sent, and the next are ready.
 MAX_AT_ONCE = 4
 
 
 class Fetch(NamedTuple):
-    """A copy under way, and the request that it serves.
+    """A copy under way, and the request that it serves, if there is one.
 
     `arrives_s` is the predicted completion, and `until_s` the deadline after which the copy is useless.
     """
 
     copy: Copy
-    wanted_by: RequestKey
+    wanted_by: RequestKey | None
     arrives_s: float
     until_s: float
 
@@ -64,32 +66,40 @@ class Fetches:
 
     def may_send(self, source: InstanceState) -> bool:
         """Whether another fetch from ``source`` may start."""
-        return source.takes_new and self._num_of(source.instance_id) < MAX_AT_ONCE
+        return source.sends_cached and self.num_of(source.instance_id) < MAX_AT_ONCE
 
     def may_receive(self, destination: InstanceState) -> bool:
-        """Whether another fetch to ``destination`` may start: it takes prompts, has room, and has few fetches."""
-        return destination.takes_prompts and not destination.low and self._num_of(destination.instance_id) < MAX_AT_ONCE
+        """Whether another fetch to ``destination`` may start: it takes new work, has room, and has few fetches."""
+        return destination.takes_new and not destination.low and self.num_of(destination.instance_id) < MAX_AT_ONCE
 
-    def _num_of(self, instance_id: InstanceId) -> int:
+    def num_of(self, instance_id: InstanceId) -> int:
+        """Return how many fetches are under way from or to an instance."""
         return sum([instance_id in (each.copy.source_id, each.copy.target_id) for each in self._all.values()])
+
+    def brings(self, destination: InstanceState, granule: PrefixHash) -> bool:
+        """Whether a fetch under way brings a granule that the destination lacks, and perhaps later ones."""
+        coming = self._coming.get(granule, ())
+        return any(fetch.copy.target_id == destination.instance_id for fetch in coming)
 
     # --- beginning ---
 
     def begin(
         self,
-        state: RequestState,
+        chain: PrefixHashes,
         source: InstanceState,
         destination: InstanceState,
-        num_granules: int,
         *,
+        tenant: str | None,
+        share: int,
         arrives_s: float,
         until_s: float,
+        wanted_by: RequestKey | None = None,
     ) -> None:
-        """Begin to copy the first ``num_granules`` of a request's prompt, which the source has cached."""
-        mesh, request, chain = self._mesh, state.request, state.request.chain[:num_granules]
+        """Begin to copy the granules of ``chain``, which the source has cached for a tenant with this share."""
+        mesh, num_granules = self._mesh, len(chain)
         key = RequestId(f"fetch-{mesh.broker.new_capability():016x}"), Epoch(0)
         num_blocks = num_granules * source.kept.granule_blocks
-        num_there = destination.num_cached_granules(request)
+        num_there = destination.kept.depth(chain, num_granules)
         copy = mesh.broker.open(
             key,
             (source.shard(num_blocks),),
@@ -98,7 +108,7 @@ class Fetches:
             num_reused_granules=num_there,
             chain=chain,
         )
-        fetch = self._all[key] = Fetch(copy, state.key, arrives_s, until_s)
+        fetch = self._all[key] = Fetch(copy, wanted_by, arrives_s, until_s)
         self._coming.setdefault(fetch.first_granule, []).append(fetch)
         for instance, num_reused in ((source, num_granules), (destination, num_there)):
             instance.take(
@@ -107,13 +117,13 @@ class Fetches:
                     AllocationKind.FETCH,
                     num_blocks,
                     transfer_id=copy.plan.transfer_id,
-                    tenant=request.tenant,
-                    share=request.share,
+                    tenant=tenant,
+                    share=share,
                 ),
                 chain,
                 num_reused,
             )
-        mesh.expect_kv(destination, copy, wanted_by=state.key)
+        mesh.expect_kv(destination, copy, wanted_by=wanted_by)
         mesh.grant(mesh.broker.offer(copy))
 
     # --- ends ---
@@ -138,7 +148,8 @@ class Fetches:
     def end_useless(self, now_s: float) -> None:
         """End the fetches that are past their deadline, were withdrawn, or lost an allocation, and free the blocks.
 
-        Also end a fetch whose source or destination is gone, takes no new work, or has requests that lack blocks.
+        Also end a fetch if its source or destination is gone or has requests that lack blocks, if the source is silent
+        or stops, or if the destination takes no new work.
         """
         if self._all:
             for fetch in [fetch for fetch in self._all.values() if self._is_useless(fetch, now_s)]:
@@ -154,7 +165,8 @@ class Fetches:
             or copy.withdrawn
             or copy.key not in source.allocations
             or copy.key not in destination.allocations
-            or not (source.takes_new and destination.takes_prompts)
+            or not (source.sends_cached and destination.takes_new)
+            or (fetch.wanted_by is not None and not destination.takes_prompts)
             or bool(source.low or destination.low)
         )
 
@@ -164,7 +176,7 @@ class Fetches:
         self._mesh.broker.withdraw(copy)
         self._mesh.free(copy.source_id, copy.key)
         self._mesh.free(copy.target_id, copy.key)
-        if (state := self._mesh.find(fetch.wanted_by)) is not None:
+        if fetch.wanted_by is not None and (state := self._mesh.find(fetch.wanted_by)) is not None:
             state.await_until(-inf)
 
     def _forget(self, fetch: Fetch) -> None:

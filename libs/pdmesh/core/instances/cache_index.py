@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from pdmesh.core.instances.idle import UseCounter
 from pdmesh.model import PrefixHash
 
 
@@ -57,11 +58,15 @@ class GranuleIndex:
 
 
 class CacheIndex(GranuleIndex):
-    """The instances with each granule in their caches, and in ``offloaded`` the instances with it in their tiers."""
+    """The instances with each granule in their caches, and in ``offloaded`` the instances with it in their tiers.
+
+    ``uses`` counts the uses of cached granules on all instances.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.offloaded = GranuleIndex()
+        self.uses = UseCounter()
         self._num_requests = 0
 
     def number_request(self) -> int:

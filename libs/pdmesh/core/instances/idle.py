@@ -45,15 +45,22 @@ class IdleLine:
         return number, granule
 
 
+class UseCounter:
+    """Number of uses of granules so far. Instances that share a counter can compare the uses of their granules."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
 class IdleGranules:
     """The idle granules of one instance, in lines by tenant. ``line_by_granule`` must not be changed from outside."""
 
-    def __init__(self) -> None:
+    def __init__(self, uses: UseCounter | None = None) -> None:
+        self._uses = UseCounter() if uses is None else uses
         self.unknown, self.shared = IdleLine(), IdleLine()
         # Public, because a call for each granule is slow.
         self.line_by_granule: dict[PrefixHash, IdleLine] = {}
         self._tenants: dict[str, IdleLine] = {}
-        self._num_added = 0
         self._num_known_lines = 0
 
     def __len__(self) -> int:
@@ -94,18 +101,18 @@ class IdleGranules:
 
     def add(self, granule: PrefixHash, line: IdleLine) -> None:
         """Add a granule that was used just now."""
-        self._num_added += 1
-        line.granules[granule] = self._num_added
+        self._uses.number += 1
+        line.granules[granule] = self._uses.number
         self.line_by_granule[granule] = line
 
     def add_all(self, granules: Iterable[tuple[PrefixHash, IdleLine]]) -> None:
         """Add granules that were used just now, in this order, each to its line."""
-        number, line_by_granule = self._num_added, self.line_by_granule
+        number, line_by_granule = self._uses.number, self.line_by_granule
         for granule, line in granules:
             number += 1
             line.granules[granule] = number
             line_by_granule[granule] = line
-        self._num_added = number
+        self._uses.number = number
 
     def remove(self, granule: PrefixHash) -> IdleLine:
         """Remove a granule, and return its line."""
@@ -146,6 +153,21 @@ class IdleGranules:
             else:
                 heappop(heap)
         return taken
+
+    def last_use(self, granule: PrefixHash) -> int:
+        """Return the number of a granule's last use; the latest number if the granule is not idle."""
+        line = self.line_by_granule.get(granule)
+        return self._uses.number if line is None else line.granules[granule]
+
+    def num_older(self, number: int, most: int) -> int:
+        """Return how many granules were last used before the use ``number``, at most ``most``."""
+        found = 0
+        for line in (self.unknown, self.shared, *self._tenants.values()):
+            for last_use in line.granules.values():
+                if last_use >= number or found == most:
+                    break
+                found += 1
+        return found
 
     def clear(self) -> None:
         """Remove all granules. The lines remain."""

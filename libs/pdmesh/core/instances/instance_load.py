@@ -13,6 +13,7 @@ from pdmesh.core.instances.cache_index import CacheIndex
 from pdmesh.core.instances.instance_capacity import InstanceCapacity
 from pdmesh.core.instances.kv_growth import Growth, GrowthSums
 from pdmesh.core.instances.prefix_cache import NOTHING, PrefixCache
+from pdmesh.core.instances.recent_prefixes import RecentPrefixes
 from pdmesh.model import (
     GRANULE_TOKENS,
     NO_TRANSFER,
@@ -37,7 +38,7 @@ class InstanceLoad(InstanceCapacity):
     ``draining``: the worker is leaving. ``closed``: an operator lets no new request in. ``shut``: not even requests
     that its weights began. ``num_flights`` counts changes of the plans in flight, of their requests, and of the
     decodes. ``low``: requests that asked for more blocks than there were. ``num_quarantined_blocks``: reported blocks
-    that the worker cannot use either.
+    that the worker cannot use either. ``recent``: chains of ended requests, whether still cached or not.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class InstanceLoad(InstanceCapacity):
         self.allocated = AllocationSums()
         self._growing = GrowthSums()
         self.kept = PrefixCache(cache_index, number, self.block_size, profile.num_offload_granules)
+        self.recent = RecentPrefixes(self.num_blocks // max(1, self.kept.granule_blocks))
         self.num_quarantined_blocks = 0
         self._room: Room | None = None
         #: Tokens of the largest request that could decode here, and of the largest prompt. Valid if `_knows_room`.
@@ -88,6 +90,9 @@ class InstanceLoad(InstanceCapacity):
         ``chain`` are the granules of the request's prompt. The first ``num_reused`` are cached, and their blocks are
         shared.
         """
+        if num_reused:
+            # The request will leave a longer chain.
+            self.recent.forget(chain[num_reused - 1])
         allocation.granules = self.kept.begin(chain, num_reused, allocation.tenant, allocation.share)
         self.allocations[key] = allocation
         self._count(allocation, 1)
@@ -159,8 +164,8 @@ class InstanceLoad(InstanceCapacity):
     ) -> Allocation | None:
         """Remove and return the allocation of a request, or return None if it has none for this transfer.
 
-        ``drawn`` are granules of prompt and output that stay cached in any case. The first ``num_known`` of them were
-        cached before.
+        ``drawn`` are granules behind the chain, with output, that stay cached in any case. The first ``num_known`` of
+        them were cached before.
         """
         allocation = self.allocations.get(key)
         if drawn:
@@ -174,6 +179,9 @@ class InstanceLoad(InstanceCapacity):
         if allocation is not None:
             self.kept.end(allocation.granules)
             self._count(allocation, -1)
+            # Without a chain, the beginning of the prefix is unknown.
+            if allocation.granules.chain:
+                self.recent.add((*allocation.granules.computed, *drawn))
         return allocation
 
     def num_freed_blocks(self, allocation: Allocation) -> int:
@@ -198,6 +206,15 @@ class InstanceLoad(InstanceCapacity):
     def load_s(self, num_granules: int) -> float:
         """Return the predicted time to load ``num_granules`` from the tier."""
         return num_granules * self._granule_bytes / self.profile.load_bytes_per_s
+
+    def has_room_for_copy(self, num_granules: int, last_use: int) -> bool:
+        """Whether a copy of cached granules fits into room that is unused, or was last used before ``last_use``."""
+        kept = self.kept
+        num_blocks = num_granules * kept.granule_blocks
+        if num_blocks > int(max(self.room)):
+            return False
+        num_short = num_blocks_for(num_blocks - self.num_free_blocks + kept.num_idle_blocks, kept.granule_blocks)
+        return num_short <= 0 or kept.num_older(last_use, num_short) == num_short
 
     def make_room(self) -> Evictions:
         """Evict as many idle granules as the allocated blocks need, and return them for the next command."""
@@ -405,6 +422,11 @@ class InstanceLoad(InstanceCapacity):
     def is_open_to_begun(self) -> bool:
         """Whether requests that its weights began may wait for this instance, until an operation's time is up."""
         return self.reachable and not self.draining and not self.shut
+
+    @property
+    def sends_cached(self) -> bool:
+        """Whether other instances may copy cached prefixes from here, also while an operator empties the instance."""
+        return self.reachable and not self.suspected and not self.draining
 
     @property
     def takes_new(self) -> bool:

@@ -40,6 +40,11 @@ class HeldGranules:
         self.kept = 0
         self.num_lost = 0
 
+    @property
+    def computed(self) -> Sequence[PrefixHash]:
+        """The granules that are computed."""
+        return self.chain[: self.num_computed]
+
 
 NOTHING = HeldGranules((), IdleLine())
 
@@ -60,7 +65,7 @@ class PrefixCache:
         self._users: dict[PrefixHash, int] = {}
         #: Line of each cached granule in use.
         self._in_use: dict[PrefixHash, IdleLine] = {}
-        self._idle = IdleGranules()
+        self._idle = IdleGranules(where.uses)
         #: Number of cached granules in blocks of live requests; a shared one counts for each request.
         self._num_held = 0
         self.last_begun = 0
@@ -232,6 +237,23 @@ class PrefixCache:
             if offloaded is not None:
                 offloaded.let_go(granule)
         self._idle.add_all(idle)
+
+    # --- moving to another instance ---
+
+    def owner_of(self, granule: PrefixHash) -> tuple[str | None, int]:
+        """Return the tenant that uses a cached granule, or None if it is unknown or not alone, and its share."""
+        line = self._in_use.get(granule)
+        if line is None:
+            line = self._idle.line_by_granule[granule]
+        return line.tenant, line.share
+
+    def last_use(self, granule: PrefixHash) -> int:
+        """Return the number of the last use of a cached granule, among all uses in the mesh."""
+        return self._idle.last_use(granule)
+
+    def num_older(self, number: int, most: int) -> int:
+        """Return how many idle granules were last used before the use ``number``, at most ``most``."""
+        return self._idle.num_older(number, most)
 
     def _keep(self, granule: PrefixHash, line: IdleLine) -> None:
         self._where.add(granule, self._bit)

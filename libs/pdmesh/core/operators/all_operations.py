@@ -6,6 +6,7 @@ from collections import Counter
 from math import inf
 
 from pdmesh.core.commands import DesiredProcesses
+from pdmesh.core.copies.cache_moves import CacheMoves
 from pdmesh.core.copies.decode_moves import Moves
 from pdmesh.core.handlers import Handlers
 from pdmesh.core.mesh_state import MeshState
@@ -32,11 +33,11 @@ from pdmesh.operations import OperationKind
 class AllOperations:
     """Operations on instances, requests, pools and processes, and their shared records and actuators."""
 
-    def __init__(self, mesh: MeshState, moves: Moves) -> None:
+    def __init__(self, mesh: MeshState, moves: Moves, cache_moves: CacheMoves | None) -> None:
         self._mesh = mesh
         self.records = records = OperationRecords()
         self.actuators = actuators = Actuators(mesh)
-        self.on_instances = Operations(mesh, records, actuators)
+        self.on_instances = Operations(mesh, records, actuators, cache_moves)
         self._request_moves = RequestMoves(mesh, records, moves)
         self._pools = Pools(mesh, records, actuators, self.on_instances)
         self._replacements = Replacements(records, actuators)

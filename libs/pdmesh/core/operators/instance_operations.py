@@ -2,7 +2,9 @@
 
 An operation is refused before it changes anything, or runs until every request that must leave the instance has left.
 Decodes move to other instances with their KV, if there is room (`pdmesh.core.copies.decode_moves`). A request that is
-still there at the time limit starts again elsewhere, under the next epoch and with the same tokens.
+still there at the time limit starts again elsewhere, under the next epoch and with the same tokens. Once all requests
+have left an instance that is drained or restarted, its cached prefixes are copied to others
+(`pdmesh.core.copies.cache_moves`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from pdmesh.core.commands import SetRole, StopInstance
+from pdmesh.core.copies.cache_moves import CacheMoves
 from pdmesh.core.copies.receivers import replace_receiver
 from pdmesh.core.instances.allocations import HAVE_SEATS, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
@@ -32,6 +35,9 @@ _STAYS: dict[Role, Collection[AllocationKind]] = {
     Role.DECODE: (*HAVE_SEATS, AllocationKind.PART, AllocationKind.FETCH),
     Role.MIXED: tuple(AllocationKind),
 }
+
+#: Kinds of operations that empty an instance's cache, too.
+_EMPTIES_CACHE = (OperationKind.DRAIN, OperationKind.RESTART)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -84,8 +90,12 @@ class _Operation(OperationRecord):
 class Operations:
     """Operations on instances, at most one each. Outcomes outlive instances and schedulers."""
 
-    def __init__(self, mesh: MeshState, records: OperationRecords, actuators: Actuators) -> None:
+    def __init__(
+        self, mesh: MeshState, records: OperationRecords, actuators: Actuators, cache_moves: CacheMoves | None
+    ) -> None:
+        """``cache_moves`` copies cached prefixes away; None: nothing does."""
         self._mesh = mesh
+        self._cache_moves = cache_moves
         self._records = records
         self._actuators = actuators
         self._running: dict[InstanceId, _Operation] = {}
@@ -266,9 +276,18 @@ class Operations:
                 for key in self._left(operation.requested, instance):
                     self._restart(key, instance)
             num_left = len(self._left(operation.requested, instance))
-            self._records.tell(operation, operation.detail, num_left)
-            if not num_left:
+            num_cached = 0 if num_left else self._num_cached_left(operation, instance, now_s)
+            detail = f"copies {num_cached} cached prefixes to other instances" if num_cached else operation.detail
+            self._records.tell(operation, detail, num_left)
+            if not num_left and not num_cached:
                 self._complete(operation, instance, now_s)
+
+    def _num_cached_left(self, operation: _Operation, instance: InstanceState, now_s: float) -> int:
+        """Let cached prefixes move away until the time limit, and return how many are left to move."""
+        kind, until_s = operation.requested.kind, operation.deadline_s
+        if self._cache_moves is None or kind not in _EMPTIES_CACHE or operation.has_moved_all or until_s <= now_s:
+            return 0
+        return self._cache_moves.advance(instance, until_s, now_s)
 
     # --- requests ---
 
@@ -327,7 +346,7 @@ class Operations:
         """Return the keys of the allocations that must leave the instance: none for an undrain."""
         if requested.kind is OperationKind.UNDRAIN:
             return ()
-        stays = () if requested.role is None else _STAYS[requested.role]
+        stays = (AllocationKind.FETCH,) if requested.role is None else _STAYS[requested.role]
         return [key for key, allocation in instance.allocations.items() if allocation.kind not in stays]
 
     def _takes_longer(self, key: RequestKey, limit_s: float) -> bool:
@@ -397,6 +416,8 @@ class Operations:
 
     def _end(self, operation: _Operation, state: OperationState, detail: str, now_s: float) -> None:
         self._records.end(operation, state, detail, now_s)
+        if self._cache_moves is not None:
+            self._cache_moves.forget(operation.requested.instance_id)
         if self._running.get(operation.requested.instance_id) is operation:
             del self._running[operation.requested.instance_id]
 

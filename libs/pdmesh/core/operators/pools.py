@@ -17,6 +17,7 @@ from itertools import repeat
 from math import inf
 from typing import NamedTuple
 
+from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import FailedStart, OperationRequested, ResizeRequested
@@ -375,5 +376,7 @@ class Pools:
 
 
 def _is_free(instance: InstanceState) -> bool:
-    """Whether the instance holds nothing and gets no new work."""
-    return not instance.is_usable and not instance.allocations
+    """Whether the instance gets no new work and serves no request. Others may still copy its cached prefixes."""
+    return not instance.is_usable and all(
+        allocation.kind is AllocationKind.FETCH for allocation in instance.allocations.values()
+    )

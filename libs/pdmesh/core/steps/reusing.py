@@ -124,12 +124,14 @@ class Reusing:
         if awaited.source is not None:
             assert head.awaits_until_s is not None, f"{head.key} waits for ever"
             self._fetches.begin(
-                head,
+                head.request.chain[: awaited.num_tokens // GRANULE_TOKENS],
                 awaited.source,
                 awaited.instance,
-                awaited.num_tokens // GRANULE_TOKENS,
+                tenant=head.request.tenant,
+                share=head.request.share,
                 arrives_s=self._now_s + awaited.bring_s,
                 until_s=head.awaits_until_s,
+                wanted_by=head.key,
             )
 
     def _own(

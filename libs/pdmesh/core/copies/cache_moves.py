@@ -1,0 +1,112 @@
+"""Copies of cached prefixes away from an instance that is drained or restarted.
+
+Requests leave first. Then each prefix is copied once to an instance of the same arithmetic class, the most recently
+used first, until the operation's time limit. A copy takes only room that is unused, or that holds blocks unused for
+longer than the prefix. Copies are fetches (`pdmesh.core.copies.prefix_fetches`) that no request wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from pdmesh.core.copies.prefix_fetches import Fetches
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.model import InstanceId, PrefixHash, PrefixHashes
+from pdmesh.policy.links import LinkRates
+from pdmesh.policy.reuse import FETCH_OVERHEAD_S
+
+
+class _No(Enum):
+    """Reason why no instance gets a copy of a prefix."""
+
+    #: An instance has the prefix, or none has room.
+    NEEDED = auto()
+    #: Another copy must end first.
+    YET = auto()
+
+
+class CacheMoves:
+    """Cached prefixes that leave instances."""
+
+    def __init__(self, mesh: MeshState, fetches: Fetches, links: LinkRates) -> None:
+        """``links`` predicts when a copy arrives."""
+        self._mesh = mesh
+        self._fetches = fetches
+        self._links = links
+        #: Prefixes whose copies have not begun, by source; the next one is last.
+        self._left: dict[InstanceId, list[Sequence[PrefixHash]]] = {}
+
+    def advance(self, source: InstanceState, until_s: float, now_s: float) -> int:
+        """Begin the copies that may run now, and return how many prefixes are left, or on their way from the source.
+
+        The first call lists the prefixes. ``until_s`` is the time limit.
+        """
+        left = self._left.get(source.instance_id)
+        if left is None:
+            left = self._left[source.instance_id] = list(source.recent.oldest_first)
+        while left and self._fetches.may_send(source):
+            chain = tuple(left[-1][: source.kept.depth(left[-1], len(left[-1]))])
+            destination = self._destination(source, chain) if chain else _No.NEEDED
+            if destination is _No.YET:
+                break
+            left.pop()
+            if isinstance(destination, InstanceState):
+                self._begin(chain, source, destination, until_s, now_s)
+        return len(left) + self._fetches.num_of(source.instance_id)
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """Forget which prefixes are left. Copies under way continue."""
+        self._left.pop(instance_id, None)
+
+    def _destination(self, source: InstanceState, chain: PrefixHashes) -> InstanceState | _No:
+        """Return the instance that should get a prefix: if possible one of the same role, and the least busy one."""
+        last_use = source.kept.last_use(chain[-1])
+        num_blocks = len(chain) * source.kept.granule_blocks
+        able: list[InstanceState] = []
+        for other in self._mesh.instances.values():
+            if other is source or not other.takes_new or other.arithmetic_class != source.arithmetic_class:
+                continue
+            num_there = other.kept.depth(chain, len(chain))
+            if num_there == len(chain):
+                return _No.NEEDED
+            if self._fetches.brings(other, chain[num_there]):
+                return _No.YET
+            if other.has_room_for_copy(len(chain) - num_there, last_use):
+                able.append(other)
+        if not able:
+            return _No.NEEDED
+        able = [each for each in able if self._fetches.may_receive(each)]
+        if not able:
+            return _No.YET
+        cut = self._mesh.cut.of(source.instance_id)
+        slow = self._mesh.slow_from(source, num_blocks, [each.instance_id for each in able])
+        return min(
+            able,
+            key=lambda each: (
+                each.instance_id in cut,
+                each.instance_id in slow,
+                each.role is not source.role,
+                self._fetches.num_of(each.instance_id),
+                -each.num_free_blocks,
+                each.instance_id,
+            ),
+        )
+
+    def _begin(
+        self, chain: PrefixHashes, source: InstanceState, destination: InstanceState, until_s: float, now_s: float
+    ) -> None:
+        tenant, share = source.kept.owner_of(chain[-1])
+        num_blocks = (len(chain) - destination.kept.depth(chain, len(chain))) * source.kept.granule_blocks
+        num_bytes = num_blocks * source.block_size * source.profile.kv_layout.token_bytes
+        rate = self._links.bytes_per_s(source.view, destination.view)
+        self._fetches.begin(
+            chain,
+            source,
+            destination,
+            tenant=tenant,
+            share=share,
+            arrives_s=now_s + FETCH_OVERHEAD_S + num_bytes / rate,
+            until_s=until_s,
+        )

@@ -1,0 +1,244 @@
+"""A drained instance is a source of cached prefixes, and its prefixes are copied to others before it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from pdmesh.core.commands import AdmitPrefill, Command, ExpectCopy, FreeKv, RunStep, SendCopy, StopInstance
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.copies.prefix_fetches import MAX_AT_ONCE
+from pdmesh.core.events import (
+    DrainRequested,
+    InstanceLost,
+    InstanceSuspected,
+    KvExpected,
+    KvReleased,
+    RequestArrived,
+    Tick,
+    TransferFailed,
+    TransferLanded,
+    TransferSent,
+)
+from pdmesh.core.operator_events import OperationCancelled, OperationRequested
+from pdmesh.model import GRANULE_TOKENS, InstanceId, Request, Then
+from pdmesh.operations import OperationId, OperationKind, OperationState
+from pdmesh.policy.config import PolicyConfig
+from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh_testing.core import CoreBench, a_request, of
+from pdmesh_testing.reuse import a_profile, a_prompt, hashes, serve
+
+#: A second for each thousand tokens.
+POLICY = PolicyConfig(chunk_tokens=4096, latency=LinearLatencyModel(a_s=0.0, b_s=1e-3, c_s=0.0, d_s=0.0))
+
+HOLDER, OTHER = InstanceId("m0"), InstanceId("m1")
+
+
+class Bench(CoreBench):
+    """Instances of 256 blocks, four to a cached block."""
+
+    def __init__(self, *names: str, num_blocks: int = 256) -> None:
+        config = CoreConfig(policy=POLICY, plans_in_flight=1)
+        super().__init__(*(a_profile(name, num_blocks) for name in names), config=config)
+
+    def serve_on(self, instance_id: InstanceId, request: Request) -> None:
+        """Serve a request, whose turn must be on this instance."""
+        assert serve(self, request).instance_id == instance_id
+
+    def operate(self, kind: str = "drain", instance_id: InstanceId = HOLDER, name: str = "x") -> list[Command]:
+        return self.feed(
+            OperationRequested(
+                operation_id=OperationId(name),
+                kind=OperationKind(kind),
+                instance_id=instance_id,
+                timeout_s=30.0,
+                force=True,
+            )
+        )
+
+    def land(self, copy: ExpectCopy) -> list[Command]:
+        """Report a copy as reserved, landed, sent and released."""
+        destination, (source,) = copy.instance_id, copy.transfer.source_ids
+        what = copy.request_id, copy.epoch, copy.transfer.transfer_id
+        (send,) = of(SendCopy, self.feed(KvExpected(destination, *what)))
+        assert (send.instance_id, send.chain) == (source, copy.chain)
+        commands = self.feed(TransferLanded(destination, *what, 1 << 20, 0.01))
+        commands += self.feed(KvReleased(destination, *what))
+        commands += self.feed(TransferSent(source, *what, 1 << 20, 0.01, 0.0, 0.01, destination))
+        return commands + self.feed(KvReleased(source, *what))
+
+    def land_all(self, commands: list[Command]) -> list[ExpectCopy]:
+        """Land the copies in ``commands``, and those that follow; return all."""
+        copies = of(ExpectCopy, commands)
+        for copy in copies:
+            assert copy.transfer.then is Then.KEEP
+            copies += of(ExpectCopy, self.land(copy))
+        return copies
+
+    def state(self) -> OperationState:
+        return self.operation("x").state
+
+    def num_cached(self, instance_id: InstanceId, request: Request) -> int:
+        return self.core._mesh.instances[instance_id].num_cached_granules(request)
+
+
+def a_holder(*others: str, num_blocks: int = 256) -> Bench:
+    bench = Bench("m0", *others, num_blocks=num_blocks)
+    bench.serve_on(HOLDER, a_prompt("first", 1000))
+    return bench
+
+
+def test_a_drained_instance_is_done_once_its_prefixes_are_elsewhere() -> None:
+    bench = a_holder("m1")
+    (copy,) = of(ExpectCopy, bench.operate())
+    assert (copy.instance_id, copy.transfer.source_ids, copy.chain) == (OTHER, (HOLDER,), hashes(7))
+    assert copy.wanted_by is None
+    assert bench.state() is OperationState.RUNNING
+    bench.land(copy)
+    assert bench.state() is OperationState.DONE
+    (admit,) = of(AdmitPrefill, bench.feed(RequestArrived(a_prompt("second", 1100))))
+    assert (admit.instance_id, admit.num_reused_granules) == (OTHER, 7)
+
+
+def test_a_process_is_stopped_once_its_prefixes_are_elsewhere() -> None:
+    bench = a_holder("m1")
+    commands = bench.operate("restart")
+    assert not of(StopInstance, commands)
+    (copy,) = of(ExpectCopy, commands)
+    assert of(StopInstance, bench.land(copy))
+
+
+def test_the_most_recently_used_prefix_goes_first_and_each_goes_once() -> None:
+    bench = Bench("m0", "m1", num_blocks=512)
+    for number in range(3):
+        bench.serve_on(HOLDER, a_prompt(f"a{number}", 600, name=number))
+        bench.serve_on(OTHER, a_prompt(f"b{number}", 200, name=10 + number))
+    copies = bench.land_all(bench.operate())
+    assert [copy.chain[0] for copy in copies] == [hashes(1, name)[0] for name in (2, 1, 0)]
+    assert bench.state() is OperationState.DONE
+
+
+def test_a_later_turn_takes_the_place_of_an_earlier_one() -> None:
+    """The first prompt is the beginning of the second one."""
+    bench = a_holder("m1")
+    bench.serve_on(HOLDER, a_prompt("second", 1500))
+    (copy,) = bench.land_all(bench.operate())
+    assert copy.chain == hashes(11)
+
+
+def test_a_prefix_waits_for_the_copy_of_its_beginning() -> None:
+    """Two prompts begin with the same three blocks of 128 tokens, which are copied once."""
+    bench = a_holder("m1")
+    serve(bench, a_prompt("elsewhere", 200, name=9))
+    chain = (*hashes(3), *hashes(6, 5)[3:])
+    bench.serve_on(HOLDER, replace(a_prompt("other", 6 * GRANULE_TOKENS + 1), prefix=chain))
+    first, second = bench.land_all(bench.operate())
+    assert (first.chain, first.transfer.num_reused_granules) == (chain, 0)
+    assert (second.chain, second.transfer.num_reused_granules) == (hashes(7), 3)
+
+
+def test_a_prefix_that_another_instance_has_stays() -> None:
+    bench = a_holder("m1")
+    bench.land_all(bench.operate())
+    bench.operate("undrain", name="y")
+    assert not of(ExpectCopy, bench.operate(name="z"))
+    assert bench.operation("z").state is OperationState.DONE
+
+
+def test_a_copy_evicts_only_what_was_unused_for_longer() -> None:
+    """The other instance has room for one of two prompts: the older one of its own is evicted, the newer one not."""
+    bench = Bench("m0", "m1", num_blocks=64)
+    serve(bench, a_prompt("old", 1000, name=1))
+    bench.serve_on(OTHER, a_prompt("older", 1000, name=2))
+    bench.serve_on(HOLDER, a_prompt("first", 1000))
+    bench.serve_on(OTHER, a_prompt("newer", 600, name=3))
+    (copy,) = bench.land_all(bench.operate())
+    assert copy.chain == hashes(7)
+    assert set(copy.room.drop) <= set(hashes(7, 2))
+    assert bench.num_cached(OTHER, a_prompt("again", 600, name=3)) == 4
+
+
+def test_nothing_is_copied_where_all_was_used_since() -> None:
+    bench = Bench("m0", "m1", num_blocks=32)
+    bench.serve_on(HOLDER, a_prompt("first", 1000))
+    bench.serve_on(OTHER, a_prompt("newer", 1000, name=3))
+    assert not of(ExpectCopy, bench.operate())
+    assert bench.state() is OperationState.DONE
+
+
+def test_requests_leave_before_prefixes() -> None:
+    bench = Bench("m0", "m1", num_blocks=512)
+    bench.serve_on(HOLDER, a_prompt("first", 1000))
+    bench.serve_on(OTHER, a_prompt("elsewhere", 1000, name=9))
+    (step,) = of(RunStep, bench.feed(RequestArrived(a_request("running", 3000, 1))))
+    assert step.instance_id == HOLDER
+    assert not of(ExpectCopy, bench.operate())
+    bench.done(HOLDER, step.plan)
+    bench.finish(HOLDER, "running")
+    (copy,) = of(ExpectCopy, bench.released(HOLDER, "running"))
+    assert copy.chain == hashes(7)
+
+
+def fail(bench: Bench, copy: ExpectCopy) -> None:
+    what = copy.request_id, copy.epoch, copy.transfer.transfer_id
+    bench.feed(TransferFailed(OTHER, *what, "cut"))
+
+
+ENDS: dict[str, Callable[[Bench, ExpectCopy], object]] = {
+    "fails": fail,
+    "takes too long": lambda bench, _: bench.feed(Tick(), at_s=31.0),
+    "destination is lost": lambda bench, _: bench.feed(InstanceLost(OTHER)),
+    "destination is silent": lambda bench, _: bench.feed(InstanceSuspected(OTHER, True)),
+    "destination stops": lambda bench, _: bench.feed(DrainRequested(OTHER, True)),
+    "source is silent": lambda bench, _: bench.feed(InstanceSuspected(HOLDER, True)),
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS.keys())
+def test_a_drain_is_done_whatever_becomes_of_a_copy(end: Callable[[Bench, ExpectCopy], object]) -> None:
+    bench = a_holder("m1")
+    (copy,) = of(ExpectCopy, bench.operate())
+    end(bench, copy)
+    for free in of(FreeKv, bench.commands):
+        if free.request_id == copy.request_id and free.instance_id in bench.core._mesh.instances:
+            bench.feed(KvReleased(free.instance_id, copy.request_id, copy.epoch, free.transfer_id))
+    assert bench.state() is OperationState.DONE
+    assert not bench.core._mesh.instances[HOLDER].allocations
+
+
+def test_a_cancelled_drain_copies_nothing_more() -> None:
+    bench = Bench("m0", "m1", num_blocks=512)
+    for number in range(6):
+        bench.serve_on(HOLDER, a_prompt(f"a{number}", 600, name=number))
+        bench.serve_on(OTHER, a_prompt(f"b{number}", 200, name=10 + number))
+    copies = of(ExpectCopy, bench.operate())
+    assert len(copies) == MAX_AT_ONCE
+    bench.feed(OperationCancelled(OperationId("x")))
+    assert not [more for copy in copies for more in of(ExpectCopy, bench.land(copy))]
+
+
+def test_a_drained_instance_is_a_source() -> None:
+    """Its prefix found no room elsewhere; later there is some, and a request fetches what it needs."""
+    bench = Bench("m0", "m1", num_blocks=64)
+    bench.serve_on(HOLDER, a_prompt("first", 1000))
+    (step,) = of(RunStep, bench.feed(RequestArrived(a_request("running", 1500, 1))))
+    assert step.instance_id == OTHER
+    assert not of(ExpectCopy, bench.operate())
+    assert bench.state() is OperationState.DONE
+    bench.done(OTHER, step.plan)
+    bench.finish(OTHER, "running")
+    bench.released(OTHER, "running")
+    commands = bench.feed(RequestArrived(a_prompt("second", 1100)))
+    (copy,) = of(ExpectCopy, commands)
+    assert (copy.transfer.source_ids, copy.wanted_by) == ((HOLDER,), ("second", 0))
+    (admit,) = of(AdmitPrefill, bench.land(copy))
+    assert (admit.instance_id, admit.num_reused_granules) == (OTHER, 7)
+
+
+def test_an_instance_of_the_same_role_is_chosen() -> None:
+    bench = Bench("m0", "p0", "d0", "m1")
+    bench.serve_on(HOLDER, a_prompt("first", 1000))
+    (copy,) = of(ExpectCopy, bench.operate())
+    assert copy.instance_id == OTHER
