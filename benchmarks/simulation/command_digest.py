@@ -111,6 +111,7 @@ ADDED: Sequence[str] = (
     "RequestArrived.request.always_moves",
     "RequestArrived.request.prefix_weights",
     "RequestArrived.request.weights",
+    "RequestArrived.request.session",
     "InstanceJoined.profile.weights",
     "InstanceJoined.profile.started_at",
     "StepDone.lent_share",

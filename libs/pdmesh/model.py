@@ -130,6 +130,23 @@ class SamplingParams:
     embeds: bool = False
 
 
+#: Hash of a tenant and the name that the tenant's client gave a session.
+SessionKey = NewType("SessionKey", bytes)
+
+_SessionKey = Annotated[SessionKey, Meta(min_length=16, max_length=16)]
+
+
+class SessionName(NamedTuple):
+    """The session that a request names, and the session above, if the client named that, too.
+
+    ``is_last``: the client said that the session ends with the request.
+    """
+
+    key: _SessionKey
+    parent: _SessionKey | None = None
+    is_last: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A request as the scheduling core knows it: sizes, not tokens.
@@ -142,7 +159,7 @@ class Request:
     last token. `weights` identifies the weights that drew its tokens; empty: none were drawn. `prefix` has all full
     granules of the prompt, in order; empty: no KV is reused or cached. `prefix_weights` identifies the weights for
     which `prefix` was made. The core sets `always_moves` if no instance holds the whole prompt, so that its KV has to
-    leave.
+    leave. `session` is a hint for placement and eviction, never for tokens.
     """
 
     request_id: RequestId
@@ -162,6 +179,7 @@ class Request:
     prefix: PrefixHashes = ()
     prefix_weights: str = ""
     always_moves: bool = False
+    session: SessionName | None = None
 
     @property
     def max_total_tokens(self) -> int:

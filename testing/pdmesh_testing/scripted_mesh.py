@@ -18,11 +18,12 @@ import msgspec
 from pdmesh.config import SecurityConfig
 from pdmesh.core.commands import GatewayCommand, Reject, Restart
 from pdmesh.errors import InstanceUnavailable
-from pdmesh.model import Epoch, FinishReason, InstanceId, RejectReason, RequestId, Role
+from pdmesh.model import Epoch, FinishReason, InstanceId, RejectReason, RequestId, Role, SessionKey
 from pdmesh.wire.endpoint import open_channel, serving
 from pdmesh.wire.link import FrameLink, open_link, serve_link
 from pdmesh.wire.messages import (
     CommandMessage,
+    EndSession,
     EventMessage,
     GatewayDown,
     GatewayUp,
@@ -171,6 +172,7 @@ class ScriptedMesh:
     #: Address of the scheduler, as host:port.
     address: str = ""
     submitted: list[Submit] = field(default_factory=list[Submit])
+    ended_sessions: list[SessionKey] = field(default_factory=list[SessionKey])
     cancelled: list[tuple[RequestId, Epoch]] = field(default_factory=list[tuple[RequestId, Epoch]])
     registrations: list[RegisterGateway] = field(default_factory=list[RegisterGateway])
     num_activity_asked: int = 0
@@ -310,6 +312,8 @@ class ScriptedMesh:
             case EventMessage():
                 cancelled = message.gateway_event
                 self.cancelled.append((cancelled.request_id, cancelled.epoch))
+            case EndSession(session=session):
+                self.ended_sessions.append(session)
             case NextActivity():
                 self.num_activity_asked += 1
             case _:

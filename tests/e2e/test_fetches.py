@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ async def test_a_next_turn_finds_its_prefix_after_its_holder_was_drained(tmp_pat
     with running_mesh(tmp_path, model=model, prefill=0, decode=0, mixed=2, settings=settings) as mesh:
         async with mesh.client() as client:
             cold, _ = await ask(mesh, client, [*first, *rest], 16, salt="cold")
+            client.headers["x-session-id"] = "an agent"
             _, record = await ask(mesh, client, first, 1)
             holder_id = computed_at(record)
             mesh.pdmesh("drain", holder_id)
@@ -49,3 +51,9 @@ async def test_a_next_turn_finds_its_prefix_after_its_holder_was_drained(tmp_pat
         assert warm == cold
         assert mesh.total("prefix_cache_fetched_tokens") == 1920
         assert mesh.total("num_stale_prefixes") == 0
+        (session,) = json.loads(mesh.pdmesh("sessions", "list", "-o", "json"))["sessions"]
+        assert (session["state"], session["num_turns"], session["num_reused_tokens"]) == ("between", 2, 1920)
+        assert computed_at(record) in session["cached_on"]
+        assert mesh.total("session_reused_tokens") == mesh.total("session_possible_tokens") == 1920
+        mesh.pdmesh("sessions", "end", session["session"][:6])
+        assert "ended since" in mesh.pdmesh("sessions", "show", session["session"][:6])

@@ -31,6 +31,7 @@ from pdmesh.wire.messages import (
     AdminRequest,
     CancelOperation,
     CheckMesh,
+    CloseSession,
     FollowPools,
     GetDecisions,
     GetPolicies,
@@ -38,6 +39,7 @@ from pdmesh.wire.messages import (
     GetStatus,
     ListOperations,
     ListRequests,
+    ListSessions,
     MeshStatus,
     OperationList,
     OperationStatus,
@@ -167,6 +169,7 @@ ASKS: tuple[AdminRequest, ...] = (
     CheckMesh(),
     GetRequest(request_id="x"),
     ListRequests(),
+    ListSessions(),
     GetPolicies(),
     GetDecisions(),
     ListOperations(),
@@ -179,6 +182,7 @@ CHANGES: tuple[AdminRequest, ...] = (
     StartResize(operation_id=OperationId("r"), pools=PoolCounts(prefill=1, decode=1), timeout_s=1, start_timeout_s=1),
     StartRolling(operation_id=OperationId("s"), timeout_s=1, start_timeout_s=1),
     CancelOperation(operation_id=OperationId("x")),
+    CloseSession(session="x"),
 )
 
 
@@ -299,6 +303,7 @@ def test_what_comes_from_this_machine_may_come_from_another_where_the_scheduler_
     admin = Admin(
         driver=nothing,
         records=nothing,
+        sessions=nothing,
         operations=nothing,
         actuators=nothing,
         startup_grace=nothing,

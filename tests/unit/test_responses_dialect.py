@@ -347,6 +347,7 @@ def test_what_cannot_be_understood_is_refused(fields: dict[str, Any], message: s
 def kept(response_id: str, num_bytes: int = 0) -> StoredResponse:
     return StoredResponse(
         response_id=response_id,
+        thread=response_id,
         response=b"x" * num_bytes,
         input_items=b"[]",
         conversation=b"[]",

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 app = Commands("pdmesh", "A disaggregated serving mesh for large language models.")
 requests_app = Commands("requests", "Show single requests.")
+sessions_app = Commands("sessions", "Show sessions: the agents and conversations that clients name.", default="list")
 policy_app = Commands("policy", "Show the scheduling policy, and switch it while serving.")
 config_app = Commands("config", "Show the configuration.")
 
@@ -263,6 +264,36 @@ def requests_list(
     list_requests(asked, limit)
 
 
+@sessions_app.command("list, ls", example="pdmesh sessions list -n 50")
+@asks_scheduler
+def sessions_list(
+    asked: Asked,
+    limit: Annotated[int, Option("-n", "--limit", min=1, help="How many sessions to list.")] = 20,
+) -> None:
+    """List the sessions that were used last, newest first. Ids are hashes of clients' names."""
+    from pdmesh.cli.session_view import list_sessions
+
+    list_sessions(asked, limit)
+
+
+@sessions_app.command("show", example="pdmesh sessions show 3f2a9c01")
+@asks_scheduler
+def sessions_show(asked: Asked, session: Annotated[str, Argument(metavar="ID", help="Beginning of its id.")]) -> None:
+    """Show a session: its turns, its pauses, and where its KV is cached."""
+    from pdmesh.cli.session_view import show_session
+
+    show_session(asked, session)
+
+
+@sessions_app.command("end", example="pdmesh sessions end 3f2a9c01")
+@asks_quietly
+def sessions_end(asked: Asked, session: Annotated[str, Argument(metavar="ID", help="Beginning of its id.")]) -> None:
+    """End a session: no more requests are expected of it. A further request opens it again."""
+    from pdmesh.cli.session_view import end_session
+
+    end_session(asked, session)
+
+
 @policy_app.command("list, ls", example="pdmesh policy list")
 @asks_scheduler
 def policy_list(asked: Asked) -> None:
@@ -445,7 +476,7 @@ def version() -> None:
 
 
 app.infos |= operator_app.infos
-for group in (pool_app, ops_app, requests_app, policy_app, config_app, keys_app, tls_app):
+for group in (pool_app, ops_app, requests_app, sessions_app, policy_app, config_app, keys_app, tls_app):
     app.add_typer(group)
 
 

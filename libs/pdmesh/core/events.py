@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from msgspec import Meta
+
 from pdmesh.core.operator_events import OperatorEvent
 from pdmesh.core.record_line import RecordLine, ms, over
 from pdmesh.model import (
@@ -24,6 +26,7 @@ from pdmesh.model import (
     RequestId,
     RequestKey,
     Resident,
+    SessionKey,
     TransferId,
 )
 from pdmesh.plans import ChunkDone, ResidentContext
@@ -69,6 +72,13 @@ class GatewayJoined:
     gateway_id: GatewayId
     waiting: tuple[tuple[RequestId, Epoch], ...]
     unbegun: tuple[RequestId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """End of a session, as its client or an operator says: no more requests are expected."""
+
+    session: Annotated[SessionKey, Meta(min_length=16, max_length=16)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,6 +482,7 @@ Event = (
     | GatewayEvent
     | GatewayJoined
     | GatewayLost
+    | SessionEnded
     | InstanceJoined
     | InstanceUnreachable
     | InstanceSuspected

@@ -20,6 +20,7 @@ from pdmesh.core.outbox import CommandOutbox
 from pdmesh.core.requests.broker import TransferBroker
 from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.request import RequestState
+from pdmesh.core.sessions.sessions import Sessions
 from pdmesh.core.waiting.awaiting_decode import AwaitingDecode
 from pdmesh.core.waiting.computing import Computing
 from pdmesh.core.waiting.queue import WaitingQueue
@@ -47,6 +48,7 @@ class MeshState(CommandOutbox):
     ) -> None:
         super().__init__()
         self.growth = growth
+        self.sessions = Sessions()
         self.max_lost_receivers = max_lost_receivers
         self.requests: dict[RequestId, RequestState] = {}
         self.of_gateway: dict[GatewayId, dict[RequestId, None]] = {}
@@ -72,6 +74,8 @@ class MeshState(CommandOutbox):
     def open(self, request: Request, rank: Rank, work_us: int = 0, num_reused_tokens: int = 0) -> RequestState:
         """Add a request. ``num_reused_tokens`` of its prompt are cached on some instance."""
         state = RequestState(request, rank, work_us, num_reused_tokens=num_reused_tokens)
+        if request.session is not None:
+            state.session = self.sessions.begin(request)
         self.requests[request.request_id] = state
         self.of_gateway.setdefault(request.gateway_id, {})[request.request_id] = None
         return state
@@ -395,6 +399,8 @@ class MeshState(CommandOutbox):
         """
         request_id, epoch = key = state.key
         del self.requests[request_id]
+        if state.session is not None:
+            self.sessions.end(state.session, state.request, _num_reused_tokens(state, outcome))
         self.of_gateway[state.request.gateway_id].pop(request_id, None)
         if key in self.queue:
             self.queue.remove(state)
@@ -439,3 +445,12 @@ class MeshState(CommandOutbox):
         gateway_id = state.request.gateway_id
         self.ask_to_resume(gateway_id, state.key, reason, retracted=retracted, blame=blame)
         self.end(state, Outcome.RETRACTED if retracted else Outcome.RESTARTED)
+
+
+def _num_reused_tokens(state: RequestState, outcome: Outcome) -> int | None:
+    """Return how many prompt tokens of an answered request were not computed; None if it was not answered.
+
+    A request that is cancelled while it decodes may be complete: its gateway found a stop string.
+    """
+    is_answered = outcome is Outcome.FINISHED or (outcome is Outcome.CANCELLED and state.decodes)
+    return state.num_reused_tokens if is_answered else None

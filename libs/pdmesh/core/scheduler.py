@@ -54,6 +54,7 @@ from pdmesh.core.events import (
     RequestCancelled,
     RequestDropped,
     RequestFinished,
+    SessionEnded,
     StepDone,
     Tick,
     TokenLinkReported,
@@ -82,6 +83,8 @@ from pdmesh.core.recovery.reconcile import Reconciler
 from pdmesh.core.request_ends import RequestEnds
 from pdmesh.core.requests.phases import Phase
 from pdmesh.core.requests.request import RequestView
+from pdmesh.core.sessions.session_state import Session
+from pdmesh.core.sessions.sessions import Sessions
 from pdmesh.core.steps.packer import Packer
 from pdmesh.core.steps.step_reports import StepReports
 from pdmesh.core.waiting.fairness import TenantView
@@ -222,6 +225,16 @@ class SchedulerCore:
         return self._mesh.queue.counters.views
 
     @property
+    def sessions(self) -> Sessions:
+        """The sessions that requests named."""
+        return self._mesh.sessions
+
+    def holders_of(self, session: Session) -> list[InstanceId]:
+        """Return the instances that cache the KV of a session's latest prompt."""
+        mask = 0 if session.tail is None else self._mesh.cache_index.mask_of(session.tail)
+        return [each.instance_id for each in self._mesh.instances.values() if mask >> each.number & 1]
+
+    @property
     def operations(self) -> list[OperationRecord]:
         """Operators' operations that run, and the last ended ones, in the order in which they came."""
         return self._operations.records.all
@@ -302,6 +315,7 @@ class SchedulerCore:
             # The event only improves predictions, so no decision follows.
             return commands
         self._admission.passed(now_s)
+        self._mesh.sessions.now_s = now_s
         self._mesh.cut.expire(now_s)
         self._mesh.links.expire(now_s)
         if self._due_s <= now_s:
@@ -382,6 +396,7 @@ class SchedulerCore:
         self._operations.register(handlers)
         handlers.on(BundleChangeRequested, self._choice.change)
         handlers.on(BatchingChangeRequested, self._choice.change_batching)
+        handlers.on(SessionEnded, self._session_ended)
         handlers.on(Tick, self._ticked)
         handlers.check(get_args(Event))
         return handlers
@@ -439,6 +454,10 @@ class SchedulerCore:
             self._mesh.cut.note(event.request.gateway_id, event.silent_source_id, now_s)
         self._new_requests.arrived(event.request, self._choice, now_s)
 
+    def _session_ended(self, event: SessionEnded) -> None:
+        if not self._mesh.sessions.close(event.session):
+            self._mesh.ignore("SessionEnded")
+
     # --- time ---
 
     def _ticked(self, _: Tick) -> None:
@@ -463,6 +482,7 @@ class SchedulerCore:
     def check_integrity(self) -> None:
         """Raise AssertionError if any part of the state is inconsistent."""
         check_integrity(self._mesh)
+        self._mesh.sessions.check_integrity()
         self._operations.check_integrity()
         self._moves.check_integrity()
         self._parts.check_integrity()

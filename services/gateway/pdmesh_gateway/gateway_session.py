@@ -19,10 +19,11 @@ from pdmesh.config import SecurityConfig
 from pdmesh.core.commands import ForgetRequest, GatewayCommand, Reject, Restart
 from pdmesh.core.events import RequestCancelled
 from pdmesh.errors import ProtocolError, RequestRejected
-from pdmesh.model import Epoch, GatewayId, RequestId
+from pdmesh.model import Epoch, GatewayId, RequestId, SessionKey
 from pdmesh.wire.messages import (
     Activity,
     CommandMessage,
+    EndSession,
     EventMessage,
     GatewayDown,
     GatewayHeartbeat,
@@ -172,6 +173,10 @@ class GatewaySession:
     def cancel(self, request_id: RequestId, epoch: Epoch, *, num_output_tokens: int) -> None:
         """Ask the scheduler to free a request. Without a scheduler nothing is sent: see the module's docstring."""
         self._post(EventMessage.of(RequestCancelled(self._gateway_id, request_id, epoch, num_output_tokens)))
+
+    def end_session(self, session: SessionKey) -> None:
+        """Tell the scheduler that a session has ended. Without a scheduler nothing is sent."""
+        self._post(EndSession(session=session))
 
     def ask_activity(self) -> None:
         """Ask for the next `Activity`.

@@ -313,6 +313,7 @@ class Generator:
             num_tokens_before=transcript.num_tokens_before,
             age_s=transcript.age_s,
             silent_source_id=transcript.silent_source,
+            session=transcript.session,
             others=tuple(OtherChoice(other.request_id, other.params.seed) for other in others),
         )
         self._link.submit(submit)
@@ -349,6 +350,7 @@ class Generator:
             slo=job.slo,
             traceparent=traceparent,
             label=job.label,
+            session=job.session,
         )
         return Choice(
             index=index,

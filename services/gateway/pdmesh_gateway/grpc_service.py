@@ -233,6 +233,7 @@ class _Inference(pb_grpc.InferenceServicer):
             ),
             traceparent=metadata.get("traceparent"),
             received_at=received_at,
+            session=self._serving.session_names.find(client.name, metadata.get),
         )
 
     @asynccontextmanager

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.metrics import NO_SLO, Slo
-from pdmesh.model import SamplingParams
+from pdmesh.model import SamplingParams, SessionName
 from pdmesh_gateway.dialects import Dialect
 from pdmesh_gateway.items import ItemParser, ItemWriter
 
@@ -37,6 +37,7 @@ class GenerationJob:
     tenant: str = ""
     share: int = 1
     cache_salt: str = ""
+    session: SessionName | None = None
     traceparent: str | None = None
     max_wait_s: float = 3600.0
     dialect: Dialect

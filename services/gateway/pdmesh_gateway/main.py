@@ -40,6 +40,7 @@ from pdmesh_gateway.pooling import load_pooling
 from pdmesh_gateway.prompt_prefixes import Prefixes
 from pdmesh_gateway.reject_cache import RejectCache
 from pdmesh_gateway.serving import Serving
+from pdmesh_gateway.session_names import SessionNames
 from pdmesh_gateway.templates import RequestTemplates
 from pdmesh_gateway.token_server import serve_tokens
 from pdmesh_gateway.transcripts import Transcripts
@@ -115,6 +116,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                 pooling=pooling,
                 grammars=GrammarChecker(judge),
                 generator=generator,
+                session_names=SessionNames(config.security.mesh_token),
                 link=link,
                 admission=RequestLimiter(
                     max_requests=gateway.max_concurrent_requests, max_bytes=gateway.max_queued_bytes

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdmesh.metrics import Slo
-from pdmesh.model import SamplingParams
+from pdmesh.model import SamplingParams, SessionName
 from pdmesh_gateway.auth import Client
 from pdmesh_gateway.dialects import Dialect
 from pdmesh_gateway.items import ItemParser, ItemWriter
@@ -30,6 +30,7 @@ class RequestCaller:
     slo: Slo
     traceparent: str | None
     received_at: float
+    session: SessionName | None = None
 
 
 async def generation_job(
@@ -90,6 +91,7 @@ def job_of(
         tenant=client.name,
         share=client.share,
         cache_salt=cache_salt(fields.cache_salt),
+        session=caller.session,
         request_id=caller.request_id,
         label=caller.label,
         prompts=prompts,

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.errors import RequestRejected
 from pdmesh.metrics import NO_SLO, Slo
-from pdmesh.model import Epoch, GatewayId, InstanceId, RequestId, SamplingParams
+from pdmesh.model import Epoch, GatewayId, InstanceId, RequestId, SamplingParams, SessionName
 from pdmesh.wire.messages import Generation, PromptLogprobs, StreamHandover, TokenLogprobs, TokenOut, pack_token_ids
 from pdmesh_gateway.mailbox import Mailbox
 from pdmesh_gateway.prompt_prefixes import PromptPrefix
@@ -98,6 +98,7 @@ class Transcript:
     num_tokens_before: int = 0
     traceparent: str | None = None
     label: str = ""
+    session: SessionName | None = None
     epoch: Epoch = FIRST_EPOCH
     output: array.array[int] = field(default_factory=lambda: array.array("i"))
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])

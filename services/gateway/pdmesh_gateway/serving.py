@@ -29,6 +29,7 @@ from pdmesh_gateway.pooling import Pooling
 from pdmesh_gateway.protocol.sampling_fields import SamplingFields, StreamOptions
 from pdmesh_gateway.reject_cache import RejectCache
 from pdmesh_gateway.sampling import Truncation, bad_token_sequences, invalid, too_long
+from pdmesh_gateway.session_names import SessionNames
 from pdmesh_gateway.text_stream import TextStream
 
 MAX_LABEL_CHARS = 128
@@ -63,6 +64,7 @@ class Serving:
     pooling: Pooling
     grammars: GrammarChecker
     generator: Generator
+    session_names: SessionNames
     link: GatewaySession
     admission: RequestLimiter
     reject_cache: RejectCache

@@ -20,6 +20,7 @@ import msgspec
 import structlog
 
 from pdmesh.apikeys import Operator
+from pdmesh.core.events import SessionEnded
 from pdmesh.core.operator_events import (
     BatchingChangeRequested,
     BundleChangeRequested,
@@ -43,6 +44,7 @@ from pdmesh.wire.messages import (
     CancelOperation,
     Change,
     CheckMesh,
+    CloseSession,
     FollowPools,
     GetDecisions,
     GetPolicies,
@@ -50,9 +52,11 @@ from pdmesh.wire.messages import (
     GetStatus,
     ListOperations,
     ListRequests,
+    ListSessions,
     OperationList,
     Policies,
     RequestList,
+    SessionList,
     SetBatching,
     SetPolicy,
     StartOperation,
@@ -67,6 +71,7 @@ from pdmesh_scheduler.mesh_check import MeshCheck
 from pdmesh_scheduler.operation_progress import OperationStatuses
 from pdmesh_scheduler.operator_tokens import Operators
 from pdmesh_scheduler.request_records import RequestRecords
+from pdmesh_scheduler.session_statuses import SessionStatuses
 from pdmesh_scheduler.startup_grace import StartupGrace
 from pdmesh_scheduler.tenants import TenantUsage
 
@@ -88,6 +93,7 @@ class Admin:
 
     driver: Driver
     records: RequestRecords
+    sessions: SessionStatuses
     operations: OperationStatuses
     actuators: ActuatorLinks
     startup_grace: StartupGrace
@@ -126,6 +132,7 @@ class Admin:
         | CheckMesh
         | GetRequest
         | ListRequests
+        | ListSessions
         | GetPolicies
         | GetDecisions
         | ListOperations
@@ -148,6 +155,11 @@ class Admin:
                 return AdminError(message=f"no request {question.request_id!r} is remembered")
             case ListRequests(limit=limit):
                 return RequestList(requests=self.records.newest(limit))
+            case ListSessions(limit=limit, session=""):
+                return SessionList(sessions=self.sessions.newest(limit))
+            case ListSessions(session=beginning):
+                found = self.sessions.find(beginning)
+                return SessionList(sessions=self.sessions.statuses(found)) if found else _unknown_session(beginning)
             case GetPolicies():
                 return self._policies()
             case GetDecisions(start=start):
@@ -265,6 +277,12 @@ class Admin:
             case CancelOperation(operation_id=operation_id):
                 await self.driver.act(OperationCancelled(operation_id))
                 return self.operations.of(operation_id) or _unknown(operation_id)
+            case CloseSession(session=beginning):
+                found = self.sessions.find(beginning)
+                if len(found) != 1:
+                    return _unknown_session(beginning, len(found))
+                await self.driver.act(SessionEnded(found[0].key))
+                return SessionList(sessions=self.sessions.statuses(found))
             case _:
                 assert_never(change)
 
@@ -297,6 +315,12 @@ def is_local(peer: str) -> bool:
 
 def _is_id(operation_id: str) -> bool:
     return 0 < len(operation_id) <= MAX_ID_LENGTH and "/" not in operation_id
+
+
+def _unknown_session(beginning: str, num_found: int = 0) -> AdminError:
+    if num_found:
+        return AdminError(message=f"{num_found} sessions begin with {beginning!r}: give more of the id")
+    return AdminError(message=f"no session begins with {beginning!r}: `pdmesh sessions` lists them")
 
 
 def _unknown(operation_id: str) -> AdminError:

@@ -13,7 +13,7 @@ import structlog
 
 from pdmesh.config import SchedulerConfig
 from pdmesh.core.commands import Reject
-from pdmesh.core.events import GatewayJoined, GatewayLost, RequestArrived
+from pdmesh.core.events import GatewayJoined, GatewayLost, RequestArrived, SessionEnded
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.model import (
     GRANULE_TOKENS,
@@ -28,6 +28,7 @@ from pdmesh.prefixes import HASH_BYTES
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
     CommandMessage,
+    EndSession,
     EventMessage,
     GatewayDown,
     GatewayHeartbeat,
@@ -164,6 +165,10 @@ class GatewayStreams:
                             await self.driver.submit(RequestArrived(request, message.silent_source_id), generation)
                         else:
                             self._refuse(gateway_id, generation, why)
+                case EndSession(session=key):
+                    if len(key) != HASH_BYTES:
+                        raise ProtocolError(f"{gateway_id} names a session by {len(key)} bytes")
+                    await self.driver.submit(SessionEnded(key))
                 case NextActivity():
                     self.driver.activity.asked(gateway_id)
                 case EventMessage():
@@ -196,6 +201,8 @@ def _impossible(submit: Submit, gateway_id: GatewayId) -> str | None:
         return "has the id of another gateway's request"
     if len(generation.token_ids) % 4 or not 1 <= generation.num_prompt_tokens <= generation.num_tokens:
         return f"has {len(generation.token_ids)} bytes of tokens for {generation.num_prompt_tokens} prompt tokens"
+    if submit.session is not None and {len(key) for key in submit.session[:2] if key is not None} != {HASH_BYTES}:
+        return "names a session by more or less than a hash"
     if len(generation.prefix_root) not in (0, HASH_BYTES):
         return f"has a root of {len(generation.prefix_root)} bytes for the hashes of its granules"
     if len(generation.prefix) != (generation.num_tokens // GRANULE_TOKENS if generation.prefix_root else 0):
@@ -235,4 +242,5 @@ def _request(submit: Submit, generation: Generation, now_s: float, index: int) -
         weights=generation.weights,
         prefix=generation.prefix,
         prefix_weights=generation.prefix_weights,
+        session=submit.session,
     )

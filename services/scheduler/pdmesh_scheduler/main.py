@@ -50,6 +50,7 @@ from pdmesh_scheduler.peer_streams import Leases, Peers
 from pdmesh_scheduler.request_records import RequestRecords
 from pdmesh_scheduler.scheduler_metrics import SchedulerMetrics
 from pdmesh_scheduler.scheduler_spans import SchedulerSpans
+from pdmesh_scheduler.session_statuses import SessionStatuses
 from pdmesh_scheduler.standby.leader_term import ALONE, LeaderTerm
 from pdmesh_scheduler.startup_grace import REGISTER_S, StartupGrace
 from pdmesh_scheduler.tenants import TenantUsage
@@ -197,6 +198,7 @@ async def _lead(
             "Admin": Admin(
                 driver=driver,
                 records=records,
+                sessions=SessionStatuses(core, clock),
                 operations=operations,
                 actuators=actuators,
                 startup_grace=startup_grace,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counted
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -22,6 +23,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.requests.histories import Attempt, Chunk, CrossedClass
 from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.core.sessions.session_state import SessionState
 from pdmesh.model import InstanceId, OwnDecodeSteps
 from pdmesh.policy.batching import Mode
 from pdmesh.telemetry.exposition import Aliases
@@ -294,4 +296,18 @@ class _CoreCollector(Collector):
         )
         for link in self._core.link_rates:
             links.add_metric([link.source, link.destination], link.bytes_per_s)
-        yield from (usage, queued, exclusive, gain, ignored, used, waiting, links)
+        states = GaugeMetricFamily(
+            "pdmesh:sessions", "Sessions that clients named, by what they do now", labels=["state"]
+        )
+        numbers = Counted(session.state for session in self._core.sessions.all)
+        for state in SessionState:
+            states.add_metric([state], numbers[state])
+        reused = CounterMetricFamily(
+            "pdmesh:session_reused_tokens", "Prompt tokens of sessions that were not computed again"
+        )
+        reused.add_metric([], self._core.sessions.num_reused_tokens)
+        possible = CounterMetricFamily(
+            "pdmesh:session_possible_tokens", "Prompt tokens of sessions that an earlier turn had computed"
+        )
+        possible.add_metric([], self._core.sessions.num_possible_tokens)
+        yield from (usage, queued, exclusive, gain, ignored, used, waiting, links, states, reused, possible)

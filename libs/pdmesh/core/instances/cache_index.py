@@ -52,6 +52,10 @@ class GranuleIndex:
         _note(found, left, depth)
         return found
 
+    def mask_of(self, granule: PrefixHash) -> int:
+        """Return the instances that have a granule, as a mask."""
+        return self._masks.get(granule, 0)
+
     def of(self, bit: int) -> set[PrefixHash]:
         """Return the granules of one instance. Slow, for checks: looks at the whole index."""
         return {granule for granule, mask in self._masks.items() if mask & bit}

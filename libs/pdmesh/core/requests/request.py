@@ -13,6 +13,7 @@ from typing import NamedTuple
 from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.group_state import GroupState
 from pdmesh.core.requests.phases import DECODES, FACTS, IN_PREFILL, TRANSITIONS, Facts, IllegalTransition, Phase
+from pdmesh.core.sessions.session_state import Session
 from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PartMember, PrefixHash, Request, RequestId, RequestKey
 from pdmesh.plans import KvShard, PrefillGroup
 from pdmesh.policy.seams import PrefillOrder
@@ -90,6 +91,7 @@ class RequestState:
     chunks_in_flight: set[tuple[InstanceId, int]] = field(default_factory=set[tuple[InstanceId, int]])
     #: The group that computes the prompt; None: one instance alone.
     group: GroupState | None = None
+    session: Session | None = None
     key: RequestKey = field(init=False)
     #: Tie-breaker between requests that an order ranks equally. Epochs of one request share the arrival time.
     arrival: tuple[float, RequestId, Epoch] = field(init=False)

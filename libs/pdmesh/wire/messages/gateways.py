@@ -12,6 +12,8 @@ from pdmesh.model import (
     GatewayId,
     InstanceId,
     RequestId,
+    SessionKey,
+    SessionName,
 )
 from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message, StandingBy
 from pdmesh.wire.messages.generation import Generation
@@ -54,6 +56,7 @@ class Submit(Message, frozen=True, kw_only=True):
     * ``tenant``, ``share``: name and share of the API key of the request.
     * ``num_tokens_before``: number of tokens in earlier prompts of the same client request.
     * ``age_s``: for a resumed request, seconds since it was first submitted.
+    * ``session``: the session that the client named.
     * ``silent_source_id``: for a request resumed because its tokens stopped coming, the instance that sent them.
     """
 
@@ -66,6 +69,7 @@ class Submit(Message, frozen=True, kw_only=True):
     share: int = 1
     num_tokens_before: int = 0
     age_s: float = 0.0
+    session: SessionName | None = None
     silent_source_id: InstanceId | None = None
 
     def generations(self) -> Iterator[Generation]:
@@ -77,11 +81,17 @@ class Submit(Message, frozen=True, kw_only=True):
             yield msgspec.structs.replace(first, request_id=other.request_id, params=params)
 
 
+class EndSession(Message, frozen=True, kw_only=True):
+    """The end of a session, as its client asked."""
+
+    session: SessionKey
+
+
 class NextActivity(Message, frozen=True, kw_only=True):
     """A request for the next `Activity`, for a page that watches the mesh. Each one is requested separately."""
 
 
-GatewayUp = RegisterGateway | GatewayHeartbeat | Submit | EventMessage | NextActivity
+GatewayUp = RegisterGateway | GatewayHeartbeat | Submit | EventMessage | EndSession | NextActivity
 
 
 class WelcomeGateway(Message, frozen=True, kw_only=True):

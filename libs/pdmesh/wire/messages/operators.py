@@ -62,6 +62,22 @@ class ListRequests(Message, frozen=True, kw_only=True):
     limit: int = 20
 
 
+class ListSessions(Message, frozen=True, kw_only=True):
+    """A question for sessions. Answered by a `SessionList`, newest first.
+
+    ``session`` is the beginning of an id; if it is set, the answer has the sessions whose ids begin like this.
+    """
+
+    limit: int = 20
+    session: str = ""
+
+
+class CloseSession(Message, frozen=True, kw_only=True):
+    """The end of a session, by the beginning of its id. Answered by a `SessionList` with this session."""
+
+    session: str
+
+
 class GetPolicies(Message, frozen=True, kw_only=True):
     """A question for the policies in use. Answered by `Policies`."""
 
@@ -147,6 +163,7 @@ AdminRequest = (
     | CheckMesh
     | GetRequest
     | ListRequests
+    | ListSessions
     | GetPolicies
     | GetDecisions
     | SetPolicy
@@ -155,13 +172,14 @@ AdminRequest = (
     | StartResize
     | StartRolling
     | CancelOperation
+    | CloseSession
     | ListOperations
     | WaitOperation
     | FollowPools
 )
 
 #: Requests that change the mesh, which only operators may send.
-Change = SetPolicy | SetBatching | StartOperation | StartResize | StartRolling | CancelOperation
+Change = SetPolicy | SetBatching | StartOperation | StartResize | StartRolling | CancelOperation | CloseSession
 
 
 class OperationStatus(Message, frozen=True, kw_only=True):
@@ -268,6 +286,39 @@ class RequestList(Message, frozen=True, kw_only=True):
     requests: tuple[RequestRecord, ...]
 
 
+class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A session that a client named.
+
+    * ``session``, ``parent``: ids, which are hashes of names.
+    * ``state``: as in `pdmesh.core.sessions.session_state.SessionState`; ``since_s``: seconds in this state.
+    * ``pause_s``: expected time between two turns; None: not known yet.
+    * ``num_children``: number of known child sessions.
+    * ``num_prompt_tokens``: of the latest prompt.
+    * ``num_reused_tokens``, ``num_possible_tokens``: prompt tokens that were not computed again, and that an earlier
+      turn had computed.
+    * ``cached_on``: instances that have the KV of the latest prompt.
+    """
+
+    session: str
+    tenant: str
+    state: str
+    since_s: float
+    pause_s: float | None
+    parent: str | None
+    num_children: int
+    num_turns: int
+    num_prompt_tokens: int
+    num_reused_tokens: int
+    num_possible_tokens: int
+    cached_on: tuple[InstanceId, ...]
+
+
+class SessionList(Message, frozen=True, kw_only=True):
+    """The answer to `ListSessions` and `CloseSession`."""
+
+    sessions: tuple[SessionStatus, ...]
+
+
 class Policies(Message, frozen=True, kw_only=True):
     """The answer to `GetPolicies`, `SetPolicy` and `SetBatching`.
 
@@ -291,6 +342,7 @@ AdminResponse = (
     | MeshChecked
     | RequestRecord
     | RequestList
+    | SessionList
     | Policies
     | LatestDecisions
     | OperationStatus

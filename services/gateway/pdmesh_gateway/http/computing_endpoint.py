@@ -124,6 +124,9 @@ class ComputingEndpoint(ABC, Generic[RequestT]):
             ),
             traceparent=exchange.header("traceparent"),
             received_at=exchange.received_at,
+            session=self._serving.session_names.find(
+                exchange.known_client.name, exchange.header, fields.prompt_cache_key, exchange.thread, _user_of(fields)
+            ),
         )
 
 
@@ -135,3 +138,9 @@ def _target_s(exchange: Exchange, header: str, name: str, field: float | None) -
     own_s = target_s(name, field)
     given = exchange.header(header)
     return own_s if given is None else target_s(header, given)
+
+
+def _user_of(fields: SamplingFields) -> str | None:
+    """Return the name of a client's user. Anthropic's clients send one in ``metadata``."""
+    user_id = (fields.metadata or {}).get("user_id")
+    return fields.user or (user_id if isinstance(user_id, str) else None)

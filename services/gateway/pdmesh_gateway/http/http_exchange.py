@@ -38,7 +38,8 @@ _PRINTABLE = bytes(byte if 0x20 <= byte != 0x7F else 0x3F for byte in range(256)
 class Exchange:
     """An HTTP request, and the methods that answer it.
 
-    ``request_id`` is the gateway's own; ``label`` is the client's id and is echoed. ``client`` is None until a key has
+    ``request_id`` is the gateway's own; ``label`` is the client's id and is echoed. ``thread`` is the id of the first
+    stored response of the conversation that the request continues. ``client`` is None until a key has
     been checked, and if none is required. ``started``: the response's head was sent. ``ended``: all of the response was
     sent. ``received_at`` is Unix time in seconds.
     """
@@ -50,6 +51,7 @@ class Exchange:
     headers: dict[bytes, bytes]
     dialect: Dialect = NO_DIALECT
     label: str = ""
+    thread: str = ""
     client: Client | None = None
     started: bool = False
     ended: bool = False

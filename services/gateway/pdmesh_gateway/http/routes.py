@@ -51,6 +51,7 @@ def build_app(serving: Serving) -> ASGIApp:
         ("/v1/responses/{response_id}", "GET DELETE", stored.one, "generate"),
         ("/v1/responses/{response_id}/cancel", "POST", stored.cancel, "generate"),
         ("/v1/responses/{response_id}/input_items", "GET", stored.input_items, "generate"),
+        ("/v1/sessions/{name:path}", "DELETE", utility.end_session, "generate"),
         ("/v1/models", "GET", utility.models, "models"),
         ("/v1/models/{model:path}", "GET", utility.model, "models"),
         ("/tokenize", "POST", utility.tokenize, "tokenize"),

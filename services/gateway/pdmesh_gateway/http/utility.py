@@ -82,6 +82,12 @@ class UtilityEndpoints:
         tokenizer = self._serving.tokenizer
         await exchange.respond_json({**tokenizer.config, "chat_template": tokenizer.template_source or None})
 
+    async def end_session(self, exchange: Exchange) -> None:
+        """Answer ``DELETE /v1/sessions/{name}``: no more requests of the client's session are expected."""
+        name = exchange.scope["path_params"]["name"]
+        self._serving.link.end_session(self._serving.session_names.key(exchange.known_client.name, name))
+        await exchange.respond_json({"id": name, "object": "session", "deleted": True})
+
     async def load(self, exchange: Exchange) -> None:
         """Send the number of running requests, in vLLM's shape."""
         await exchange.respond_json({"server_load": self._serving.admission.num_requests})

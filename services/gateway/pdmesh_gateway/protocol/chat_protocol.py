@@ -88,7 +88,6 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     include_reasoning: Annotated[bool | None, neutral(True)] = None
     reasoning_effort: str | None = None
     mm_processor_kwargs: Inert[dict[str, Any] | None] = None
-    prompt_cache_key: Inert[str | None] = None
     prompt_cache_retention: Inert[str | None] = None
     safety_identifier: Inert[str | None] = None
     service_tier: Inert[str | None] = None

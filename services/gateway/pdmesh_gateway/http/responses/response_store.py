@@ -20,11 +20,13 @@ _OVERHEAD_BYTES = 1024
 class StoredResponse:
     """A stored response as JSON, with its input.
 
-    ``input_items`` is the list of items of the response's own request. ``conversation`` is the list of all items up to
-    and including its output. ``output_items`` is by id. ``events`` is set for a response in the background.
+    ``thread`` is the id of the conversation's first response. ``input_items`` is the list of items of the response's
+    own request. ``conversation`` is the list of all items up to and including its output. ``output_items`` is by id.
+    ``events`` is set for a response in the background.
     """
 
     response_id: str
+    thread: str
     response: bytes
     input_items: bytes
     conversation: bytes

@@ -149,7 +149,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
 
         def keep(response: ResponseObject) -> None:
             if keeps:
-                self._stored.kept.put(tenant, _kept(response, asked))
+                self._stored.kept.put(tenant, _kept(response, asked, exchange.thread))
 
         begun = _begun(request, job, model=request.model or serving.model, store=keeps)
         if request.enable_response_messages:
@@ -179,6 +179,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
             if len(kept.conversation) > most_bytes:
                 raise invalid("previous_response_id", "This conversation has become too long: begin another one.")
             before = await items_in(kept.conversation)
+            exchange.thread = kept.thread
         every = [*before, *own]
         kinds = {kind_of(item) for item in every} - KNOWN_ITEMS
         tools = {str(tool.get("type")) for tool in request.tools or []} - {"function"}
@@ -242,11 +243,12 @@ def _begun(request: ResponsesRequest, job: GenerationJob, *, model: str, store: 
     )
 
 
-def _kept(response: ResponseObject, asked: _Input) -> StoredResponse:
+def _kept(response: ResponseObject, asked: _Input, thread: str) -> StoredResponse:
     items = {item.id: msgspec.json.encode(item) for item in response.output}
     conversation = b",".join(filter(None, (asked.every[1:-1], *items.values())))
     return StoredResponse(
         response_id=response.id,
+        thread=thread or response.id,
         response=msgspec.json.encode(response),
         input_items=asked.own,
         conversation=b"[" + conversation + b"]",

@@ -1,0 +1,175 @@
+"""All sessions, in bounded memory.
+
+A request that names a session opens it. A session is forgotten after it was idle for a while. If there is no room for
+another one, the tenant with the most sessions loses its longest idle one. A session with live requests is never
+forgotten. No request fails because of its session: beyond the limits it is served as if it named none.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from math import exp, log
+
+from pdmesh.core.sessions.session_state import Session
+from pdmesh.model import Request, SessionKey
+
+#: Time without a live request after which a session is forgotten.
+IDLE_S = 300.0
+
+#: Most sessions, of all tenants and of one.
+MAX_SESSIONS = 65_536
+MAX_OF_TENANT = 4_096
+
+#: Most child sessions of one session, and most generations below a session without a parent.
+MAX_CHILDREN = 64
+MAX_GENERATIONS = 8
+
+#: Number of pauses that the usual pause follows.
+_PAUSES_REMEMBERED = 256
+
+#: Usual pause before one was seen: about the time of a tool call.
+_FIRST_PAUSE_S = 5.0
+
+
+class _OfTenant:
+    """Number of a tenant's sessions, and the ones without live requests, the longest idle first."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.idle: OrderedDict[SessionKey, Session] = OrderedDict()
+
+
+class Sessions:
+    """Sessions by key. The keys of two tenants never agree, since a key is a hash of the tenant and the name.
+
+    ``now_s`` is the time of the present event. ``num_possible_tokens`` and ``num_reused_tokens`` are sums as of
+    `Session`, including forgotten sessions.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.num_possible_tokens = 0
+        self.num_reused_tokens = 0
+        self._all: dict[SessionKey, Session] = {}
+        self._tenants: dict[str, _OfTenant] = {}
+        self._log_pause = log(_FIRST_PAUSE_S)
+        self._num_pauses = 0
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def all(self) -> Collection[Session]:
+        """All sessions, in the order in which they were opened."""
+        return self._all.values()
+
+    @property
+    def usual_pause_s(self) -> float:
+        """Geometric mean of recent pauses of all sessions."""
+        return exp(self._log_pause)
+
+    def find(self, key: SessionKey) -> Session | None:
+        """Return a session; None if it is unknown or forgotten."""
+        return self._all.get(key)
+
+    def return_s(self, session: Session) -> float:
+        """Return the expected time of a session's next turn; infinite if it ended."""
+        return session.return_s(self.now_s, self.usual_pause_s)
+
+    # --- requests ---
+
+    def begin(self, request: Request) -> Session | None:
+        """Begin or continue the turn of a request. Return its session; None if it names none, or there is no room."""
+        name = request.session
+        if name is None:
+            return None
+        if (own := self._tenants.get(request.tenant)) is not None:
+            self._expire(own)
+        session = self._all.get(name.key) or self._open(request.tenant, name.key, name.parent)
+        if session is None:
+            return None
+        self._tenants[session.tenant].idle.pop(session.key, None)
+        pause_s = session.begin(request, self.now_s)
+        if pause_s is not None:
+            self._num_pauses = min(self._num_pauses + 1, _PAUSES_REMEMBERED)
+            self._log_pause += (log(pause_s) - self._log_pause) / self._num_pauses
+        return session
+
+    def end(self, session: Session, request: Request, num_reused_tokens: int | None) -> None:
+        """End a request of a session, of whose prompt ``num_reused_tokens`` were not computed; None: no answer.
+
+        Only answered requests count in the sums.
+        """
+        if num_reused_tokens is not None:
+            self.num_possible_tokens += session.finish(request, num_reused_tokens)
+            self.num_reused_tokens += num_reused_tokens
+        session.let_go(self.now_s)
+        if not session.num_live:
+            self._tenants[session.tenant].idle[session.key] = session
+
+    def close(self, key: SessionKey) -> bool:
+        """End a session as its client asked; return whether it was known."""
+        session = self._all.get(key)
+        if session is not None:
+            session.is_ended = True
+        return session is not None
+
+    # --- bounds ---
+
+    def expire(self) -> None:
+        """Forget the sessions that were idle for too long. Until then, a tenant's own requests do so for its own."""
+        for own in list(self._tenants.values()):
+            self._expire(own)
+
+    def _expire(self, own: _OfTenant) -> None:
+        while own.idle:
+            longest = next(iter(own.idle.values()))
+            if longest.since_s + IDLE_S > self.now_s:
+                return
+            self._forget(longest)
+
+    def _open(self, tenant: str, key: SessionKey, parent_key: SessionKey | None) -> Session | None:
+        own = self._tenants.get(tenant)
+        if own is not None and own.number >= MAX_OF_TENANT:
+            if not own.idle:
+                return None
+            self._forget(next(iter(own.idle.values())))
+        elif len(self._all) >= MAX_SESSIONS:
+            most = max(self._tenants.values(), key=_number)
+            if not most.idle:
+                return None
+            self._forget(next(iter(most.idle.values())))
+        parent = None if parent_key is None else self._all.get(parent_key)
+        if parent is not None and (parent.num_children >= MAX_CHILDREN or parent.generation >= MAX_GENERATIONS):
+            parent = None
+        session = self._all[key] = Session(key, tenant, parent, self.now_s)
+        if parent is not None:
+            parent.num_children += 1
+        self._tenants.setdefault(tenant, _OfTenant()).number += 1
+        return session
+
+    def _forget(self, session: Session) -> None:
+        del self._all[session.key]
+        own = self._tenants[session.tenant]
+        del own.idle[session.key]
+        own.number -= 1
+        if not own.number:
+            del self._tenants[session.tenant]
+        if session.parent is not None:
+            session.parent.num_children -= 1
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the indexes of sessions differ."""
+        idle = {key for key, session in self._all.items() if not session.num_live}
+        numbers: dict[str, int] = {}
+        for session in self._all.values():
+            numbers[session.tenant] = numbers.get(session.tenant, 0) + 1
+            assert session.num_live >= 0, f"session {session.key.hex()} has {session.num_live} live requests"
+        assert numbers == {name: own.number for name, own in self._tenants.items()}, "sessions of a tenant miscounted"
+        of_tenants = {key for own in self._tenants.values() for key in own.idle}
+        assert idle == of_tenants, "idle sessions of a tenant miscounted"
+
+
+def _number(own: _OfTenant) -> int:
+    return own.number

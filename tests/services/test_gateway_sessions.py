@@ -1,0 +1,99 @@
+"""Sessions at the gateway: each request takes its client's name for one to the scheduler, as a hash."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+
+from pdmesh.model import SessionName
+from pdmesh_gateway.proto import pdmesh_pb2 as pb
+from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
+from pdmesh_gateway.session_names import SessionNames
+from pdmesh_testing.running_gateway import RunningGateway, running_gateway
+from pdmesh_testing.scripted_mesh import ScriptedMesh, scripted_mesh
+
+pytestmark = pytest.mark.anyio
+
+NAMES = SessionNames("")
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2}
+TEXT: dict[str, Any] = {"prompt": "abc", "max_tokens": 2}
+RESPONSE: dict[str, Any] = {"input": "abc", "max_output_tokens": 2}
+
+
+@asynccontextmanager
+async def served(model: Path) -> AsyncGenerator[tuple[ScriptedMesh, RunningGateway, httpx.AsyncClient]]:
+    async with (
+        scripted_mesh() as mesh,
+        running_gateway(model, mesh.address) as running,
+        httpx.AsyncClient(base_url=running.url) as client,
+    ):
+        await mesh.until(lambda: len(mesh.registrations) == 1)
+        yield mesh, running, client
+
+
+def name(text: str, tenant: str = "") -> SessionName:
+    return SessionName(key=NAMES.key(tenant, text))
+
+
+async def test_every_endpoint_passes_the_name_of_a_session_on(model: Path) -> None:
+    async with served(model) as (mesh, _, client):
+        asked: list[tuple[str, dict[str, Any], dict[str, str], str]] = [
+            ("/v1/chat/completions", CHAT, {"X-Session-Affinity": "a"}, "a"),
+            ("/v1/chat/completions", {**CHAT, "prompt_cache_key": "k", "user": "u"}, {}, "k"),
+            ("/v1/completions", {**TEXT, "user": "u"}, {}, "u"),
+            ("/v1/completions", {**TEXT, "prompt_cache_key": "k"}, {"X-Session-ID": "s"}, "s"),
+            ("/v1/responses", {**RESPONSE, "prompt_cache_key": "k"}, {}, "k"),
+            ("/v1/messages", {**CHAT, "model": "tiny", "metadata": {"user_id": "u"}}, {}, "u"),
+        ]
+        for path, body, headers, expected in asked:
+            assert (await client.post(path, json=body, headers=headers)).status_code == 200, path
+            assert mesh.submitted[-1].session == name(expected), path
+        await client.post("/v1/completions", json=TEXT)
+        assert mesh.submitted[-1].session is None
+
+
+async def test_the_requests_that_continue_a_response_are_one_session(model: Path) -> None:
+    async with served(model) as (mesh, _, client):
+        first = (await client.post("/v1/responses", json=RESPONSE)).json()["id"]
+        assert mesh.submitted[-1].session is None
+        second = (await client.post("/v1/responses", json={**RESPONSE, "previous_response_id": first})).json()["id"]
+        await client.post("/v1/responses", json={**RESPONSE, "previous_response_id": second})
+        assert [submit.session for submit in mesh.submitted[-2:]] == [name(first), name(first)]
+
+
+async def test_grpc_takes_names_as_metadata(model: Path) -> None:
+    async with served(model) as (mesh, running, _), grpc.aio.insecure_channel(running.facts["grpc_address"]) as channel:
+        stub = pb_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        request = pb.GenerateRequest(text="abc", sampling=pb.SamplingOptions(max_tokens=2))
+        metadata = (("x-dynamo-session-id", "child"), ("x-dynamo-parent-session-id", "top"))
+        async for _ in stub.Generate(request, metadata=metadata):
+            pass
+        assert mesh.submitted[-1].session == (NAMES.key("", "child"), NAMES.key("", "top"), False)
+
+
+async def test_a_client_ends_its_session(model: Path) -> None:
+    async with served(model) as (mesh, _, client):
+        answer = await client.delete("/v1/sessions/my/agent")
+        assert answer.json() == {"id": "my/agent", "object": "session", "deleted": True}
+        await mesh.until(lambda: mesh.ended_sessions == [NAMES.key("", "my/agent")])
+
+
+async def test_names_change_no_token_and_no_answer(model: Path) -> None:
+    async with served(model) as (_, _, client):
+        answers = []
+        for headers in (
+            {},
+            {"X-Session-ID": b"x" * 8000},
+            {"X-Dynamo-Session-ID": b"\xff", "X-Dynamo-Session-Final": b"true"},
+        ):
+            body = {**CHAT, "seed": 1}
+            answer = (await client.post("/v1/chat/completions", json=body, headers=headers)).json()
+            answers.append((answer["choices"], answer["usage"]))
+        assert answers[0] == answers[1] == answers[2]

@@ -1,0 +1,51 @@
+"""Names of sessions: which header or field counts, and what becomes of hostile ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdmesh_gateway.session_names import HEADERS, MAX_NAME_CHARS, SessionNames
+
+NAMES = SessionNames("secret")
+
+
+def find(headers: dict[str, str], *fields: str | None, tenant: str = "t"):  # type: ignore[no-untyped-def]
+    return NAMES.find(tenant, headers.get, *fields)
+
+
+@pytest.mark.parametrize("header", [own for own, _ in HEADERS])
+def test_each_header_names_a_session(header: str) -> None:
+    assert find({header: "agent"}) == (NAMES.key("t", "agent"), None, False)
+
+
+def test_headers_precede_fields_and_the_first_of_each_counts() -> None:
+    headers = {"x-correlation-id": "c", "x-session-affinity": "a"}
+    assert find(headers, "key").key == NAMES.key("t", "a")
+    assert find({}, None, "response", "user").key == NAMES.key("t", "response")
+    assert find({}, None, "", None) is None
+
+
+def test_a_parent_and_the_last_request_are_named_too() -> None:
+    headers = {"x-dynamo-session-id": "child", "x-dynamo-parent-session-id": "top", "x-dynamo-session-final": "True"}
+    assert find(headers) == (NAMES.key("t", "child"), NAMES.key("t", "top"), True)
+    assert find({"x-session-id": "one", "x-parent-session-id": "one"}).parent is None
+
+
+def test_a_subagent_is_a_child_of_its_session() -> None:
+    headers = {"x-claude-code-session-id": "session", "x-claude-code-agent-id": "agent"}
+    assert find(headers) == (NAMES.key("t", "agent"), NAMES.key("t", "session"), False)
+    del headers["x-claude-code-agent-id"]
+    assert find(headers) == (NAMES.key("t", "session"), None, False)
+
+
+def test_two_tenants_or_two_meshes_never_share_a_session() -> None:
+    own = find({"x-session-id": "s"}).key
+    assert find({"x-session-id": "s"}, tenant="other").key != own
+    assert SessionNames("other").key("t", "s") != own
+    assert NAMES.key("ts", "") != NAMES.key("t", "s")
+
+
+def test_a_name_of_any_size_or_characters_becomes_sixteen_bytes() -> None:
+    for name in ("x" * (1 << 20), "\udcff", "\x00"):
+        assert len(find({"x-session-id": name}).key) == 16
+    assert NAMES.key("t", "x" * (1 << 20)) == NAMES.key("t", "x" * MAX_NAME_CHARS)
