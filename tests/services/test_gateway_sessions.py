@@ -87,13 +87,13 @@ async def test_a_client_ends_its_session(model: Path) -> None:
 
 async def test_names_change_no_token_and_no_answer(model: Path) -> None:
     async with served(model) as (_, _, client):
-        answers = []
-        for headers in (
+        answers: list[tuple[Any, Any]] = []
+        named: list[dict[bytes, bytes]] = [
             {},
-            {"X-Session-ID": b"x" * 8000},
-            {"X-Dynamo-Session-ID": b"\xff", "X-Dynamo-Session-Final": b"true"},
-        ):
-            body = {**CHAT, "seed": 1}
-            answer = (await client.post("/v1/chat/completions", json=body, headers=headers)).json()
+            {b"X-Session-ID": b"x" * 8000},
+            {b"X-Dynamo-Session-ID": b"\xff", b"X-Dynamo-Session-Final": b"true"},
+        ]
+        for headers in named:
+            answer = (await client.post("/v1/chat/completions", json={**CHAT, "seed": 1}, headers=headers)).json()
             answers.append((answer["choices"], answer["usage"]))
         assert answers[0] == answers[1] == answers[2]

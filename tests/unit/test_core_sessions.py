@@ -17,7 +17,7 @@ from pdmesh.core.sessions.sessions import IDLE_S, MAX_CHILDREN, MAX_GENERATIONS,
 from pdmesh.model import Epoch, Request, SessionKey, SessionName
 from pdmesh.policy.config import PolicyConfig
 from pdmesh_testing.core import CoreBench, a_request, of
-from pdmesh_testing.reuse import a_profile, a_prompt, serve
+from pdmesh_testing.reuse import a_profile, a_prompt, hashes, serve
 
 
 def a_key(number: int) -> SessionKey:
@@ -120,6 +120,22 @@ def test_pauses_are_learnt_and_a_late_session_is_expected_later() -> None:
     sessions.now_s = at_s + 40.0
     assert sessions.return_s(session) == pytest.approx(at_s + 80.0 - session.pause_s)
     assert 1.0 < sessions.usual_pause_s < 30.0
+
+
+def test_prefixes_are_sorted_by_the_expected_return_of_their_sessions() -> None:
+    """The last one is needed first: of a session that returns each second, then one without a session."""
+    sessions = Sessions()
+    for name, pause_s in ((1, 1.0), (2, 20.0), (3, 1.0)):
+        for turn in range(5):
+            sessions.now_s = 80.0 - (4 - turn) * pause_s
+            request = named(a_prompt(f"r{name}", 600, name=name), name)
+            session = sessions.begin(request)
+            assert session is not None
+            sessions.end(session, request, 0)
+    sessions.close(a_key(3))
+    prefixes = [hashes(7, name) for name in (4, 3, 2, 1)]
+    assert [prefix[0][0] for prefix in sessions.latest_return_first(prefixes)] == [3, 2, 4, 1]
+    assert Sessions().latest_return_first(prefixes) == prefixes
 
 
 def test_a_parent_waits_for_its_children() -> None:

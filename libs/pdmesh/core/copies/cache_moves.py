@@ -1,8 +1,9 @@
 """Copies of cached prefixes away from an instance that is drained or restarted.
 
-Requests leave first. Then each prefix is copied once to an instance of the same arithmetic class, the most recently
-used first, until the operation's time limit. A copy takes only room that is unused, or that holds blocks unused for
-longer than the prefix. Copies are fetches (`pdmesh.core.copies.prefix_fetches`) that no request wants.
+Requests leave first. Then each prefix is copied once to an instance of the same arithmetic class, until the operation's
+time limit. Prefixes go in the order in which their sessions are expected back; without sessions, the most recently used
+goes first. A copy takes only room that is unused, or that holds blocks unused for longer than the prefix. Copies are
+fetches (`pdmesh.core.copies.prefix_fetches`) that no request wants.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class CacheMoves:
         """
         left = self._left.get(source.instance_id)
         if left is None:
-            left = self._left[source.instance_id] = list(source.recent.oldest_first)
+            left = self._mesh.sessions.latest_return_first(source.recent.oldest_first)
+            self._left[source.instance_id] = left
         while left and self._fetches.may_send(source):
             chain = tuple(left[-1][: source.kept.depth(left[-1], len(left[-1]))])
             destination = self._destination(source, chain) if chain else _No.NEEDED

@@ -23,7 +23,7 @@ class SessionState(StrEnum):
     TURN = "turn"  # a request waits or runs
     BETWEEN = "between"  # the next request is expected
     CHILDREN = "children"  # the next request is expected after the requests of child sessions
-    ENDED = "ended"  # its client said so
+    ENDED = "ended"  # no more requests are expected
 
 
 class Session:

@@ -8,11 +8,11 @@ forgotten. No request fails because of its session: beyond the limits it is serv
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from math import exp, log
 
 from pdmesh.core.sessions.session_state import Session
-from pdmesh.model import Request, SessionKey
+from pdmesh.model import PrefixHash, Request, SessionKey
 
 #: Time without a live request after which a session is forgotten.
 IDLE_S = 300.0
@@ -77,6 +77,22 @@ class Sessions:
         """Return the expected time of a session's next turn; infinite if it ended."""
         return session.return_s(self.now_s, self.usual_pause_s)
 
+    def latest_return_first(self, prefixes: Collection[Sequence[PrefixHash]]) -> list[Sequence[PrefixHash]]:
+        """Sort cached prefixes, given in the order of their use, by the expected time of their next use.
+
+        A prefix without a session counts as if it returned after the usual pause.
+        """
+        if not self._all:
+            return list(prefixes)
+        by_tail = {session.tail: session for session in self._all.values() if session.tail is not None}
+        keyed: list[tuple[float, int, Sequence[PrefixHash]]] = []
+        for number, prefix in enumerate(prefixes):
+            session = next((by_tail[granule] for granule in reversed(prefix) if granule in by_tail), None)
+            return_s = self.now_s + self.usual_pause_s if session is None else self.return_s(session)
+            keyed.append((-return_s, number, prefix))
+        keyed.sort(key=_return_and_use)
+        return [prefix for *_, prefix in keyed]
+
     # --- requests ---
 
     def begin(self, request: Request) -> Session | None:
@@ -97,9 +113,9 @@ class Sessions:
         return session
 
     def end(self, session: Session, request: Request, num_reused_tokens: int | None) -> None:
-        """End a request of a session, of whose prompt ``num_reused_tokens`` were not computed; None: no answer.
+        """End a request of a session.
 
-        Only answered requests count in the sums.
+        ``num_reused_tokens`` of its prompt were not computed; None: the request was not answered, and does not count.
         """
         if num_reused_tokens is not None:
             self.num_possible_tokens += session.finish(request, num_reused_tokens)
@@ -173,3 +189,7 @@ class Sessions:
 
 def _number(own: _OfTenant) -> int:
     return own.number
+
+
+def _return_and_use(keyed: tuple[float, int, Sequence[PrefixHash]]) -> tuple[float, int]:
+    return keyed[:2]
