@@ -252,7 +252,7 @@ class EventLogReader(AbstractContextManager["EventLogReader"]):
 
 
 def core_of(header: Header, bundle: str | None = None) -> SchedulerCore:
-    """Return a core in the state of the log's beginning, but with ``bundle`` if given. Raises ConfigError."""
+    """Return a core in the log's first state, but with ``bundle`` if given. Raise ConfigError for an unknown bundle."""
     config = header.config
     return SchedulerCore(config, make_bundle(bundle or header.bundle, config.policy), random.Random(header.seed))
 

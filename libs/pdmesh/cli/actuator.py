@@ -86,7 +86,7 @@ class LookingActuator(Actuator):
 
     @abstractmethod
     async def look(self) -> None:
-        """Read the system's processes. Raises PdmeshError."""
+        """Read the system's processes. Raise PdmeshError if they cannot be read."""
 
     async def run(self, config: MeshConfig) -> None:
         """Poll the system, and follow the scheduler of ``config``, until cancelled."""

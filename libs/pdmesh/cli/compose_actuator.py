@@ -148,7 +148,7 @@ class ComposeActuator(LookingActuator):
     # --- the project ---
 
     async def look(self) -> None:
-        """Read the containers and their instances. Raises DockerError."""
+        """Read the containers and their instances. Raise DockerError if `docker` fails."""
         async with self._lock:
             await self._look()
 

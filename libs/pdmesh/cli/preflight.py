@@ -110,7 +110,10 @@ def check_ranks(config: MeshConfig, divisions: Collection[InstanceDegrees]) -> N
 
 
 def check_thread_limit(num_processes: int, num_startable: int | None) -> None:
-    """Raise ConfigError if a mesh would need more threads than allowed, and so would crash at random places."""
+    """Raise ConfigError if a mesh would need more threads than allowed, and so would crash at random places.
+
+    ``num_startable`` is None if the system has no limit.
+    """
     wanted = num_processes * THREADS_PER_PROCESS
     if num_startable is not None and num_startable < wanted:
         raise ConfigError(

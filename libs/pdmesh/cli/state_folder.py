@@ -103,7 +103,7 @@ class StateFolder:
             raise
 
     def remove(self) -> None:
-        """Remove the record. Raises OSError."""
+        """Remove the record. Raise OSError if that fails."""
         self.record_file.unlink(missing_ok=True)
 
     def write_drain(self, drain_s: float) -> None:

@@ -152,7 +152,7 @@ class CommandOutbox(Roster):
         reason: RejectReason = RejectReason.OVERLOADED,
         reject_ttl_s: float = 0.0,
     ) -> None:
-        """Reject a request at its gateway, without ending one in the core."""
+        """Reject a request at its gateway, without ending one in the core. ``retry_after_s``: None gives no advice."""
         self.commands.append(
             Reject(
                 gateway_id=request.gateway_id,

@@ -137,7 +137,7 @@ def _no_model(model: str) -> ConfigError:
 
 
 def with_adapter(name: str, lora: Path | None) -> str:
-    """Return the model's name with the merged adapter's name appended: other weights need another name."""
+    """Return the model's name with the merged adapter's name, if any, appended: other weights need another name."""
     return name if lora is None else f"{name}+{lora.absolute().name}"
 
 

@@ -64,7 +64,7 @@ class RangedAttention:
         return [(_rows(by_range[number]), self.whole.plan(by_range[number])) for number in sorted(by_range)]
 
     def first_range(self, start: int, window: int | None) -> int:
-        """Return the first range that a token sees, in whole or in part."""
+        """Return the first range that a token sees, in whole or in part: 0 without a window (None)."""
         return 0 if window is None else max(0, start + 1 - window) // self.range_tokens
 
     def _divide(self, span: QuerySpan, window: int | None, by_range: dict[int, list[QuerySpan]]) -> None:

@@ -94,7 +94,7 @@ class PieceWriter:
         """End the peers' permission to read: copies that they finish from now on do not count. Idempotent."""
 
     async def send(self, address: bytes, blocks: Sequence[BlocksAbout]) -> None:
-        """Send blocks that fit into one message, each as a piece. Raises KvTransferError.
+        """Send blocks that fit into one message, each as a piece. Raise KvTransferError if one cannot be sent.
 
         If a range of blocks exceeds a piece, all pieces are sent one after the other.
         """
@@ -105,7 +105,7 @@ class PieceWriter:
                 await self._send_message(address, message, buffer)
 
     async def send_bytes(self, address: bytes, start: int, data: bytes, about: PieceHeader) -> None:
-        """Send bytes that are not KV, numbered from ``start``, one piece after the other. Raises KvTransferError."""
+        """Send bytes that are not KV, numbered from ``start``, one piece after the other. Raise KvTransferError."""
         for taken, header in self.cut_bytes(address, start, data, about):
             await self.send_payload(address, taken, header)
             self.num_bytes += len(taken)
@@ -132,7 +132,7 @@ class PieceWriter:
         begins: Callable[[], object] = lambda: None,
         is_notice: bool = False,
     ) -> None:
-        """Send a header alone, possibly as a notice. Raises KvTransferError.
+        """Send a header alone, possibly as a notice. Raise KvTransferError if it cannot be sent.
 
         ``begins`` is called once there is a buffer for the header.
         """
@@ -142,7 +142,7 @@ class PieceWriter:
             await self._transport.send(address, buffer, 0, is_notice=is_notice)
 
     async def ask(self, address: bytes, blocks: Blocks, about: PieceHeader) -> None:
-        """Send a header alone that names these blocks. Raises KvTransferError."""
+        """Send a header alone that names these blocks. Raise KvTransferError if it cannot be sent."""
         await self.tell(address, about._replace(chunk=blocks.chunk, part=self._part(blocks)))
 
     async def send_payload(self, address: bytes, payload: bytes, about: PieceHeader) -> None:

@@ -214,7 +214,7 @@ class PeerReads:
         return word.value == note.word
 
     def _copy(self, owner: CacheOwner, note: ReadNote, copies: Sequence[Copies]) -> None:
-        """Copy pages from a peer's cache, which is opened if necessary. Raises KvTransferError."""
+        """Copy pages from a peer's cache, which is opened if necessary. Raise KvTransferError if that fails."""
         opened = self._open(*owner, note.card_address)
         try:
             for layers, theirs, ours in copies:

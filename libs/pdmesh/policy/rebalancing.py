@@ -61,7 +61,7 @@ class Rebalancing:
         return instance.num_decoding > 1 and self.step_s(instance) > self._wanted_s(instance)
 
     def has_time_for(self, instance: InstanceView, num_tokens: int, slo_tpot_s: float | None) -> bool:
-        """Whether an instance would stay well within all TPOT targets with one more resident."""
+        """Whether an instance stays well within all TPOT targets with one more of ``slo_tpot_s`` (None: the mesh's)."""
         wanted_s = min(self._wanted_s(instance), self.slo_tpot_s if slo_tpot_s is None else slo_tpot_s)
         return self.step_s(instance, 1, num_tokens) <= SPARE * wanted_s
 

@@ -54,7 +54,7 @@ class Link(Protocol):
         ...
 
     def begin(self, send: Send) -> None:
-        """Start sending. Raises KvTransferError."""
+        """Start sending. Raise KvTransferError if the peer cannot be reached."""
         ...
 
     def shut(self) -> None:

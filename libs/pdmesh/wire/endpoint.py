@@ -90,7 +90,7 @@ class MeshChannel:
     """A channel to a service of the mesh. Its calls carry the mesh token."""
 
     def __init__(self, address: str, security: SecurityConfig, tokens: Mapping[str, str]) -> None:
-        """Open a channel, with TLS if and only if it is configured. Raises ConfigError."""
+        """Open a channel, with TLS if and only if it is configured. Raise ConfigError for an unreadable certificate."""
         self._address = address
         self._server_name = security.tls_server_name
         self._files = None if security.tls_cert is None else CertificateFiles(security)

@@ -53,7 +53,7 @@ class EngineMaker(Protocol):
     """Builder of an engine from another distribution."""
 
     def build(self, config: MeshConfig, num_stages: int) -> Engine:
-        """Build the engine on the thread that will execute its steps. Raises ConfigError."""
+        """Build the engine on the thread that will execute its steps. Raise ConfigError for a model not served."""
         ...
 
     def facts(self, config: MeshConfig) -> EngineFacts:
@@ -85,7 +85,9 @@ def build_engine(
     num_stages: int = 1,
     preloaded: PreloadedModel | None = None,
 ) -> Engine:
-    """Load the model. Blocking; run on the thread that will execute the steps. Raises ConfigError.
+    """Load the model. Blocking; run on the thread that will execute the steps.
+
+    Raise ConfigError if it is not served or does not fit.
 
     ``ranks`` are the other ranks of the instance (with several stages, all ranks), which load their parts meanwhile. An
     engine of another distribution runs its ``num_stages`` in this process. ``preloaded`` is a model in memory, which is
@@ -196,7 +198,7 @@ def with_decided_dtype(config: MeshConfig, num_threads: int) -> MeshConfig:
 
 
 def load_rank(config: MeshConfig, num_threads: int, group: RankGroup) -> tuple[LoadedModel, str]:
-    """Load one rank's part of the model, and return it with the identity of the weights. Raises ConfigError."""
+    """Load one rank's part of the model. Return it and the weights' identity. Raise ConfigError if that fails."""
     import torch
 
     from pdmesh.engine.compute import ComputeOptions
@@ -300,7 +302,7 @@ def check_memory(
 ) -> None:
     """Raise ConfigError if the host's memory cannot hold the weights and ``kv_bytes`` of ``num_instances``.
 
-    Otherwise the kernel would kill instances.
+    Otherwise the kernel would kill instances. ``free_bytes`` is None if it is not known: nothing is checked.
     """
     weight_bytes = int(model.num_weights * _bytes_of_a_weight(model, layout))
     if free_bytes is None or num_instances * (weight_bytes + kv_bytes) <= free_bytes:

@@ -300,7 +300,7 @@ class Plans:
         return None
 
     def _made(self, plan: StepPlan | None, chunks: tuple[BatchChunk, ...], decodes: tuple[BatchDecode, ...]) -> Batch:
-        """Return a batch that waits for all copies that use the blocks to be written."""
+        """Return a batch that waits for all copies that use the blocks to be written. Own decode steps have no plan."""
         guards = self._sequences.guards
         copies = [guard for each in chunks for guard in guards(each.request, each.plan.start, each.plan.num_tokens)]
         for each in decodes:

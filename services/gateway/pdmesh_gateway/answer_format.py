@@ -62,14 +62,14 @@ class AnswerFormat:
         return self.reasoning.begins_after(prompt) if self.reasons else ReasoningStart.NONE
 
     def shown_ids(self, begins: ReasoningStart, calls: Calls | None) -> frozenset[int]:
-        """Return the special tokens whose text is needed to read an answer."""
+        """Return the special tokens whose text is needed to read an answer. Without ``calls``, no calls are read."""
         markers = self.tools.markers if calls is not None or self.channels else ()
         if begins is not ReasoningStart.NONE:
             markers += (self.reasoning.open, self.reasoning.close)
         return frozenset(self.textless_ids[marker] for marker in markers if marker in self.textless_ids)
 
     def parser(self, writer: ItemWriter, begins: ReasoningStart, calls: Calls | None) -> ItemParser:
-        """Return a parser of one answer that reports its items to ``writer``."""
+        """Return a parser of one answer that reports its items to ``writer``. Without ``calls``, no calls are read."""
         if begins is ReasoningStart.NONE and calls is None:
             return PlainText(writer)
         schemas = {tool.name: tool.schema for tool in calls.tools} if calls is not None else {}

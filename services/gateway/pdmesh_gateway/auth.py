@@ -162,7 +162,7 @@ class ApiKeys:
     def check(self, authorization: str | None, api_key: str | None = None) -> Client:
         """Return the client of an ``Authorization`` header or, without one, of an ``x-api-key``.
 
-        Raises RequestRejected (401).
+        Raise RequestRejected (401) for an unknown key. Without keys, all callers are one client.
         """
         if not self:
             return self._anybody

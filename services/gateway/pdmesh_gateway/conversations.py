@@ -96,7 +96,7 @@ async def prompt_of(serving: Serving, conversation: Conversation) -> list[int]:
 
 
 async def _rendered(serving: Serving, conversation: Conversation) -> tuple[str, list[int]]:
-    """Return a conversation as text and as token ids. Raises RequestRejected.
+    """Return a conversation as text and as token ids. Raise RequestRejected for invalid tools or messages.
 
     Tools are checked on a thread, because they may be as large as the body of a request.
     """

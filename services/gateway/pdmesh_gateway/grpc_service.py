@@ -249,7 +249,7 @@ class _Inference(pb_grpc.InferenceServicer):
                 await _abort(context, failure, request_id)
 
     async def _prepared(self, request: pb.GenerateRequest, fields: SamplingFields) -> Prepared:
-        """Return the prompt and the constraints of its answer. Raises RequestRejected."""
+        """Return the prompt and the constraints of its answer. Raise RequestRejected if a field is invalid."""
         serving = self._serving
         serving.check_model(request.model or None)
         if request.HasField("chat"):

@@ -37,7 +37,7 @@ class Pooling:
     dimensions: tuple[int, ...] | None = None
 
     def check(self, dimensions: int | None) -> None:
-        """Raise RequestRejected if the model makes no embeddings, or none of this size."""
+        """Raise RequestRejected if the model makes no embeddings, or none of this size. None is the full size."""
         if self.refusal:
             raise RequestRejected(self.refusal, param="model", code="unsupported_model")
         if dimensions is None or dimensions == self.hidden_size:
@@ -55,7 +55,7 @@ class Pooling:
             raise invalid("dimensions", f"`dimensions` must be from 1 to {self.hidden_size}, got {dimensions}.")
 
     def embedding(self, hidden: bytes, dimensions: int | None) -> npt.NDArray[np.float32]:
-        """Return the embedding of a text from its last token's hidden state."""
+        """Return the embedding of a text from its last token's hidden state, cut to ``dimensions`` unless None."""
         import numpy as np
 
         vector: npt.NDArray[np.float32] = np.frombuffer(hidden, dtype="<f4")[:dimensions]

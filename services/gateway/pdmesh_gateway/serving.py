@@ -88,7 +88,7 @@ class Serving:
         return min(own, self.link.max_model_len or own)
 
     def check_model(self, name: str | None) -> None:
-        """Raise RequestRejected (404) for a model that is not served here."""
+        """Raise RequestRejected (404) for a model that is not served here. None names the one served."""
         if name is not None and name not in (self.model, self.model_path) and not self._is_alias(name):
             raise RequestRejected(
                 f"The model `{name[:200]}` does not exist.", status=404, param="model", code="model_not_found"

@@ -256,7 +256,8 @@ class ContextRanges:
     def failed(self, key: RequestKey, instance_id: InstanceId, transfer_id: TransferId | None = None) -> bool:
         """Handle a failure that one side of a range's copy reported. False if the instance has no part in one.
 
-        A lost target restarts the request if the range has landed there. Otherwise the copy ends without effect.
+        A lost target restarts the request if the range has landed there. Otherwise the copy ends without effect. A
+        ``transfer_id`` of None means whichever copy is under way.
         """
         state = self._mesh.find(key)
         copy = None if state is None else state.range_copy
@@ -284,7 +285,7 @@ class ContextRanges:
             self._over(state, copy)
 
     def _over(self, state: RequestState, copy: Copy, *, told_by: InstanceId | None = None) -> None:
-        """End the copy of a range that has not landed, without effect."""
+        """End the copy of a range that has not landed, without effect. ``told_by`` is the source that reported it."""
         self._mesh.withdraw(copy, told_by=told_by)
         self._mesh.end_copy(state, failed=True)
 

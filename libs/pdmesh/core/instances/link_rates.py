@@ -88,7 +88,10 @@ class MeasuredLinks:
         duration_s: float,
         now_s: float,
     ) -> None:
-        """Record a transfer of KV. Ignored if it is small, ``duration_s`` is 0 (unknown), or a host is unknown."""
+        """Record a transfer of KV.
+
+        Ignored if it is small, ``duration_s`` is 0, or an instance or its host is unknown.
+        """
         if destination_id is None or num_bytes < MIN_BYTES or duration_s <= 0.0:
             return
         source, destination = self._hosts.get(source_id), self._hosts.get(destination_id)

@@ -119,7 +119,7 @@ class PrefixCache:
         """Begin a request that shares the first ``num_reused`` granules of its chain, and return its granules.
 
         Granules that the request loads from the tier are in its own blocks, and cached once a later chunk is computed.
-        `NOTHING` without a chain or a cache.
+        `NOTHING` without a chain or a cache. The ``tenant`` is None until it is known.
         """
         if not self.granule_blocks or not chain:
             return NOTHING

@@ -56,7 +56,7 @@ class Reusing:
         self._awaited_s: dict[InstanceId, float] = {}
 
     def look_at(self, head: RequestState, reuse: ReuseCost | None) -> Mapping[int, int]:
-        """Return how many granules of the head are cached or loadable on each instance, by the instance's number."""
+        """Return how many granules of the head each instance, by number, has cached or, given ``reuse``, can load."""
         depths, self._loads = reusable(
             head.request, self._mesh.depths(head.request), self._mesh.cache_index, self._mesh.by_number, reuse
         )
@@ -247,7 +247,7 @@ class Reusing:
         least_queued: InstanceState | None,
         reuse: ReuseCost,
     ) -> float:
-        """Return the least cost on the holders and the least queued instance of a KV group; infinite without one."""
+        """Return the least seconds that the holders and the least queued instance of a KV group need; else infinite."""
         some = [each for each in self.holders(depths) if each.takes_prompts and each.kv_group == kv_group]
         if least_queued is not None:
             some.append(least_queued)

@@ -188,7 +188,7 @@ def _decode(kind: type[T], body: bytes) -> tuple[T, tuple[str, ...]]:
 
 
 def _fields(body: bytes) -> Any:
-    """Return the value of a JSON text. Raises DecodeError, ValueError and RecursionError."""
+    """Return the value of a JSON text. Raise DecodeError, ValueError and RecursionError if it is malformed."""
     if len(body) > INLINE_BYTES:
         # Only an object can be right. For any other value msgspec names its kind without reading the parts.
         return _mended(read_in_pieces, body) if body.lstrip()[:1] == b"{" else msgspec.json.decode(body, type=_Object)

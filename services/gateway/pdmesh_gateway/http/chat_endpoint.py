@@ -68,7 +68,10 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
 async def conversation_of(
     request: ChatRequest | TokenizeRequest, messages: Sequence[ChatMessage], serving: Serving
 ) -> Conversation:
-    """Return a chat's messages as a conversation under the fields of its request. Raises RequestRejected."""
+    """Return a chat's messages as a conversation under its request's fields.
+
+    Raise RequestRejected if one is invalid.
+    """
     skipped: set[str] = set()
     conversation = await built(
         lambda: Conversation(messages=template_messages(messages, skipped)),

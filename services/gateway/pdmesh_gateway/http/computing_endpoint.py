@@ -36,7 +36,7 @@ class _RequestHints(msgspec.Struct):
 
     @property
     def has_several_prompts(self) -> bool:
-        """Whether the prompt is a list of several texts or token lists. Raises MsgspecError."""
+        """Whether the prompt is a list of several texts or token lists. Raise MsgspecError if it is malformed."""
         return _are_several(bytes(self.prompt)) or _are_several(bytes(self.input))
 
 

@@ -13,9 +13,9 @@ from pdmesh_gateway.tools.tool_choice import Tool, ToolChoice
 
 
 def chat_tools(given: list[dict[str, Any]] | None) -> tuple[tuple[Tool, ...], list[str]]:
-    """Return the functions among a chat's tools, and a warning for each other tool.
+    """Return the functions among a chat's tools, and a warning for each other tool; nothing for None.
 
-    Raises RequestRejected if a function is malformed.
+    Raise RequestRejected if a function is malformed.
     """
     tools: list[Tool] = []
     skipped: list[str] = []

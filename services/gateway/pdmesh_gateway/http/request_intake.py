@@ -48,7 +48,7 @@ async def read_body(exchange: Exchange, serving: Serving) -> bytes:
 
 
 async def decode_request(exchange: Exchange, serving: Serving, kind: type[T], body: bytes) -> T:
-    """Return the body as its struct. Raises RequestRejected.
+    """Return the body as its struct. Raise RequestRejected if it does not fit.
 
     Ignored fields are counted, and named in a header of the answer.
     """

@@ -141,7 +141,7 @@ class Candidate:
         self._refuses = True
 
     def observed(self, record: LeaseRecord | None, version: str | None, now_s: float) -> None:
-        """Note what the store had, some time before ``now_s``."""
+        """Note what the store had, some time before ``now_s``; None if it had no record."""
         if version != self._version or self._changed_s == inf:
             self._take(record, version, now_s)
         self._is_known = True

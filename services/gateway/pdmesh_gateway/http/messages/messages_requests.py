@@ -24,7 +24,7 @@ _ROLES = ("user", "assistant", "system", "developer")
 
 
 def conversation_of(request: CountTokensRequest) -> Conversation:
-    """Return a request's conversation. Raises RequestRejected.
+    """Return a request's conversation. Raise RequestRejected for an invalid message.
 
     A last message of the assistant is the beginning of the answer.
     """
