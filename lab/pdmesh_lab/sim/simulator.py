@@ -44,8 +44,8 @@ class Core(Protocol):
     def check_integrity(self) -> None: ...
 
 
-#: Measured median of a layer's exchange between instances of one host (`benchmarks/spread_exchange.py` at dbfd7179).
-PART_EXCHANGE_S = 250e-6
+#: Measured time of a layer's exchange between instances of one host, beside attention (docs/results.md).
+PART_EXCHANGE_S = 200e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
