@@ -328,7 +328,7 @@ def test_the_download_fills_a_cache_that_pods_read_offline(helm: str, tmp_path: 
     """The Job's own program, with a hub that is a cache on disk; then the check that pods wait for."""
     job, commit = pods_of(rendered(helm, "-f", str(EXAMPLES / "gpu.yaml")))["download"], "0" * 40
     home = tmp_path / "huggingface"
-    repository = home / "hub/models--meta-llama--Llama-3.1-70B-Instruct"
+    repository = home / "hub/models--meta-llama--Llama-3.1-8B-Instruct"
     (repository / "snapshots" / commit).mkdir(parents=True)
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text(commit)
