@@ -25,7 +25,7 @@ def rows_of(heading: str) -> list[list[str]]:
 def test_classes_of_the_tables_are_those_that_are_served() -> None:
     named = {name for row in rows_of("## Architectures") for name in re.findall(r"`(\w+)`", row[0])}
     assert named == {*architectures(), *WITH_TEXT_PARTS}
-    fallback = rows_of("### Those without a description: the fallback")
+    fallback = rows_of("### Architectures of the fallback")
     assert {name for row in fallback for name in re.findall(r"`(\w+)`", row[0])} == set(undescribed_architectures())
 
 
