@@ -14,7 +14,7 @@ from pdmesh.model import InstanceId, RequestKey
 def check_integrity(mesh: MeshState) -> None:
     """Raise AssertionError if the state of the mesh is inconsistent."""
     instances = mesh.instances.values()
-    assert mesh.arithmetic_classes == Counter(each.arithmetic_class for each in instances), "exact groups miscounted"
+    assert mesh.arithmetic_classes == Counter(each.arithmetic_class for each in instances), "classes miscounted"
     assert mesh.weights == Counter(each.weights for each in instances), "weights miscounted"
     assert mesh.kv_groups == Counter(each.kv_group for each in instances), "KV groups miscounted"
     mesh.queue.check_integrity()
@@ -68,7 +68,7 @@ def _check_giving_back(mesh: MeshState, state: RequestState) -> None:
     allocation = mesh.allocation_of(state.prefill_ids[0], state.key)
     if instance is None or allocation is None:
         return
-    assert state.incoming is not None, f"{state.key} gives ranges back, and has no receiver"
+    assert state.incoming is not None, f"{state.key} streams ranges out, and has no receiver"
     num_landed, num_away = state.incoming.num_landed_parts, state.num_ranges_away
     assert num_away <= num_landed, f"{state.key} has given {num_away} ranges back, of {num_landed} that have landed"
     num_held_tokens = allocation.num_blocks * instance.block_size

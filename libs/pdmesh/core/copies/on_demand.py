@@ -64,7 +64,7 @@ class OnDemandKv:
             key = (resident.request_id, resident.epoch)
             allocation = instance.allocations.get(key)
             if allocation is None or resident.num_tokens < allocation.num_tokens:
-                self._mesh.ignore("CreditLow")
+                self._mesh.ignore("KvLow")
                 continue
             state = self._mesh.find(key)
             before = allocation.num_tokens or (
