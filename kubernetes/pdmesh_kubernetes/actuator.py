@@ -213,10 +213,10 @@ class KubernetesActuator(LookingActuator):
         except KubernetesError as error:
             self._deleting.discard(pod.uid)
             if pod.uid not in self._not_deleted:
-                log.error("cannot delete a pod, to be made from the present template; trying again", reason=str(error))
+                log.error("cannot delete a pod that needs the current template; trying again", reason=str(error))
             self._not_deleted.add(pod.uid)
             raise
-        log.info("deleted a pod, to be made from the present template", path=path)
+        log.info("deleted a pod; its successor gets the current template", path=path)
 
 
 def _pod_set(found: Mapping[str, Any]) -> PodSet:

@@ -19,7 +19,7 @@ HOSTS = ("a", "b", "c", "d", "e")
 ETCD_PORT, ETCD_PEER_PORT = 2379, 2380
 
 #: What a scheduler says of its own part: the last of these holds.
-LEADS, FOLLOWS, HAS_LED = '"leading"', '"standing by"', "must not lead any more"
+LEADS, FOLLOWS, HAS_LED = '"leading"', '"standing by"', "lease lost; this scheduler stops"
 
 
 @contextmanager

@@ -30,7 +30,7 @@ async def test_a_next_turn_is_computed_beside_who_keeps_its_prefix_and_is_busy(t
         mesh.wait_until_idle()
         assert mesh.total("prefix_cache_fetched_tokens") == 3968
         assert mesh.total("prefix_cache_fetched_bytes") == 3968 * 2 * 2 * 16 * 4 * 4
-        assert "fetched by instances from others: 3,968 tokens" in mesh.pdmesh("status")
+        assert "KV fetched from other instances: 3,968 tokens" in mesh.pdmesh("status")
         assert mesh.total("num_stale_prefixes") == 0
 
 

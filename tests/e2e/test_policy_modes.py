@@ -81,5 +81,5 @@ async def test_the_operator_chooses_how_the_decode_instance_computes_prompts(mes
             assert steps[other] == 0, steps
             assert steps["mixed" if mode == "mb" else "exclusive"] > 0, steps
     text = mesh.pdmesh("status")
-    assert "prefill-0  batching no choice" in text
+    assert "prefill-0  batching fixed" in text
     assert "decode-0  batching mb" in text

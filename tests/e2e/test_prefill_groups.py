@@ -201,7 +201,7 @@ def num_done_in_vain(record: RequestRecord) -> int:
     """Prompt tokens done when a helper was lost, behind the first that neither its leader nor who is left has."""
     num_tokens, lost_ids = 0, set[str]()
     for at, entry in enumerate(record.entries):
-        if entry.what != "goes on without":  # a busy one may be thought lost, too
+        if entry.what != "continues without":  # a busy one may be thought lost, too
             continue
         lost_ids.add(entry.detail.split(",")[0])
         done = sorted(

@@ -53,7 +53,7 @@ def assert_never_stale(mesh: RunningMesh) -> None:
     for name, text in mesh.metrics().items():
         for line in text.splitlines():
             assert not line.startswith("pdmesh:num_stale_prefixes_total") or line.endswith(" 0.0"), f"{name}: {line}"
-    assert "given up unasked" not in mesh.logs()
+    assert "evicted cached KV without a command" not in mesh.logs()
 
 
 @pytest.mark.parametrize("seed", [5])

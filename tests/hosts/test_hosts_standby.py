@@ -146,7 +146,7 @@ async def test_the_gateway_is_cut_off_from_the_leader_alone(
     cut = schedulers.leading
     with log_of(hosts, schedulers.standby, "scheduler") as said, log_of(hosts, cut, "scheduler") as old_said:
         await load.run(lambda: hosts.cut(cut, "d"), max_tokens=MOST_TOKENS, num_before=NUM_STREAMS // 2)
-        assert "giving the lead" in old_said()
+        assert "handing the lease" in old_said()
         schedulers.until_the_other_leads(said)
         assert "instance lost" not in said()
     hosts.heal(cut, "d")

@@ -254,7 +254,7 @@ async def test_tools_that_a_template_does_not_show_are_told_and_called(
         await chat(client, tool_choice="none")
         prompts = [prompt_of(plain, submit.generation) for submit in mesh.submitted]
         grammars = [submit.generation.params.grammar for submit in mesh.submitted]
-    assert capsys.readouterr().out.count("does not show tools") == 1
+    assert capsys.readouterr().out.count("does not list tools") == 1
     assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == json.loads(ARGUMENTS)
     assert choice["finish_reason"] == "tool_calls"
     assert made["output"][0]["arguments"] == ARGUMENTS

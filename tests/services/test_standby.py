@@ -339,7 +339,7 @@ async def test_an_earlier_leader_is_refused() -> None:
     channel = SchedulerChannel(("a:1", "b:1"), NO_SECRETS)
     channel.check(welcome(5), WelcomeWorker)
     channel.check(welcome(5), WelcomeWorker)
-    with pytest.raises(InstanceUnavailable, match="led before another scheduler did"):
+    with pytest.raises(InstanceUnavailable, match="leads in an earlier term"):
         channel.check(welcome(4), WelcomeWorker)
     channel.check(welcome(0), WelcomeWorker)  # a scheduler that is alone
     with pytest.raises(InstanceUnavailable):

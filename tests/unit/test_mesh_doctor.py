@@ -63,7 +63,7 @@ def test_problems_with_one_remedy_stand_above_it_in_a_narrow_terminal(
     answer = mesh(checked(*problems, version="2"))
     print_findings(answer, list(findings(answer, NOW)))
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first == "1 instances, 0 ways of KV, 0 of tokens: 3 problems"
+    assert first == "1 instances, 0 KV paths, 0 token paths: 3 problems"
     assert max(map(len, lines)) <= 60
     assert lines[:3] == [
         "decode-0 on h1: kv to decode-1: nothing came for 2.5 s",

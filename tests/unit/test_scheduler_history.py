@@ -148,7 +148,7 @@ def test_a_stream_that_comes_back_is_no_restart() -> None:
     assert mesh.note(6.0) is None
     assert mesh.history.num_restarts(DECODE) == 0
     assert mesh.history.joined_at(DECODE) == EPOCH + 1.0
-    assert mesh.told()[-1] == ("joined again", DECODE, "lost its stream; the same process is back after 0.5 s")
+    assert mesh.told()[-1] == ("joined again", DECODE, "lost its stream; the same process reconnected after 0.5 s")
 
 
 def test_a_silent_instance_says_so_until_it_reports() -> None:
@@ -173,7 +173,7 @@ def test_an_instance_that_stops_on_purpose_is_listed_for_a_while() -> None:
     mesh.handle(DrainRequested(DECODE), 5.0)
     note = mesh.note(6.0)
     assert note is not None
-    assert (note.at, note.cause, note.next) == (EPOCH + 5.0, "was told to stop", "no request is left on it")
+    assert (note.at, note.cause, note.next) == (EPOCH + 5.0, "began to stop", "no request is left on it")
     mesh.handle(InstanceLost(DECODE), 8.0)
     (gone,) = mesh.history.gone((), 9.0)
     assert (gone.state, gone.note.cause, gone.note.at) == ("left", "stopped", EPOCH + 8.0)
@@ -217,7 +217,7 @@ def test_operations_and_policies_are_events() -> None:
     assert mesh.told()[1:] == [("drain", DECODE, "operation o-1 done"), ("policy set", "", "pdmesh")]
     note = mesh.note(7.0)
     assert note is not None
-    assert (note.at, note.cause) == (EPOCH + 5.0, "was told to drain")
+    assert (note.at, note.cause) == (EPOCH + 5.0, "began to drain")
     mesh.handle(InstanceLost(DECODE), 8.0)
     (gone,) = mesh.history.gone((), 9.0)
     assert gone.note.cause == "stopped for operation o-1 (drain)"

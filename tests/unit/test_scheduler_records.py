@@ -343,7 +343,7 @@ def test_members_of_a_group_with_their_chunks_and_waits(prefix: int, num_again: 
         (other, "helps", ""),
         (I, "chunk", "tokens 0 to 3, step 0 of 100.0 ms"),
         (other, "chunk", "tokens 4 to 5, step 0 of 100.0 ms and 25.0 ms of waiting for KV"),
-        (I, "goes on without", "j, which helped"),
+        (I, "continues without", "j, which helped"),
         (I, "has", f"the first {prefix} tokens"),
         (I, "chunk", f"tokens {prefix} to 7, step 1 of 100.0 ms, first token"),
     ]

@@ -375,7 +375,7 @@ async def test_what_finds_no_buffer_for_its_commit_goes_on_where_it_is(
         await drawn(source, "r", 3)
         source.move("r", target, num_blocks)
         failed = await source.reported(TransferFailed, "r")
-        assert (failed.committed, "stood still" in failed.reason) == (False, True)
+        assert (failed.committed, "was paused" in failed.reason) == (False, True)
         await ends_where_it_was(source, target)
         assert [t.next_instance_id for t in source.tokens if isinstance(t, StreamHandover)] == ["mixed"]
 

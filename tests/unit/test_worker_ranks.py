@@ -59,6 +59,6 @@ async def test_a_rank_that_misses_heartbeats_is_killed_later_if_the_machine_is_t
     watching = FollowerProcesses([group], [], [rank], cache_fd=-1)
     with anyio.fail_after(20):
         why = await watching.watch()
-    assert f"rank 1 of the instance (pid {rank.pid}) stood still" in why
+    assert f"rank 1 of the instance (pid {rank.pid}) did not respond" in why
     assert rank.poll() is not None, "it goes on"
     assert group.num_looks - 1 in num_looks, "each time that the leader itself stands still it begins anew"

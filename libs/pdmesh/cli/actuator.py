@@ -102,7 +102,7 @@ class LookingActuator(Actuator):
                 complaint = ""
             except PdmeshError as error:
                 if str(error) != complaint:
-                    log.error("cannot look at the processes; trying again", reason=str(error))
+                    log.error("cannot list the processes; trying again", reason=str(error))
                 complaint = str(error)
             await anyio.sleep(LOOK_S)
 

@@ -208,8 +208,8 @@ def down(
 def status(asked: Asked) -> None:
     """Show the instances of a mesh, their work and the latest events.
 
-    `pdmesh policy list` explains policies and batching modes. "no choice": the instance has no batching mode, such as
-    one that only prefills.
+    `pdmesh policy list` explains policies and batching modes. "fixed": the instance has no choice of mode, such as one
+    that only prefills.
     """
     from pdmesh.cli.status import show_status
 

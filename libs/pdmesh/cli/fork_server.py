@@ -97,7 +97,7 @@ def _preload(config: MeshConfig) -> PreloadedModel | None:
     try:
         return preload(config)
     except (ConfigError, OSError) as error:
-        log.warning("workers load the weights themselves", reason=str(error))
+        log.warning("cannot preload the weights; each worker loads them", reason=str(error))
         return None
 
 

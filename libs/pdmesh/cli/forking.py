@@ -77,7 +77,7 @@ class ForkServer:
             while await self._run_once():  # noqa: ASYNC110  # returns when a server ends
                 await anyio.sleep(RESTART_DELAY_S)
         except OSError as error:
-            self._say(f"workers share nothing: {error.strerror}")
+            self._say(f"cannot start the fork server, so each worker loads the weights: {error.strerror}")
         finally:
             self._started.set()
 
@@ -144,7 +144,7 @@ class ForkServer:
             os.close(go_fd)
             if reply.is_stale or not reply.pid:
                 server.send_signal(signal.SIGKILL)
-        self._say(f"{self._spec.name} cannot fork: {reply.failed}")
+        self._say(f"{self._spec.name} cannot fork a worker: {reply.failed}")
         return None
 
 

@@ -52,7 +52,9 @@ def findings(answer: messages.MeshChecked, now: float) -> Iterator[Finding]:
         where, checked = f"{row.instance_id} on {row.host}", row.checked
         if checked is None:
             yield Finding(
-                where=where, problem="it did not answer", advice="see its log: it hangs, or was cut off just now"
+                where=where,
+                problem="it did not answer",
+                advice="see its log: it hangs, or its connection broke",
             )
             continue
         for problem in checked.problems:
@@ -88,8 +90,8 @@ def print_findings(answer: messages.MeshChecked, found: list[Finding]) -> None:
     num_pairs = len(answer.instances) * (len(answer.instances) - 1)
     verdict = f"{len(found)} problem{'s' if len(found) > 1 else ''}" if found else "all well"
     typer.echo(
-        f"{len(answer.instances)} instances, {num_pairs} ways of KV, "
-        f"{len(answer.instances) * len(answer.gateways)} of tokens: {verdict}"
+        f"{len(answer.instances)} instances, {num_pairs} KV paths, "
+        f"{len(answer.instances) * len(answer.gateways)} token paths: {verdict}"
     )
     width = terminal_width()
     by_advice: dict[str, list[Finding]] = {}

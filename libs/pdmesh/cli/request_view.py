@@ -54,7 +54,7 @@ def print_request(record: RequestRecord) -> None:
     if shares := computed_by(record):
         typer.echo(f"computed by {shares}")
     if num_again := computed_again(record):
-        typer.echo(f"{num_again} tokens were computed again: a helper was lost before the others had its KV")
+        typer.echo(f"{num_again} tokens were computed again: a helper was lost before the others had received its KV")
     table = Table([Column("ms", right=True), Column("+ms", right=True), *map(Column, ("what", "where", "detail"))])
     before_s = 0.0
     for entry in record.entries:
@@ -119,7 +119,7 @@ def computed_again(record: RequestRecord) -> int:
             tokens = range(start, start + num_tokens)
             num_again += len(done.intersection(tokens))
             since.update(tokens)
-        elif entry.what == "goes on without":
+        elif entry.what == "continues without":
             done |= since
             since.clear()
         elif entry.what.startswith("queued again"):

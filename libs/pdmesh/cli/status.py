@@ -74,7 +74,7 @@ def _lines(answer: messages.MeshStatus) -> Iterator[str]:
     yield from host_lines(answer.instances)
     yield from link_lines(answer.links)
     if answer.num_fetched_tokens:
-        yield f"kept KV fetched by instances from others: {answer.num_fetched_tokens:,} tokens"
+        yield f"cached KV fetched from other instances: {answer.num_fetched_tokens:,} tokens"
     yield from map(group_line, answer.groups)
 
 
@@ -159,7 +159,7 @@ def processes_table(record: MeshRecord) -> Table:
 def batching_line(batching: messages.BatchingStatus | None) -> str:
     """Return a line with an instance's batching mode, and the known facts about the other mode."""
     if batching is None:
-        return "batching no choice"
+        return "batching fixed"
     phase = f", {batching.phase} phase" if batching.phase else ""
     parts = [f"batching {batching.mode}{phase}"]
     if batching.idle_share:

@@ -103,7 +103,7 @@ class SupervisorActuator(Actuator):
             else:
                 await service.restart(self._plan.drain_s())
         except PdmeshError as error:
-            self._supervisor.say(f"{service.name} stays as it is: {error}")
+            self._supervisor.say(f"{service.name} was not replaced: {error}")
         finally:
             self._replacing.discard(pid)
 

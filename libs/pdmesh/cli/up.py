@@ -163,7 +163,7 @@ class MeshRun:
                 cores_file = create_cores_file()
                 self.environ = with_brief_spinning(self.environ)
             except OSError as error:
-                self._say(f"workers lend no cores: this system gives them no memory to share ({error.strerror})")
+                self._say(f"workers cannot share cores: this system has no shared memory for them ({error.strerror})")
         workers = WorkerSpecs(config, self.state, self.environ, cores_file)
 
         def others(scheduler: Mapping[str, Any]) -> tuple[Sequence[ChildSpec], Sequence[ChildSpec]]:

@@ -32,7 +32,7 @@ def _reused(num_granules: int, num_loaded_granules: int = 0) -> str:
     """Return the text of a record about cached blocks, ``num_loaded_granules`` of them from the tier."""
     if not num_granules:
         return ""
-    loaded = f" ({num_loaded_granules * GRANULE_TOKENS} from its tier)" if num_loaded_granules else ""
+    loaded = f" ({num_loaded_granules * GRANULE_TOKENS} from the offload tier)" if num_loaded_granules else ""
     return f", of which {num_granules * GRANULE_TOKENS} tokens are reused{loaded}"
 
 
@@ -173,7 +173,7 @@ class ExpectCopy(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=T
         if self.transfer.is_move:
             what = "moves here"
         elif self.transfer.is_of_range:
-            what = "computes a lost range" if self.transfer.computes else "hands a range on"
+            what = "computes a lost range" if self.transfer.computes else "receives a range"
         else:
             what = "placed for decode" if self.receives_prompt else "holds a range"
         reused = _reused(self.transfer.num_reused_granules)
@@ -218,7 +218,7 @@ class StopCopy(ToInstanceOfRequest, frozen=True, kw_only=True):
     @property
     def record_line(self) -> RecordLine | None:
         if self.how is Stop.WITHDRAW:
-            return RecordLine("receiver lost", "its KV is kept for another one", self.instance_id)
+            return RecordLine("receiver lost", "its KV waits for another receiver", self.instance_id)
         return None
 
 
@@ -245,7 +245,7 @@ class Hold(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def record_line(self) -> RecordLine | None:
         if self.ends_move:
-            return RecordLine("decodes on", "its move is over", self.instance_id)
+            return RecordLine("decodes on", "its move was cancelled", self.instance_id)
         return RecordLine("stays to decode", f"{self.num_blocks} blocks", self.instance_id) if self.decodes else None
 
 
@@ -274,7 +274,7 @@ class SetPlaces(ToInstanceOfRequest, frozen=True, kw_only=True):
         match self.places:
             case PrefillGroup(lost_ids=lost_ids, member_ids=member_ids):
                 if lost_ids and self.instance_id == member_ids[0]:
-                    return RecordLine("goes on without", f"{lost_ids[-1]}, which helped", self.instance_id)
+                    return RecordLine("continues without", f"{lost_ids[-1]}, which helped", self.instance_id)
                 return None
             case str():
                 return None

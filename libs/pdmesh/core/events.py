@@ -281,7 +281,7 @@ class TransferSent(RequestReport):
         figures = {"num_bytes": float(self.num_bytes), "duration_s": self.duration_s, waited: self.exposed_s}
         exposed = f"{ms(self.exposed_s)} after the prompt was computed"
         if self.was_decoding:
-            exposed = f"stood still for {ms(self.exposed_s)}"
+            exposed = f"paused for {ms(self.exposed_s)}"
         detail = f"{self.num_bytes} bytes in {ms(self.duration_s)}, {exposed}{over(self.carrier)}"
         return RecordLine("moved away" if self.was_decoding else "sent", detail, self.instance_id, figures)
 
@@ -303,7 +303,7 @@ class TransferFailed(RequestReport):
     def record_line(self) -> RecordLine | None:
         if self.committed is None:
             return RecordLine("transfer failed", self.reason, self.instance_id)
-        where = "its target may have begun" if self.committed else "it goes on here"
+        where = "the receiver may have begun" if self.committed else "it decodes here again"
         return RecordLine("move failed", f"{self.reason}; {where}", self.instance_id)
 
 

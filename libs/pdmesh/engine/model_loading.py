@@ -160,7 +160,9 @@ def _load_in_fitting_dtype(checkpoint_dir: Path, options: ComputeOptions) -> Loa
     largest = largest_activation(compute, model.config, options.block_size, model.max_model_len)
     fits = largest <= FLOAT16_LIMIT
     log.info(
-        "dtype of a quantised model", dtype="float16" if fits else "bfloat16", largest_activation=round(largest, 2)
+        "dtype of a quantised model chosen",
+        dtype="float16" if fits else "bfloat16",
+        largest_activation=round(largest, 2),
     )
     if fits:
         return model

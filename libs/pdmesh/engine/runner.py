@@ -173,7 +173,7 @@ class TorchEngine:
             self._parts = part_attention(planned.config, layout, options, self._kv.layers)
         self.compute_path = ComputePath(kernels=ready.kernels, dtype=layout.dtype, reason=ready.reason)
         self._arithmetic, self.weights = ready.arithmetic, ready.weights
-        log.info("compute path", kernels=ready.kernels, arithmetic=ready.arithmetic, reason=ready.reason)
+        log.info("compute path chosen", kernels=ready.kernels, arithmetic=ready.arithmetic, reason=ready.reason)
         log.info("weights loaded", identity=self.weights)
 
     @property
@@ -359,6 +359,6 @@ def _end_by_grammar(guide: GrammarState, token_id: int, reason: FinishReason | N
     if reason is not FinishReason.STOP:  # an end token is not part of the grammar
         guide.take([token_id])
     if guide.error:
-        log.warning("an answer cannot be held to its grammar any more", error=guide.error)
+        log.warning("cannot enforce an answer's grammar; the answer ends", error=guide.error)
         return FinishReason.ERROR
     return FinishReason.STOP if guide.is_complete else reason

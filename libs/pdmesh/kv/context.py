@@ -81,7 +81,7 @@ class KvContext(Means):
     def failed(self, transfer: TransferSide, reason: str, *, sending: bool) -> None:
         """Log and report that one side of a transfer has failed."""
         request_id, epoch = transfer.request_id, transfer.epoch
-        log.warning("kv transfer failed", request_id=request_id, epoch=epoch, sending=sending, reason=reason)
+        log.warning("KV transfer failed", request_id=request_id, epoch=epoch, sending=sending, reason=reason)
         self.on_outcome(FailedTransfer(request_id=request_id, epoch=epoch, sending=sending, reason=reason))
 
     def admit(self, address: bytes) -> None:
@@ -107,9 +107,7 @@ class KvContext(Means):
         try:
             await self.writer().tell(address, header, is_notice=kind is PieceKind.LANDED)
         except KvTransferError as error:
-            log.warning(
-                "could not notify a peer", request_id=request_id, epoch=epoch, kind=kind.name, reason=str(error)
-            )
+            log.warning("cannot notify a peer", request_id=request_id, epoch=epoch, kind=kind.name, reason=str(error))
 
 
 def mismatch(transfer: Authorized, header: Authorized) -> str | None:

@@ -495,4 +495,4 @@ class CopyOut:
             return f"the KV did not land within {self._deadline_s:g} s"
         if self.source.committed:
             return f"not acknowledged within {LANDED_LIMIT_S:g} s of the commit"
-        return f"it stood still for {FREEZE_LIMIT_S:g} s"
+        return f"its decode was paused for {FREEZE_LIMIT_S:g} s"

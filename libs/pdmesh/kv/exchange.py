@@ -262,7 +262,7 @@ class KvExchange:
             num_pages=self._everything.num_pages,
             start=self._context.tasks.start_soon,
             on_failed=lambda reason: log.warning(
-                "a member does not accept KV",
+                "cannot send KV to a group member",
                 request_id=self.request_id,
                 epoch=self.epoch,
                 member=number,
@@ -422,7 +422,7 @@ class KvGroups:
             exchange.ledger.check_integrity()
 
     def _failed(self, exchange: KvExchange, reason: str) -> None:
-        log.warning("kv exchange failed", request_id=exchange.request_id, epoch=exchange.epoch, reason=reason)
+        log.warning("KV exchange failed", request_id=exchange.request_id, epoch=exchange.epoch, reason=reason)
         self.end(exchange.request_id, exchange.epoch, reason)
         self._context.on_outcome(FailedExchange(request_id=exchange.request_id, epoch=exchange.epoch, reason=reason))
 

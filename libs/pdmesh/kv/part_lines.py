@@ -119,7 +119,7 @@ class _Frames:
         except BlockingIOError:
             return []
         if not data:
-            raise ConnectionResetError("the other end of the line is closed")
+            raise ConnectionResetError("the peer closed the connection")
         came += data
         said: list[Said] = []
         while len(came) >= _FRAME.size:
@@ -164,7 +164,7 @@ class PartLine:
         try:
             connection.connect(_name(process, address))
             if process_and_user(connection) != (process, os.getuid()):
-                raise PermissionError("the member's port belongs to another process")
+                raise PermissionError("the shard holder's socket belongs to another process")
             connection.sendall(hello)
         except OSError:
             connection.close()
@@ -232,10 +232,10 @@ class PartLine:
         room.register(self.fileno, select.POLLOUT)
         left_s = until_s - time.monotonic()
         if left_s <= 0 or not room.poll(left_s * 1e3):
-            raise TimeoutError(f"the member did not take its questions within {PATIENCE_S:g} s")
+            raise TimeoutError(f"the shard holder did not read its queries within {PATIENCE_S:g} s")
 
     def _end(self, error: Exception) -> None:
-        log.info("a member of a spread context is asked by pieces from now on", reason=str(error))
+        log.info("a shard holder's local socket closed; querying it by messages", reason=str(error))
         self.is_open = False
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -279,7 +279,7 @@ class PartLines:
             try:
                 self._lines[address] = PartLine(process, address, self._key.seal(_hello(address, self._weights)))
             except OSError as error:
-                log.info("a member of a spread context is asked by pieces", reason=str(error))
+                log.info("cannot open a shard holder's local socket; querying it by messages", reason=str(error))
 
     def line_to(self, address: bytes) -> PartLine | None:
         line = self._lines.get(address)
@@ -325,7 +325,7 @@ class PartPort:
             self._socket.bind(self._name)
             self._socket.listen(MAX_LINES)
         except OSError as error:
-            log.warning("homes of spread contexts ask by pieces alone", reason=str(error))
+            log.warning("cannot listen for queries on this host; owners query by messages", reason=str(error))
             return self
         self._start(self._accept, self._socket)
         return self
@@ -360,7 +360,7 @@ class PartPort:
             try:
                 thread.start()
             except RuntimeError as error:
-                log.warning("a home of spread contexts asks by pieces alone", reason=str(error))
+                log.warning("cannot serve an owner's local socket; the owner queries by messages", reason=str(error))
                 return False
             self._threads[thread] = connection
         return True
@@ -372,7 +372,7 @@ class PartPort:
             except OSError as error:
                 if self._is_closing:
                     return
-                log.warning("a connection of a home was not accepted", reason=str(error))
+                log.warning("cannot accept an owner's connection", reason=str(error))
                 time.sleep(PATIENCE_S)  # out of descriptors: retry later
                 continue
             if process_and_user(connection)[1] != os.getuid() or not self._start(self._serve, connection):
@@ -400,4 +400,4 @@ class PartPort:
                     connection.sendall(_pack(answers))
         except (OSError, ValueError) as error:
             if not self._is_closing:
-                log.debug("a home's line ended", reason=str(error))
+                log.debug("an owner's local socket closed", reason=str(error))

@@ -188,7 +188,7 @@ class LocalPort:
             except BlockingIOError:
                 return
             except OSError as error:
-                log.warning("a connection was not accepted", reason=str(error))
+                log.warning("cannot accept a connection", reason=str(error))
                 self.loop.remove_reader(self._socket.fileno())
                 self.loop.call_later(FULL_S, self._listen)
                 return

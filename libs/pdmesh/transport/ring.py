@@ -62,7 +62,7 @@ class _Reading:
         try:
             read_memory(self._pid, self._address + start, end - start, self._into + start)
         except OSError as error:
-            log.warning("a sender's memory could not be read", reason=str(error))
+            log.warning("cannot read a sender's memory", reason=str(error))
             if error.errno in FORBIDDEN:
                 self._verdict = Verdict.UNREADABLE
             return False

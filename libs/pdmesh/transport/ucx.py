@@ -231,11 +231,11 @@ class UcxTransport:
         if is_here is None:
             is_here = self._are_here[peer.id] = answers_here(peer.facts)
             if not is_here:
-                log.warning("a peer says that it is on this host, and does not answer here")
+                log.warning("a peer reports this host but does not answer locally; KV for it goes through UCX")
         return is_here
 
     def _use_messages(self, link: LocalLink) -> None:
-        log.warning("a peer may not read this process's memory; KV for it goes through UCX")
+        log.warning("a peer cannot read this process's memory; KV for it goes through UCX")
         self._unreadable.add(link.peer.id)
         self._links.reroute(link)
 

@@ -63,12 +63,12 @@ class CertificateFiles:
                 if certificates.authority is not None:
                     context.load_verify_locations(cadata=certificates.authority.decode())
             except (ConfigError, OSError, ValueError) as error:  # ssl.SSLError is an OSError
-                late_logger().warning("new certificates cannot be used; the ones before stay", reason=str(error))
+                late_logger().warning("cannot load new certificates; the previous ones stay in use", reason=str(error))
                 return None
             if certificates == self.current:
                 return None
             self.current = certificates
-            late_logger().info("certificates were read again", certificate=str(self._certificate))
+            late_logger().info("certificates reloaded", certificate=str(self._certificate))
             return certificates
 
     def _read(self) -> Certificates:

@@ -95,14 +95,14 @@ class SchedulerChannel:
         if isinstance(first, StandingBy):
             self._next = first.leader or self._address
             self._named_by = self._address if first.leader else None
-            raise InstanceUnavailable(f"{self._address} stands by, and {first.leader or 'nobody yet'} leads")
+            raise InstanceUnavailable(f"{self._address} is a standby; the leader is {first.leader or 'unknown'}")
         if not isinstance(first, kind):
             raise ProtocolError(f"the scheduler's first message must be {kind.__name__}")
         welcome = first
         if 0 < welcome.term < self._term:
-            late_logger().error("an earlier leader was refused", address=self._address, term=welcome.term)
+            late_logger().error("refused an earlier leading scheduler", address=self._address, term=welcome.term)
             raise InstanceUnavailable(
-                f"{self._address} led before another scheduler did (term {welcome.term}, and {self._term} was heard of)"
+                f"{self._address} leads in an earlier term ({welcome.term}) than another scheduler ({self._term})"
             )
         self._term = max(self._term, welcome.term)
         self.unreached_leader = ""

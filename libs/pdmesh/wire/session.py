@@ -211,7 +211,7 @@ class Session(Generic[SendT, RecvT]):
         while not self._finishing:
             if max_unanswered is not None and self._num_unanswered >= max_unanswered:
                 self.was_silent = True
-                raise TimeoutError(f"no word from the peer for {max_unanswered * heartbeat_s:g} s")
+                raise TimeoutError(f"no message from the peer for {max_unanswered * heartbeat_s:g} s")
             self._num_unanswered += 1
             link.post(self._talk.heartbeat())
             await anyio.sleep(heartbeat_s)
@@ -267,7 +267,7 @@ class Silence:
         while not self.is_too_long:
             await anyio.sleep(self._tick_s)
             self._num_ticks += 1
-        raise InstanceUnavailable(f"no word for {self._max_ticks * self._tick_s:g} s")
+        raise InstanceUnavailable(f"no message for {self._max_ticks * self._tick_s:g} s")
 
 
 async def converse(

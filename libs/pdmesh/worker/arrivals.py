@@ -170,6 +170,6 @@ class Arrivals:
         if request.phase is not SeqPhase.EXPECTED:
             return
         self._context.metrics.failed_transfers.labels("in").inc()
-        log.info("a copy did not arrive", request_id=request.request_id, epoch=request.epoch, reason=reason)
+        log.info("copy did not arrive", request_id=request.request_id, epoch=request.epoch, reason=reason)
         request.end_trace(FAILED)
         self._context.hear(request, CopyFailed(request.state.key, None, reason))

@@ -127,7 +127,7 @@ class BlockTables:
         If cached blocks must be evicted without the scheduler's command, the new contents are reported, with a warning.
         """
         if num_blocks > self._pool.num_free and self.kept.make_room(num_blocks):
-            log.warning("kept KV is given up unasked: the scheduler thinks that there is room", num_blocks=num_blocks)
+            log.warning("evicted cached KV without a command; the scheduler expected room", num_blocks=num_blocks)
             self.report_cached()
         return self._pool.allocate(num_blocks)
 

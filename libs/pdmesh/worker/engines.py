@@ -159,7 +159,7 @@ def _num_blocks(
     num_blocks = of(layout, max_frames=max_frames if layout.window else 0)
     if layout.window:
         log.info(
-            "KV behind windows is given up",
+            "KV outside the attention windows is freed",
             num_tokens=num_blocks * layout.block_size,
             num_windowed_layers=len(layout.windowed_layers),
             num_tokens_of_these=min(num_blocks, max_frames) * layout.block_size,

@@ -287,7 +287,7 @@ class Instance:
 
     def _refused(self, command: InstanceCommand, reason: str) -> None:
         """Drop a request if the scheduler would wait for a copy that never begins or pauses."""
-        log.warning("a command was refused", command=type(command).__name__, reason=reason)
+        log.warning("command refused", command=type(command).__name__, reason=reason)
         if isinstance(command, SendCopy) or (isinstance(command, StopCopy) and command.how is Stop.PAUSE):
             request = self._sequences.get(command.request_id, command.epoch)
             if request is not None and request.state.onward is not None:

@@ -81,7 +81,7 @@ class LeavingCopies:
             return
         self._context.metrics.failed_transfers.labels("out").inc()
         log.info(
-            "a copy failed",
+            "copy failed",
             request_id=request.request_id,
             epoch=request.epoch,
             then=transfer.then,
@@ -120,7 +120,7 @@ class LeavingCopies:
         def failed(reason: str) -> None:
             handing = request.state.handing
             if handing is not None and handing.transfer_id == transfer.transfer_id:
-                log.info("a range was not sent", request_id=request.request_id, epoch=request.epoch, reason=reason)
+                log.info("sending a range failed", request_id=request.request_id, epoch=request.epoch, reason=reason)
                 self._context.hear(request, CopyFailed(request.state.key, Then.HOLD, reason))
 
         self._context.mover.parts.send_tokens(
@@ -177,7 +177,7 @@ class LeavingCopies:
             case Then.HOLD:
                 self._context.mover.departures.cancel(*key)
             case _:
-                log.info("kv kept for another receiver", request_id=request.request_id, epoch=request.epoch)
+                log.info("KV kept for another receiver", request_id=request.request_id, epoch=request.epoch)
                 self._context.mover.departures.withdraw(*key)
                 if request.trace is not None:
                     request.trace.receiver_lost()

@@ -140,7 +140,7 @@ class Plans:
         with anyio.CancelScope(deadline=self._held_until_s) as limit:
             await self._has_work.wait()
         if limit.cancelled_caught:
-            log.warning("no step plan came while decodes were held; decoding again", limit_s=HOLD_LIMIT_S)
+            log.warning("no step plan arrived while decodes were paused; decoding again", limit_s=HOLD_LIMIT_S)
             self.release_decodes()
 
     def next_batch(self) -> Batch | None:

@@ -70,7 +70,7 @@ def main() -> int:
         follower = _follower(start, model, compute, group, leader, memory, asked)
         leader.sendall(frame(Ready(compute.arithmetic, compute.name, compute.reason, weights)))
     except Exception as error:
-        log.exception("the rank cannot start", rank=start.rank)
+        log.exception("rank cannot start", rank=start.rank)
         is_configuration = any(isinstance(leaf, ConfigError) for leaf in leaves(error))
         leader.sendall(frame(Failed(sentences(error), is_configuration)))
         return 1

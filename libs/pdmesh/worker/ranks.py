@@ -149,7 +149,7 @@ class RankProcesses:
                 before, threads[number] = threads[number], threads_of(self._processes[number].pid)
                 missed[number] += _STARVED_BEATS if is_starved(before, threads[number]) else 1.0
                 if missed[number] >= _MAX_MISSED_BEATS:
-                    self._why = f"{self._name(number)} stood still for {missed[number] * BEAT_S:.1f} s or more"
+                    self._why = f"{self._name(number)} did not respond for {missed[number] * BEAT_S:.1f} s or more"
                     self.kill()
                     return self._why
             last = now

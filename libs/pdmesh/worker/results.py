@@ -105,7 +105,7 @@ class Results:
             if request.state.is_range:
                 self._context.drop(request, f"the engine failed: {error}")
             else:
-                log.error("request ended by the engine's failure", request_id=request.request_id, epoch=request.epoch)
+                log.error("request failed with the engine", request_id=request.request_id, epoch=request.epoch)
                 self._context.gateways.send(request, error_out(request, error))
                 self._finish(request, FinishReason.ERROR)
 

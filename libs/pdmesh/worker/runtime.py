@@ -312,7 +312,7 @@ async def _announce(context: ServiceContext, scheduler: WorkerSession, facts: di
 
 async def _end_without(ranks: RankProcesses, work: anyio.CancelScope) -> None:
     """Cancel ``work`` once a rank is lost, and log the reason."""
-    log.error("the instance ends", reason=await ranks.watch())
+    log.error("rank lost; stopping the instance", reason=await ranks.watch())
     work.cancel()
 
 
@@ -327,7 +327,7 @@ async def _drain(
 
         async def give_up() -> None:
             await context.ending.wait()
-            log.warning("stopping although requests are unfinished", num_decoding=instance.num_decoding)
+            log.warning("stopping with unfinished requests", num_decoding=instance.num_decoding)
             draining.cancel_scope.cancel()
 
         draining.start_soon(give_up)
@@ -347,7 +347,7 @@ def reserve_cores(config: MeshConfig, degrees: InstanceDegrees, num_threads: int
     try:
         cores = open_cores(worker.cores_file, num_threads)
     except ConfigError as error:
-        log.warning("this worker lends no cores", reason=str(error))
+        log.warning("cannot share cores with other workers", reason=str(error))
         return None
     cores.occupy()
     return cores
@@ -359,7 +359,7 @@ def use_cores(engine: Engine, cores: LentCores) -> LentCores | None:
 
     assert isinstance(engine, TorchEngine)
     if not engine.any_num_threads:
-        log.info("no cores are lent: results would depend on the number of threads", arithmetic=engine.arithmetic)
+        log.info("cores are not shared: results would depend on the number of threads", arithmetic=engine.arithmetic)
         return None
     engine.use(cores)
     return cores

@@ -115,7 +115,7 @@ class TokenLinks:
             async with channel:
                 await link.run()
         except* TimeoutError:
-            log.warning("a gateway cannot be reached; giving up on it", address=address)
+            log.warning("cannot reach a gateway; its requests end here", address=address)
         finally:
             del self._links[address]
 

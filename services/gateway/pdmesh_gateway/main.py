@@ -69,7 +69,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     answer_format = await anyio.to_thread.run_sync(find_format, tokenizer, gateway.tool_format)
     if answer_format.tells_tools and tokenizer.template is not None:
         log.info(
-            "the chat template does not show tools: the system message lists them",
+            "the chat template does not list tools; the system message lists them",
             tool_format=answer_format.tools.name,
         )
     pooling = await anyio.to_thread.run_sync(load_pooling, directory, gateway.embeddings)

@@ -76,7 +76,7 @@ async def _receive_tokens(link: FrameLink[TokensDown, TokensUp], peer: str, tran
 
     transcripts.source_opened(instance_id, registered.arithmetic)
     link.post(TokensAccepted(heartbeat_s=HEARTBEAT_S, max_unanswered=MAX_MISSING))
-    log.info("worker streams tokens", instance_id=instance_id, peer=peer)
+    log.info("worker's token stream opened", instance_id=instance_id, peer=peer)
     try:
         await converse(link, read, silence=silence)
     finally:

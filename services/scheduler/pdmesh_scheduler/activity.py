@@ -90,7 +90,7 @@ class ActivityFeed:
             case InstanceJoined():
                 self._mark(event.profile.instance_id, now_s, "joined", "")
             case InstanceSuspected():
-                self._mark(event.instance_id, now_s, "silent" if event.suspected else "speaks again", "")
+                self._mark(event.instance_id, now_s, "silent" if event.suspected else "reports again", "")
             case _:
                 pass
         for command in handled.commands:

@@ -191,9 +191,9 @@ class Admin:
         name = "" if operator is None else operator.name
         audit = {"change": msgspec.to_builtins(change), "operator": name, "peer": peer}
         if isinstance(answer, AdminError):
-            log.warning("an operator's change was refused", **audit, reason=answer.message)
+            log.warning("operator's change refused", **audit, reason=answer.message)
         else:
-            log.info("an operator's change", **audit, answer=msgspec.to_builtins(answer))
+            log.info("operator's change applied", **audit, answer=msgspec.to_builtins(answer))
         return answer
 
     def _why_not(self, operator: Operator | None, peer: str) -> str | None:

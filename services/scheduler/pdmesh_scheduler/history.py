@@ -50,7 +50,7 @@ MAX_CAUSE = 300
 
 _SILENT = "fell silent"
 _STREAM_BROKE = "lost its stream"
-_STOPPING = "was told to stop"
+_STOPPING = "began to stop"
 
 
 @dataclass(slots=True)
@@ -161,7 +161,7 @@ class MeshHistory:
             case BundleChangeRequested():
                 self._add(now_s, "policy set", detail=handled.bundle)
             case BatchingChangeRequested():
-                self._add(now_s, "batching set", detail=event.batching or "as the policy says")
+                self._add(now_s, "batching set", detail=event.batching or "as the policy chooses")
             case _:
                 pass
         if self._core.num_operation_changes != self._num_operation_changes:
@@ -196,7 +196,7 @@ class MeshHistory:
         absence.ended_s, away_s = now_s, now_s - absence.since_s
         if before.profile.is_process_of(profile):
             instance.joined_s = before.joined_s
-            detail = f"the same process is back after {away_s:.1f} s"
+            detail = f"the same process reconnected after {away_s:.1f} s"
             self._add(now_s, "joined again", instance_id, detail, absence, away_s)
         else:
             instance.num_restarts += 1
@@ -329,7 +329,7 @@ class MeshHistory:
         if is_silent:
             return "requests wait for it, because its process may still run"
         if instance.absence is not None and instance.absence.is_planned:
-            return "no process is to replace it"
+            return "no process will replace it"
         if self._core.actuators.there:
             return "no supervisor starts it again: `pdmesh pool resize` starts another one"
         return "no supervisor is connected: start it again yourself"
@@ -357,7 +357,7 @@ class MeshHistory:
         if view.draining and (absence is None or absence.ended_s is not None):
             operation = self._operation_on(view.instance_id)
             began_s = now_s if operation is None else operation.began_s
-            absence = _Absence(began_s, "was told to drain", is_planned=True)
+            absence = _Absence(began_s, "began to drain", is_planned=True)
         if instance is None or absence is None:
             return None
         if absence.ended_s is not None:
@@ -371,7 +371,7 @@ class MeshHistory:
             return self._note(absence, f"{requests} to leave first" if num_left else "no request is left on it")
         if absence.cause == _SILENT:
             return self._note(absence, "nothing new is placed on it until it reports again")
-        return self._note(absence, "it is given up unless it comes back at once")
+        return self._note(absence, "it is removed unless it reconnects at once")
 
 
 def safety(view: InstanceView, instances: Sequence[InstanceView]) -> tuple[bool, str]:

@@ -149,8 +149,8 @@ class CrossedClass(NamedTuple):
     @property
     def record_line(self) -> RecordLine:
         """Line for the request's record."""
-        classes = f"{self.before or 'an unknown one'} to {self.after or 'an unknown one'}"
-        detail = f"{classes}: the same tokens are not promised from here on"
+        classes = f"{self.before or 'unknown'} to {self.after or 'unknown'}"
+        detail = f"{classes}: later tokens may differ"
         return RecordLine("another arithmetic class", detail, self.instance_id)
 
 

@@ -205,7 +205,7 @@ class CudaPeerCache:
             try:
                 self._memory.close(address)
             except KvTransferError as error:  # the process that owns it may have ended
-                log.info("a peer's cache was not closed", reason=str(error))
+                log.info("cannot close a peer's cache", reason=str(error))
 
 
 class _Words:

@@ -39,7 +39,7 @@ class RankFollower(ABC):
             while True:
                 self._follow()
         except InstanceUnavailable as error:
-            log.info("the rank ends", reason=str(error))
+            log.info("rank stopping", reason=str(error))
 
     @abstractmethod
     def _follow(self) -> None:

@@ -191,7 +191,7 @@ class OffloadTier:
             try:
                 self._disk.write(0, source.number, entry.granule, layers)
             except OSError as error:
-                log.warning("nothing can be written to the offload tier's disk", reason=str(error))
+                log.warning("cannot write to the offload tier's disk", reason=str(error))
                 return UNMEASURED_BYTES_PER_S
         began_s = 0.0
         for number in range(1 + _MEASURED_GRANULES):
@@ -200,7 +200,7 @@ class OffloadTier:
             load = KvLoad(self._wakeup, self._progress, partial(self._scatter, [source]), no_progress_s=inf)
             load.copy.execute()
             if load.copy.error is not None:
-                log.warning("nothing can be read from the offload tier's disk", reason=str(load.copy.error))
+                log.warning("cannot read from the offload tier's disk", reason=str(load.copy.error))
                 return UNMEASURED_BYTES_PER_S
         took_s = time.perf_counter() - began_s
         return _MEASURED_GRANULES * self.granule_bytes / took_s if took_s else UNMEASURED_BYTES_PER_S
@@ -320,7 +320,7 @@ class OffloadTier:
         if lost:
             if not self._has_failed:
                 self._has_failed = True
-                log.warning("the offload tier loses KV: it is computed again", reason=str(reason))
+                log.warning("offload tier lost KV; later requests compute this KV again", reason=str(reason))
             self._num_lost += len(lost)
             self.evict(lost)
             self._on_lost(lost)
@@ -388,7 +388,7 @@ class OffloadTier:
             self._settle(source.entry)
         if (error := load.copy.error) is not None:
             self._lose([source.entry for source in sources if source.has_failed], error)
-            load.abort(f"KV does not come back from the offload tier: {error}")
+            load.abort(f"loading KV from the offload tier failed: {error}")
         elif load.aborted is None:
             self._num_bytes_loaded += len(sources) * self.granule_bytes
         self._end(load)

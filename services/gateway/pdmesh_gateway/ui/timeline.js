@@ -206,7 +206,7 @@ export class Timeline {
   }
 }
 
-const GOOD = new Set(["joined", "speaks again"]);
+const GOOD = new Set(["joined", "reports again"]);
 
 function size(bytes) {
   return bytes >= 1e9 ? `${(bytes / 1e9).toFixed(2)} GB` : bytes >= 1e6 ? `${(bytes / 1e6).toFixed(1)} MB` : `${Math.ceil(bytes / 1e3)} KB`;

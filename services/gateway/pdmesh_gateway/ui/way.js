@@ -16,7 +16,7 @@ export function barsOf(steps, end_s) {
       const from_s = Math.max(at_s - figures.step_s - figures.waited_s, 0);
       if (waits_from_s !== null) bars.push({ row: "queue", from_s: waits_from_s, to_s: from_s, kind: "wait", text: "waits" });
       waits_from_s = null;
-      if (figures.waited_s) bars.push({ row: where, from_s, to_s: from_s + figures.waited_s, kind: "wait", text: "waits for KV of other members" });
+      if (figures.waited_s) bars.push({ row: where, from_s, to_s: from_s + figures.waited_s, kind: "wait", text: "waits for KV of other instances" });
       bars.push({ row: where, from_s: from_s + figures.waited_s, to_s: at_s, kind: figures.num_decodes ? "mixed" : "prefill", text: detail });
       if (detail.includes("token")) decoding.set("", at_s);
     }

@@ -57,7 +57,7 @@ class EtcdClient:
         try:
             renewed = self._open()
         except ConfigError as error:  # perhaps one file of the pair is new
-            log.warning("new certificates cannot be used; the ones before stay", reason=str(error))
+            log.warning("cannot load new certificates; the previous ones stay in use", reason=str(error))
             return
         before, self._client = self._client, renewed
         await before.aclose()

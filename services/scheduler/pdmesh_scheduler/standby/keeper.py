@@ -113,7 +113,7 @@ class LeaseKeeper:
             if not self.leads:
                 if (leader := self.leader) != said:
                     said = leader
-                    log.info("standing by", leader=leader or "nobody")
+                    log.info("standing by", leader=leader or "unknown")
                 await anyio.sleep(self._candidate.next_s(self._clock()) - self._clock())
         log.info("leading", term=self.term)
 
@@ -130,10 +130,10 @@ class LeaseKeeper:
                 await anyio.sleep(left_s)
             tasks.cancel_scope.cancel()
         if self._given_to:
-            raise LeaseLost(f"a gateway reaches {self._given_to} alone, which leads now")
+            raise LeaseLost(f"a gateway can reach only {self._given_to}, which leads now")
         if self._candidate.successor:
             raise LeaseLost(f"{self._candidate.successor} leads now")
-        why = "the store has not answered yet" if self._is_asking else "this process stood still"
+        why = "the store has not answered yet" if self._is_asking else "this process was paused"
         raise LeaseLost(f"the lease could not be renewed in time: {self._complaint or why}")
 
     async def save(self, state: str) -> bool:
@@ -181,7 +181,7 @@ class LeaseKeeper:
         except (StoreUnavailable, TimeoutError) as error:
             complaint = str(error) or f"the store does not answer within {self._limit_s:g} s"
             if complaint != self._complaint:
-                log.error("cannot ask who leads; trying again", reason=complaint)
+                log.error("cannot read the lease; trying again", reason=complaint)
             self._complaint = complaint
         self._is_asking = False
 

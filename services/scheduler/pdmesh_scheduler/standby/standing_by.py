@@ -89,7 +89,7 @@ async def lead_in_turn(
             try:
                 await keeper.keep()
             except LeaseLost as error:
-                log.error("this scheduler must not lead any more; it ends", reason=str(error))
+                log.error("lease lost; this scheduler stops", reason=str(error))
                 lost = error
                 context.stopping.set()
 
@@ -99,7 +99,7 @@ async def lead_in_turn(
             tasks.cancel_scope.cancel()
         await keeper.release()
         if lost is not None:
-            raise LeaseLost(f"{lost}: start it again, to stand by") from lost
+            raise LeaseLost(f"{lost}: start this scheduler again as a standby") from lost
 
 
 async def _answer(keeper: LeaseKeeper, judge: Judge) -> None:
@@ -108,10 +108,10 @@ async def _answer(keeper: LeaseKeeper, judge: Judge) -> None:
         request = await keeper.asked()
         why_not = await judge(request)
         if not why_not:
-            log.warning("giving the lead to a scheduler that a gateway reaches alone", **request._asdict())
+            log.warning("handing the lease to the only scheduler that a gateway reaches", **request._asdict())
             keeper.give(request.address)
             return
-        log.warning("keeping the lead that another scheduler asks for", **request._asdict(), reason=why_not)
+        log.warning("refused to hand the lease to another scheduler", **request._asdict(), reason=why_not)
         keeper.refuse()
 
 
