@@ -167,8 +167,8 @@ def _check_no_service_link(variable: str, text: str) -> None:
     """Raise ConfigError for a variable that Kubernetes sets for a Service whose name begins like ours."""
     if text.startswith(("tcp://", "udp://")) or variable.endswith(("_SERVICE_HOST", "_SERVICE_PORT")):
         raise ConfigError(
-            f"{variable} = {text} is no setting but a service link of Kubernetes, made for a Service whose name begins "
-            "with pdmesh: set enableServiceLinks: false in the pod's spec, or name the Service otherwise"
+            f"{variable} = {text} is not a setting but a service link of Kubernetes, made for a Service whose name "
+            "begins with pdmesh: set enableServiceLinks: false in the pod's spec, or name the Service otherwise"
         )
 
 

@@ -18,12 +18,12 @@ _NUMBER = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECA
 def parse_bytes(text: str) -> int:
     """Return the number of bytes in a size such as ``1.5GiB``, ``10 gb`` or ``4096``, rounded.
 
-    A number without a unit must be whole. Raises ValueError if ``text`` is no size.
+    A number without a unit must be whole. Raises ValueError if ``text`` is not a size.
     """
     number, unit = _split(text)
     num_bytes = float(number) * _BYTES[unit] if unit in _BYTES else math.nan
     if not math.isfinite(num_bytes) or (_BYTES[unit] == 1 and not num_bytes.is_integer()):
-        raise ValueError(f"{text!r} is no size")
+        raise ValueError(f"{text!r} is not a size")
     return int(number) * _BYTES[unit] if number.isdecimal() else round(num_bytes)
 
 
@@ -32,12 +32,12 @@ def parse_seconds(text: str) -> float:
     number, unit = _split(text)
     seconds = float(number) * _SECONDS[unit] if unit in _SECONDS else math.inf
     if not math.isfinite(seconds):
-        raise ValueError(f"{text!r} is no duration")
+        raise ValueError(f"{text!r} is not a duration")
     return seconds
 
 
 def _split(text: str) -> tuple[str, str]:
     match = _NUMBER.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no number with a unit")
+        raise ValueError(f"{text!r} is not a number with a unit")
     return match[1], match[2].lower()

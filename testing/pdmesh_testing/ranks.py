@@ -79,7 +79,7 @@ class ThreadRanks:
             for connection in self._connections:
                 connection.sendall(data)
         except OSError as error:
-            raise InstanceUnavailable("another rank of the instance is gone") from error
+            raise InstanceUnavailable("another rank of the instance ended") from error
 
     def open_cache(self, num_bytes: int, num_blocks: int) -> Tensor:
         self.memory = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -109,7 +109,7 @@ class ThreadStages:
                 for connection in self._connections[first:end]:
                     connection.sendall(frame(command))
         except OSError as error:
-            raise InstanceUnavailable("another rank of the instance is gone") from error
+            raise InstanceUnavailable("another rank of the instance ended") from error
 
     def reports(self) -> Iterator[tuple[int, Report]]:
         with selectors.DefaultSelector() as selector:

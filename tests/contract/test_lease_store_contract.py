@@ -174,7 +174,7 @@ async def test_a_damaged_record_is_no_record(kept: Kept) -> None:
         pytest.skip("it cannot be damaged")
     await kept.store.swap(RECORDS[0], None)
     kept.damage()
-    with pytest.raises(StoreUnavailable, match="no lease record"):
+    with pytest.raises(StoreUnavailable, match="not a lease of pdmesh"):
         await kept.store.read()
 
 

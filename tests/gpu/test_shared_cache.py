@@ -70,7 +70,7 @@ def test_blocks_are_copied_from_another_processes_cache(number: int) -> None:
             expected = content(layout, 1, layer)[theirs]
             assert torch.equal(store.layers[layer][:NUM_BLOCKS].cpu(), expected)
         lie = (NUM_BLOCKS << 20).to_bytes(8, "little") + described[8:]
-        with pytest.raises(KvTransferError, match="not where it says"):
+        with pytest.raises(KvTransferError, match="not at the address that it sent"):
             shared.open(owner.pid, lie)
         owner.kill()
         owner.wait()

@@ -181,7 +181,7 @@ def test_a_question_from_inside_a_range_is_refused(engines: list[TorchEngine]) -
     rows = bytes(6 * 64 * TORCH_DTYPES[engines[0].kv.layout.dtype].itemsize)
     assert engines[0].attend_part(1, [0, 1, 2, 3], RangeQuestion(0, 2 * RANGE_TOKENS, rows))
     for start in (0, 2 * RANGE_TOKENS - 1):
-        with pytest.raises(ValueError, match="behind which it is not"):
+        with pytest.raises(ValueError, match="which does not lie before it"):
             engines[0].attend_part(1, [0, 1, 2, 3], RangeQuestion(0, start, rows))
 
 

@@ -121,11 +121,11 @@ def test_a_cache_that_is_not_there_is_not_read() -> None:
     good = owner.shared.describe()
     for more_blocks in (1, 1 << 40):
         lie = (NUM_BLOCKS + 1 + more_blocks).to_bytes(8, "little") + good[8:]
-        with pytest.raises(KvTransferError, match="not where it says"):
+        with pytest.raises(KvTransferError, match="not at the address that it sent"):
             reader.shared.open(ANOTHER_PROCESS, lie)
     for offset in (1 << 40, 4):  # beyond it, and in the middle of a word
         lie = good[: 8 + HANDLE_BYTES] + offset.to_bytes(8, "little") + good[16 + HANDLE_BYTES :]
-        with pytest.raises(KvTransferError, match="not where it says"):
+        with pytest.raises(KvTransferError, match="not at the address that it sent"):
             reader.shared.open(ANOTHER_PROCESS, lie)
     with pytest.raises(KvTransferError, match="cuIpcOpenMemHandle"):
         reader.shared.open(ANOTHER_PROCESS, good[:8] + bytes(len(good) - 8))
@@ -273,7 +273,7 @@ def test_a_device_without_room_is_sent_pieces(monkeypatch: pytest.MonkeyPatch) -
         raise torch.OutOfMemoryError("64 MiB")
 
     monkeypatch.setattr(CudaDriver, "_index", no_room)
-    with pytest.raises(KvTransferError, match="no room to copy through: 64 MiB"):
+    with pytest.raises(KvTransferError, match="no room for a copy buffer: 64 MiB"):
         CudaDriver(0, lambda: 0).copy_blocks([0x1000], [0x9000], 64, theirs=[1], ours=[2])
 
 

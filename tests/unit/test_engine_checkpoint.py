@@ -39,7 +39,7 @@ def edit_config(directory: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "architecture is 'MambaForCausalLM', which is not served"),
+        ({"architectures": ["MambaForCausalLM"]}, "architecture is 'MambaForCausalLM', which is not supported"),
         ({"architectures": ..., "model_type": "mamba"}, "architecture is 'mamba'"),
         ({"hidden_size": ...}, "hidden_size is missing"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two'; it must be a positive integer"),
@@ -50,7 +50,7 @@ def edit_config(directory: Path, **changes: Any) -> None:
         ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"torch_dtype": "int8"}, "dtype is 'int8'"),
         ({"quantization_config": {"bits": 4}}, "quantised by None"),
-        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "RoPE scaling 'ntk' is not served"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "RoPE scaling 'ntk' is not supported"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor must be a list of 8 numbers"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 1024"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
@@ -203,7 +203,7 @@ def test_resolving_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (str(tmp_path / "nowhere"), "there is no such file or directory"),
         ("./nowhere", "there is no such file or directory"),
         ("nowhere.gguf", "there is no such file"),
-        ("llama3:8b", "is a name of another tool: give a Hugging Face hub id such as"),
+        ("llama3:8b", "is another tool's name for a model: give a Hugging Face hub id such as"),
         ("", "neither a directory nor a Hugging Face hub id"),
         ("a b", "neither a directory nor a Hugging Face hub id"),
     ):

@@ -128,16 +128,16 @@ def test_the_edge_learns_of_it_without_transformers(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quantization_config": {"quant_method": "awq"}}, "a quantised GPTNeoXForCausalLM is not served"),
+        ({"quantization_config": {"quant_method": "awq"}}, "a quantised GPTNeoXForCausalLM is not supported"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "RoPE scaling 'dynamic'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "RoPE scaling 'longrope'"),
         ({"num_hidden_layers": 10**9}, "at most 1024"),
         ({"num_hidden_layers": 5}, "config.json needs .* weights, and the files hold"),
         ({"num_hidden_layers": 3, "vocab_size": 10**9}, "config.json needs .* weights, and the files hold"),
         ({"intermediate_size": 64}, r"dense_.*has shape \(.*96.*\); config.json needs \(.*64.*\)"),
-        ({"hidden_size": 63}, "is not served: transformers cannot"),
-        ({"hidden_act": "no such thing"}, "is not served: transformers cannot make it"),
-        ({"layer_norm_eps": "small"}, "is not served: transformers cannot read config.json"),
+        ({"hidden_size": 63}, "is not supported: transformers cannot"),
+        ({"hidden_act": "no such thing"}, "is not supported: transformers cannot make it"),
+        ({"layer_norm_eps": "small"}, "is not supported: transformers cannot read config.json"),
         ({"max_position_embeddings": None}, "max_position_embeddings is missing"),
     ],
     ids=str,
@@ -188,9 +188,9 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"deterministic": True}, "worker.deterministic is not served of a GPTNeoXForCausalLM"),
-        ({"lora": Path("adapter")}, "worker.lora is not served"),
-        ({"has_random_weights": True}, "load_format = dummy is not served"),
+        ({"deterministic": True}, "worker.deterministic is not supported for a GPTNeoXForCausalLM"),
+        ({"lora": Path("adapter")}, "worker.lora is not supported"),
+        ({"has_random_weights": True}, "load_format = dummy is not supported"),
         ({"max_model_len": 9000}, "has a context of 8192"),
     ],
     ids=str,
@@ -221,7 +221,7 @@ def test_a_model_that_our_cache_computes_otherwise_is_refused_at_start(
     attend = _Step.attend
     with (
         mock.patch.object(_Step, "attend", lambda self, call: mistake(attend, self, call)),
-        pytest.raises(ConfigError, match="in chunks it gives other scores than as a whole"),
+        pytest.raises(ConfigError, match="its scores for a prompt in chunks differ"),
     ):
         TorchEngine(checkpoint, num_blocks=4)
 
@@ -229,7 +229,7 @@ def test_a_model_that_our_cache_computes_otherwise_is_refused_at_start(
 @pytest.mark.parametrize(
     ("model_type", "class_name", "message"),
     [
-        ("deepseek_v3", "DeepseekV3ForCausalLM", "not that of queries, keys and values of one size"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", "queries, keys and values differ in size"),
         ("lfm2", "Lfm2ForCausalLM", "of its 4 layers attend"),
     ],
 )

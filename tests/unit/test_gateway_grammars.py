@@ -170,7 +170,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (structured(grammar="root ::= " + "[" * 200_000), "does not end"),
     (structured(grammar="root ::= nowhere"), "Rule 'nowhere' not found"),
     (structured(grammar='root ::= "\\q"'), "unknown escape at \\q"),
-    (structured(grammar='root ::= "\\ud800"'), "is no character"),
+    (structured(grammar='root ::= "\\ud800"'), "is not a character"),
     (strict({"type": "array", "uniqueItems": True}), "cannot be obeyed: #/uniqueItems"),
     (strict({"type": "string", "pattern": "a(?=b)"}), "cannot be obeyed: #/pattern (look-around"),
     (structured(regex="a", choice=["b"]), "has regex and choice: give one of them"),

@@ -252,19 +252,19 @@ DIGESTS = {
     ("content", "sentence"),
     [
         (b"", "cannot be read"),
-        (b"GGML" + bytes(40), "is no GGUF file"),
-        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "is a GGUF file of version 1; served are 2 and 3"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "it says of more than it holds"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1 << 62), "it says of more than it holds"),
+        (b"GGML" + bytes(40), "is not a GGUF file"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "is a GGUF file of version 1; supported are 2 and 3"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "it is shorter than its header says"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1 << 62), "it is shorter than its header says"),
         (
             encoded({"general.architecture": "mamba"}, {}),
-            "architecture is 'mamba', which is not served; served are",
+            "architecture is 'mamba', which is not supported; give one of",
         ),
-        (encoded({"general.architecture": "llama"}, {}), "no matrix 'token_embd.weight'"),
+        (encoded({"general.architecture": "llama"}, {}), "tensor 'token_embd.weight' is missing"),
         (encoded({}, {"x": ((1 << 40, 32), 8, b"")}), "tensor 'x' reaches beyond the file"),
         (encoded({}, {"x": ((2, 33), 8, b"")}), "tensor 'x' has rows of 33 values in blocks of 32"),
-        (encoded({}, {"x": ((2, 32), 31, b"")}), "GGML's type Q4_0_4_4, which is not served; served are F32"),
-        (encoded({}, {"x": ((2, 32), 77, b"")}), "GGML's type number 77, which is not served; served are F32"),
+        (encoded({}, {"x": ((2, 32), 31, b"")}), "GGML's type Q4_0_4_4, which is not supported; use one of F32"),
+        (encoded({}, {"x": ((2, 32), 77, b"")}), "GGML's type number 77, which is not supported; use one of F32"),
     ],
 )
 def test_damaged_and_foreign_files_are_refused_in_a_sentence(tmp_path: Path, content: bytes, sentence: str) -> None:
@@ -279,8 +279,8 @@ def test_damaged_and_foreign_files_are_refused_in_a_sentence(tmp_path: Path, con
 def test_experts_of_other_kinds_are_refused(tmp_path: Path) -> None:
     embedding: dict[str, tuple[tuple[int, ...], int, bytes]] = {"token_embd.weight": ((4, 8), 0, bytes(128))}
     for name, field, sentence in (
-        ("qwen2", "expert_used_count", "experts of 'qwen2' are not served from GGUF; served are plain ones of llama"),
-        ("qwen3moe", "expert_shared_count", "experts with expert_shared_count are not served"),
+        ("qwen2", "expert_used_count", "experts of 'qwen2' are not supported from GGUF; give one of llama"),
+        ("qwen3moe", "expert_shared_count", "experts with expert_shared_count are not supported"),
     ):
         metadata = {"general.architecture": name, f"{name}.expert_count": 4, f"{name}.{field}": 2}
         (tmp_path / "model.gguf").write_bytes(encoded(metadata, embedding))
@@ -307,7 +307,7 @@ def test_nothing_is_listed_for_more_heads_than_any_model_has(tmp_path: Path) -> 
     write_gguf(source, file)
     metadata, tensors = content_of(file)
     file.write_bytes(encoded({**metadata, "llama.attention.head_count": 1 << 31}, tensors))
-    with pytest.raises(ConfigError, match="there are 2147483648 attention heads of 16; served are at most 4096"):
+    with pytest.raises(ConfigError, match="there are 2147483648 attention heads of 16; at most 4096 of"):
         TorchEngine(resolve_model(str(file)), num_blocks=1, num_threads=1)
 
 
@@ -328,5 +328,5 @@ def test_a_tokenizer_that_is_not_served_is_named(tmp_path: Path) -> None:
     write_gguf(source, file)
     metadata, tensors = content_of(file)
     file.write_bytes(encoded({**metadata, "tokenizer.ggml.model": "bert"}, tensors))
-    with pytest.raises(ConfigError, match="has a 'bert' tokenizer, which is not served from GGUF; served are 'llama'"):
+    with pytest.raises(ConfigError, match="has a 'bert' tokenizer, which is not supported from GGUF; use a 'llama'"):
         resolve_model(str(file))

@@ -79,14 +79,14 @@ def test_parts_of_other_models_are_refused(tmp_path: Path) -> None:
     content = write_model(tmp_path)[1]
     first, second, third = write_parts(tmp_path / "parts", content, 3)
     second.write_bytes(third.read_bytes())
-    with pytest.raises(ConfigError, match="says that it is part 3 of 3 of a split model, and was read as part 2 of 3"):
+    with pytest.raises(ConfigError, match="is part 3 of 3 of a split model by its header, but part 2 of 3 by its"):
         resolve_model(str(first))
     write_parts(tmp_path / "parts", content, 3, doubled="output_norm.weight")
     with pytest.raises(ConfigError, match=r"tensor 'output_norm\.weight' is in another part as well"):
         resolve_model(str(first))
     alone = tmp_path / "renamed.gguf"
     alone.write_bytes(first.read_bytes())
-    with pytest.raises(ConfigError, match="says that it is part 1 of 3 of a split model, and was read as part 1 of 1"):
+    with pytest.raises(ConfigError, match="is part 1 of 3 of a split model by its header, but part 1 of 1 by its"):
         resolve_model(str(alone))
 
 

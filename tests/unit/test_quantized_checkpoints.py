@@ -190,18 +190,18 @@ def prompt_logprobs(engine: TorchEngine) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("quantization", "sentence"),
     [
-        ({"quant_method": "hqq"}, "quantised by 'hqq', which is not served; served are compressed-"),
-        ({"quant_method": "bitsandbytes"}, "bitsandbytes with weights of type 'fp4' is not served"),
+        ({"quant_method": "hqq"}, "quantised by 'hqq', which is not supported; use one of compressed-"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes with weights of type 'fp4' is not supported"),
         (
             {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf5"},
-            "type 'nf5' is not served",
+            "type 'nf5' is not supported",
         ),
         ({}, "quantised by None"),
         ("int4", "it must be an object"),
-        ({"quant_method": "gptq", "bits": 3}, "GPTQ of 3 bits is not served"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ of 3 bits is not supported"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0; it must be a positive integer"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ of 4 bits, version 'gemv'"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is .* outputs and inputs of a block"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is .* numbers of outputs and inputs"),
         ({"quant_method": "compressed-tensors"}, "config_groups is missing"),
         (
             {
@@ -211,7 +211,7 @@ def prompt_logprobs(engine: TorchEngine) -> torch.Tensor:
                     "a": {"weights": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 16}}
                 },
             },
-            "format 'nvfp4-pack-quantized' with 4 bits of type 'float' by group is not served",
+            "format 'nvfp4-pack-quantized' with 4 bits of type 'float' by group is not supported",
         ),
         (
             {

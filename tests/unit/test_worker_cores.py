@@ -334,9 +334,9 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot open worker\.cores_file"):
         open_cores(tmp_path / "none", 1)
     (tmp_path / "short").write_bytes(b"1")
-    with pytest.raises(ConfigError, match="no table of cores"):
+    with pytest.raises(ConfigError, match="not a table of cores"):
         open_cores(tmp_path / "short", 1)
-    with pytest.raises(ConfigError, match="no table of cores"):
+    with pytest.raises(ConfigError, match="not a table of cores"):
         open_cores(Path("/dev/zero"), 1)
 
 

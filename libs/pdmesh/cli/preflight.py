@@ -60,7 +60,7 @@ def check_access(config: MeshConfig) -> None:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
             raise ConfigError(f"cannot read security.{name} {path}: {why}") from error
         if name in parsers and path.suffix == ".toml":
             parsers[name](text, f"security.{name} {path}")

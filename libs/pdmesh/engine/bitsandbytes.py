@@ -128,7 +128,7 @@ def _state(stored: Tensor) -> Mapping[str, object]:
     sizes = state.get("blocksize"), state.get("nested_blocksize", _NESTED_BLOCK)
     if sizes != (_BLOCK, _NESTED_BLOCK):
         raise LayoutError(
-            f"has blocks of {sizes[0]} values and {sizes[1]} scales; served are {_BLOCK} and {_NESTED_BLOCK}"
+            f"has blocks of {sizes[0]} values and {sizes[1]} scales; supported are {_BLOCK} and {_NESTED_BLOCK}"
         )
     return state
 

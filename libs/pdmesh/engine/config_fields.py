@@ -80,7 +80,7 @@ class Fields:
         value = self._value(name, default.value)
         if value not in [choice.value for choice in choices]:
             served = " and ".join(repr(choice.value) for choice in choices)
-            raise ConfigError(f"{self.where}: {name} is {value!r}; served are {served}")
+            raise ConfigError(f"{self.where}: {name} is {value!r}; supported are {served}")
         return choices(value)
 
     def part(self, name: str) -> Fields | None:
@@ -93,7 +93,7 @@ class Fields:
     def num_layers(self) -> int:
         value = self.integer("num_hidden_layers")
         if value > _MAX_LAYERS:
-            raise ConfigError(f"{self.where}: num_hidden_layers is {value}; at most {_MAX_LAYERS} are served")
+            raise ConfigError(f"{self.where}: num_hidden_layers is {value}; at most {_MAX_LAYERS} are supported")
         return value
 
     def layer_flags(self, name: str, meanings: Mapping[Any, bool], num_layers: int) -> tuple[bool, ...] | None:
@@ -185,7 +185,7 @@ def _page_of(fields: Fields, num_heads: int, num_kv_heads: int, head_dim: int) -
         raise fields.error(f"head_dim is {head_dim}; rotary embeddings need an even one")
     if num_heads > _MAX_HEADS or head_dim > _MAX_HEAD_DIM:
         raise fields.error(
-            f"there are {num_heads} attention heads of {head_dim}; served are at most {_MAX_HEADS} of {_MAX_HEAD_DIM}"
+            f"there are {num_heads} attention heads of {head_dim}; at most {_MAX_HEADS} of {_MAX_HEAD_DIM} are supported"
         )
     return PageShape(num_kv_heads, head_dim)
 
@@ -196,8 +196,8 @@ def experts_of(fields: Fields, *, intermediate_size: str, normalizes: bool) -> E
     num_experts, num_per_token = fields.integer(number), fields.integer("num_experts_per_tok")
     if num_experts > _MAX_EXPERTS or num_per_token > num_experts:
         raise fields.error(
-            f"{number} is {num_experts} and num_experts_per_tok is {num_per_token}; served are at most {_MAX_EXPERTS} "
-            "experts, and a token goes through no more of them than there are"
+            f"{number} is {num_experts} and num_experts_per_tok is {num_per_token}; at most {_MAX_EXPERTS} "
+            "experts are supported, and no more of them per token than there are"
         )
     return ExpertsConfig(
         num_experts=num_experts,
@@ -258,7 +258,7 @@ def dtype_of(fields: Fields) -> str:
     """Return the dtype of the checkpoint's weights; float32 if absent. Raise ConfigError for one that is not served."""
     dtype = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
-        raise ConfigError(f"{fields.where}: dtype is {dtype!r}; served are {', '.join(DTYPES)}")
+        raise ConfigError(f"{fields.where}: dtype is {dtype!r}; supported are {', '.join(DTYPES)}")
     return str(dtype)
 
 
@@ -292,7 +292,7 @@ def rope_parameters(
         name = "longrope"
     if not isinstance(name, str) or name not in {rope_type.value for rope_type in RopeType}:
         served = ", ".join(rope_type.value for rope_type in RopeType)
-        raise ConfigError(f"{rope.where}: RoPE scaling {name!r} is not served; served are {served}")
+        raise ConfigError(f"{rope.where}: RoPE scaling {name!r} is not supported; use one of {served}")
     rope_type = RopeType(name)
     match rope_type:
         case RopeType.DEFAULT:
@@ -316,7 +316,7 @@ def rope_parameters(
         case RopeType.PROPORTIONAL:
             share = rope.number("partial_rotary_factor", default=1.0)
             if share > 1:
-                raise rope.error(f"partial_rotary_factor is {share}; at most 1 is served")
+                raise rope.error(f"partial_rotary_factor is {share}; at most 1 is supported")
             return RopeConfig(
                 rope_type=rope_type, theta=theta, factor=rope.number("factor", default=1.0), rotated_share=share
             )

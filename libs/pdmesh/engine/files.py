@@ -125,8 +125,8 @@ def check_hub_id(model: str) -> None:
         raise ConfigError(f"model {model!r}: there is no such file or directory")
     if ":" in model:
         raise ConfigError(
-            f"model {model!r} is a name of another tool: give a Hugging Face hub id such as 'Qwen/Qwen3-0.6B', a "
-            f"directory, a .gguf file, or {' or '.join(KNOWN_MODELS)}"
+            f"model {model!r} is another tool's name for a model: give a Hugging Face hub id such as "
+            f"'Qwen/Qwen3-0.6B', a directory, a .gguf file, or {' or '.join(KNOWN_MODELS)}"
         )
     if not model:
         raise _no_model(model)
@@ -173,7 +173,9 @@ def weight_files(directory: Path) -> list[Path]:
         paths = [directory / Path(name).name for name in sorted(set(weight_map.values()))]
     else:
         others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.gguf") for path in directory.glob(pattern))
-        found = f" but {others[0]}: save the checkpoint as safetensors" if others else ": is it downloaded completely?"
+        found = (
+            f" but {others[0]}: save the checkpoint as safetensors" if others else ": download all files of the model"
+        )
         raise ConfigError(f"{directory} holds no model.safetensors and no model.safetensors.index.json{found}")
     for path in paths:
         try:

@@ -80,7 +80,7 @@ class FusedExpertTensors(FileTensors):
         numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)  # the lower half is the first value
         weight = of_mxfp4(numbers, exponents)
         if not weight.is_finite:
-            raise ConfigError(f"{name}: its exponents are those of no weight; download the checkpoint again")
+            raise ConfigError(f"{name}: its scale exponents are out of range; download the checkpoint again")
         return weight if rows is None else weight.rows(torch.arange(*rows))
 
     def _gates_first(self, outputs: Tensor, expert: _Expert) -> Tensor:

@@ -75,7 +75,9 @@ def unchanged_weights(directory: Path, *, lora: Path | None = None, has_random_w
     before = weights_identity(directory, lora=lora, has_random_weights=has_random_weights)
     yield before
     if weights_identity(directory, lora=lora, has_random_weights=has_random_weights) != before:
-        raise ConfigError(f"the weights in {directory} changed while they were loaded: start again once they are whole")
+        raise ConfigError(
+            f"the weights in {directory} changed while they were loaded: start again once the files are complete"
+        )
 
 
 def stand_in_identity(*facts: str) -> str:

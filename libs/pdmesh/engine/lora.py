@@ -47,16 +47,18 @@ def read_adapter(directory: Path) -> Adapter:
     path = directory / _CONFIG
     fields = Fields(read_json_object(path), str(path))
     if (kind := fields.raw.get("peft_type")) != "LORA":
-        raise fields.error(f"the adapter is {kind!r}; served is LORA")
+        raise fields.error(f"the adapter is of type {kind!r}; only LORA is supported")
     if unserved := [name for name in _UNSERVED if fields.raw.get(name)]:
         raise fields.error(
-            f"{unserved[0]} is set, which is not served; merge the adapter by `peft` and serve the result"
+            f"{unserved[0]} is set, which is not supported; merge the adapter with `peft` and serve the result"
         )
     if fields.raw.get("bias", "none") != "none" or fields.boolean("fan_in_fan_out"):
-        raise fields.error("biases or transposed weights are adapted, which is not served; merge the adapter by `peft`")
+        raise fields.error(
+            "biases or transposed weights are adapted, which is not supported; merge the adapter with `peft`"
+        )
     rank = fields.integer("r")
     if rank > _MAX_RANK:
-        raise fields.error(f"r is {rank}; at most {_MAX_RANK} is served")
+        raise fields.error(f"r is {rank}; ranks up to {_MAX_RANK} are supported")
     divisor = math.sqrt(rank) if fields.boolean("use_rslora") else rank
     return Adapter(directory, rank, fields.number("lora_alpha", default=8.0) / divisor)
 
@@ -67,7 +69,7 @@ def adapted(tensors: Tensors, directory: Path, config: ModelConfig, dtype: torch
     adapter = read_adapter(directory)
     if config.transposes_weights or config.names.fuses_experts:
         raise ConfigError(
-            f"{adapter.directory}: adapters of a {config.architecture} are not served; merge it by `peft`"
+            f"{adapter.directory}: adapters of a {config.architecture} are not supported; merge the adapter with `peft`"
         )
     path = adapter.directory / _WEIGHTS
     try:
@@ -78,12 +80,14 @@ def adapted(tensors: Tensors, directory: Path, config: ModelConfig, dtype: torch
         parts: dict[str, dict[str, str]] = {}
         for name in file.keys():  # noqa: SIM118
             if (found := _NAME.fullmatch(name)) is None:
-                raise ConfigError(f"{path}: tensor {name!r} is no part of a LoRA of linear layers, which are served")
+                raise ConfigError(
+                    f"{path}: tensor {name!r} is not a LoRA matrix of a linear layer; other adapters are not supported"
+                )
             parts.setdefault(found[1], {})[found[2]] = name
         adapted_names = {f"{layer}.weight": ends for layer, ends in parts.items()}
         for name, ends in adapted_names.items():
             if ends.keys() != {"A", "B"}:
-                raise ConfigError(f"{path}: {name!r} has one of two matrices; download the adapter again")
+                raise ConfigError(f"{path}: {name!r} has only one of its two matrices; download the adapter again")
         stored = FileTensors(adapter.directory, {name: (file, name) for name in file.keys()})  # noqa: SIM118
         yield AdaptedTensors(tensors, stored, adapter, adapted_names, dtype)
 

@@ -189,7 +189,9 @@ def _check_served(model: UndescribedModel, options: ComputeOptions) -> None:
         "worker.max_kv_tokens_per_instance": options.range_tokens > 0,
     }
     for name in (name for name, is_asked in refused.items() if is_asked):
-        raise ConfigError(f"{name} is not served of a {model.architecture}, which transformers' own modules compute")
+        raise ConfigError(
+            f"{name} is not supported for a {model.architecture}, which transformers' own modules compute"
+        )
 
 
 def _check_unequal_layers(model: DecoderShape, options: ComputeOptions) -> None:

@@ -35,9 +35,9 @@ class PartAttention:
         dtype, head_dim = TORCH_DTYPES[self.layout.dtype], self.layout.head_dim
         layer, start, query, _ = question
         if not query or len(query) % (self.num_heads * head_dim * dtype.itemsize):
-            raise ValueError(f"{len(query)} bytes are no query rows of this model")
+            raise ValueError(f"{len(query)} bytes are not query rows of this model")
         if (distance := start - number * self.attention.range_tokens) < self.attention.range_tokens:
-            raise ValueError(f"a token at {start} asks about range {number}, behind which it is not")
+            raise ValueError(f"a token at {start} queries range {number}, which does not lie before it")
         rows = torch.frombuffer(bytearray(query), dtype=dtype).view(-1, self.num_heads, head_dim)
         return self.attention.attend_part(rows, distance, self.caches[layer], block_ids, self.windows[layer])
 

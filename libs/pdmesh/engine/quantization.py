@@ -41,8 +41,8 @@ def quantization_of(fields: Fields) -> Quantization | None:
             )
         case other:
             raise fields.error(
-                f"the checkpoint is quantised by {other!r}, which is not served; served are {_SERVED}, or one in "
-                "float32, bfloat16 or float16"
+                f"the checkpoint is quantised by {other!r}, which is not supported; use one of {_SERVED}, or a "
+                "checkpoint in float32, bfloat16 or float16"
             )
 
 
@@ -53,15 +53,15 @@ def _compressed_tensors(fields: Fields) -> Quantization:
     schemes = [Fields(group, fields.where).part("weights") for group in groups.values() if isinstance(group, Mapping)]
     first = schemes[0] if schemes else None
     if first is None or any(scheme is None or _scheme(scheme) != _scheme(first) for scheme in schemes):
-        raise fields.error("config_groups quantise weights differently; one scheme for all is served")
+        raise fields.error("config_groups quantise weights differently; only one scheme for all weights is supported")
     for unserved in ("sparsity_config", "transform_config"):
         part = fields.raw.get(unserved)
         if isinstance(part, Mapping) and part and part.get("format", "") != "dense":
-            raise fields.error(f"{unserved} is set, which is not served; use a checkpoint without it")
+            raise fields.error(f"{unserved} is set, which is not supported; use a checkpoint without it")
     name, strategy, kind = fields.raw.get("format"), first.raw.get("strategy"), first.raw.get("type", "int")
     bits, group_size = first.integer("num_bits", default=8), first.optional_integer("group_size")
     if strategy not in ("tensor", "channel", "group", "block"):
-        raise fields.error(f"the strategy of weights is {strategy!r}; served are tensor, channel, group and block")
+        raise fields.error(f"the strategy of weights is {strategy!r}; supported are tensor, channel, group and block")
     if strategy == "group" and group_size is None:
         raise fields.error("group_size is missing")
     has_zeros = not first.boolean("symmetric", default=True)
@@ -77,7 +77,8 @@ def _compressed_tensors(fields: Fields) -> Quantization:
             return Quantization(format=QuantizedFormat.FLOAT8_BLOCKS, block=_block(first, "block_structure"))
         case _:
             raise fields.error(
-                f"format {name!r} with {bits} bits of type {kind!r} by {strategy} is not served; served are {_SERVED}"
+                f"format {name!r} with {bits} bits of type {kind!r} by {strategy} is not supported; use one of "
+                f"{_SERVED}"
             )
 
 
@@ -95,9 +96,11 @@ def _fp8(fields: Fields) -> Quantization:
 def _awq(fields: Fields) -> Quantization:
     bits, version = fields.raw.get("bits", fields.raw.get("w_bit", 4)), fields.raw.get("version", "gemm")
     if bits != 4 or str(version).lower() != "gemm":
-        raise fields.error(f"AWQ of {bits} bits, version {version!r}, is not served; served is 4 bits, version 'gemm'")
+        raise fields.error(
+            f"AWQ of {bits} bits, version {version!r}, is not supported; only 4 bits, version 'gemm', is"
+        )
     if not fields.boolean("zero_point", default=True):
-        raise fields.error("AWQ without zero points is not served; use a checkpoint with zero_point")
+        raise fields.error("AWQ without zero points is not supported; use a checkpoint with zero_point")
     group_size = fields.raw.get("group_size", fields.raw.get("q_group_size", 128))
     return Quantization(format=QuantizedFormat.AWQ, bits=4, group_size=_group_size(fields, group_size), has_zeros=True)
 
@@ -105,10 +108,10 @@ def _awq(fields: Fields) -> Quantization:
 def _gptq(fields: Fields) -> Quantization:
     bits = fields.integer("bits")
     if bits not in (2, 4, 8):
-        raise fields.error(f"GPTQ of {bits} bits is not served; served are 2, 4 and 8")
+        raise fields.error(f"GPTQ of {bits} bits is not supported; use 2, 4 or 8")
     version = fields.raw.get("checkpoint_format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
-        raise fields.error(f"checkpoint_format is {version!r}; served are 'gptq' and 'gptq_v2'")
+        raise fields.error(f"checkpoint_format is {version!r}; supported are 'gptq' and 'gptq_v2'")
     return Quantization(
         format=QuantizedFormat.GPTQ,
         bits=bits,
@@ -123,7 +126,7 @@ def _bitsandbytes(fields: Fields) -> Quantization:
         return Quantization(format=QuantizedFormat.BITSANDBYTES_8)
     kind = fields.raw.get("bnb_4bit_quant_type", "fp4")
     if not fields.boolean("load_in_4bit") or kind not in ("nf4", "fp4"):
-        raise fields.error(f"bitsandbytes with weights of type {kind!r} is not served; served are nf4, fp4 and 8 bits")
+        raise fields.error(f"bitsandbytes with weights of type {kind!r} is not supported; use nf4, fp4 or 8 bits")
     nested = fields.boolean("bnb_4bit_use_double_quant")
     return Quantization(format=QuantizedFormat.BITSANDBYTES_4, bits=4, table=kind, has_nested_scales=nested)
 
@@ -136,6 +139,6 @@ def _group_size(fields: Fields, value: object) -> int | None:
 def _block(fields: Fields, name: str) -> tuple[int, int]:
     value = fields.raw.get(name)
     if not isinstance(value, list) or len(value) != 2:
-        raise fields.error(f"{name} is {value!r}; it must be the outputs and inputs of a block")
+        raise fields.error(f"{name} is {value!r}; it must be a block's numbers of outputs and inputs")
     outputs, inputs = (Fields({name: size}, fields.where).integer(name) for size in value)
     return outputs, inputs

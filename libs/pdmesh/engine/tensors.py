@@ -173,7 +173,7 @@ class QuantizedTensors(FileTensors):
             return None
         weight = self._weight(name, shape).grouped(self._bits)
         if weight is not None and not weight.is_finite:
-            raise ConfigError(f"{name}: the quantised weight has values that are no numbers; download it again")
+            raise ConfigError(f"{name}: the quantised weight has values that are not finite numbers; download it again")
         return weight if weight is None or rows is None else weight.rows(torch.arange(*rows))
 
     def _weight(self, name: str, shape: Shape) -> Weight:

@@ -38,5 +38,5 @@ def check_unused(names: Iterable[str], where: str, read: Callable[[str], Tensor]
             continue
         raise ConfigError(
             f"{where}: no layer of this architecture reads the tensor {name!r}, so answers would be wrong; the model "
-            "is of another architecture, or of a variant that is not served"
+            "is of another architecture, or of a variant that is not supported"
         )

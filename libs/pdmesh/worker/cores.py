@@ -228,7 +228,7 @@ def open_cores(file: Path, num_own: int) -> LentCores:
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_size != _NUM_BYTES or found.st_uid != os.geteuid():
-            raise ConfigError(f"worker.cores_file, {file}, is no table of cores: leave it to `pdmesh up`")
+            raise ConfigError(f"worker.cores_file, {file}, is not a table of cores: leave the setting to `pdmesh up`")
         own = _look_up(os.getpid())
         if own is None:
             raise ConfigError("worker.cores_file is set, but /proc does not show this process: set it to none")

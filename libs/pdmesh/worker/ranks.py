@@ -249,10 +249,10 @@ class StageProcesses(RankProcesses):
 def _check_equal(name: str, answer: Ready, other_name: str, other: Ready, setting: str) -> None:
     if answer.weights != other.weights:
         raise ConfigError(
-            f"{name} loaded other weights than {other_name}: they changed meanwhile; start again once they are whole"
+            f"{name} loaded other weights than {other_name}: the files changed; start again once they are complete"
         )
     if answer.arithmetic != other.arithmetic:
         raise ConfigError(
-            f"{name} computes with {answer.arithmetic}, {other_name} with {other.arithmetic}: their parts of this "
-            f"model suit unlike kernels; use another {setting}"
+            f"{name} computes with {answer.arithmetic}, {other_name} with {other.arithmetic}: their shares of "
+            f"this model need different kernels; use another {setting}"
         )

@@ -105,5 +105,5 @@ def _char(piece: re.Match[str]) -> str:
         return _SHORT.get(short, short)
     code = int(piece[1] or piece[2] or piece[3], 16)
     if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-        raise ValueError(f"{piece[0]} is no character")
+        raise ValueError(f"{piece[0]} is not a character")
     return chr(code)

@@ -81,7 +81,9 @@ def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig | Unde
         config = _of_gguf(config, quantization)
     elif (quantization.format is QuantizedFormat.MXFP4) is not config.names.fuses_experts:
         method = quantization.format.value
-        raise fields.error(f"a {config.architecture} with weights in {method} is not served; MXFP4 is, of gpt-oss")
+        raise fields.error(
+            f"a {config.architecture} with weights in {method} is not supported: MXFP4 is supported for gpt-oss only"
+        )
     return replace(config, quantization=quantization)
 
 
@@ -170,4 +172,4 @@ def _architecture(raw: Mapping[str, Any], where: str) -> Architecture:
             if name == architecture.model_type:
                 return architecture
     known = ", ".join([*served, *WITH_TEXT_PARTS])
-    raise ConfigError(f"{where}: the architecture is {name!r}, which is not served; served are {known}")
+    raise ConfigError(f"{where}: the architecture is {name!r}, which is not supported; use one of {known}")

@@ -15,7 +15,9 @@ _NAME = "Gemma3ForCausalLM"
 
 def _describe(fields: Fields) -> ModelConfig:
     if fields.raw.get("use_bidirectional_attention"):
-        raise fields.error("use_bidirectional_attention is set: it is an encoder, and only decoders are served")
+        raise fields.error(
+            "use_bidirectional_attention is set, so the model is an encoder; only decoders are supported"
+        )
     config = gemma(fields, _NAME, max_position_embeddings=131072)
     pattern = fields.integer("sliding_window_pattern", default=6)
     windows = listed_windows(fields, config.num_layers, lambda number: (number + 1) % pattern != 0)

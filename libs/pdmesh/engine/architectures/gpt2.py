@@ -21,9 +21,9 @@ _FIELDS = {
 def _describe(fields: Fields) -> ModelConfig:
     for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"):
         if fields.raw.get(name):
-            raise fields.error(f"{name} is set, which is not served")
+            raise fields.error(f"{name} is set, which is not supported")
     if (activation := fields.raw.get("activation_function", "gelu_new")) not in ("gelu_new", "gelu_pytorch_tanh"):
-        raise fields.error(f"activation_function is {activation!r}; served is 'gelu_new'")
+        raise fields.error(f"activation_function is {activation!r}; only 'gelu_new' is supported")
     renamed: dict[str, object] = {"num_key_value_heads": None, "head_dim": None}
     renamed |= {name: fields.raw.get(theirs, fields.raw.get(name)) for name, theirs in _FIELDS.items()}
     size = renamed["hidden_size"]

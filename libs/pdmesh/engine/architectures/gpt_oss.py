@@ -15,7 +15,7 @@ _ALPHA = 1.702
 def _describe(fields: Fields) -> ModelConfig:
     config = dense(fields, _NAME, head_dim=64, max_position_embeddings=131072, epsilon=1e-5, theta=150_000.0)
     if (alpha := fields.number("swiglu_alpha", default=_ALPHA)) != _ALPHA:
-        raise fields.error(f"swiglu_alpha is {alpha}; served is {_ALPHA}")
+        raise fields.error(f"swiglu_alpha is {alpha}; only {_ALPHA} is supported")
     window = fields.optional_integer("sliding_window", default=128)
     windows = listed_windows(fields, config.num_layers, lambda number: number % 2 == 0)
     experts = replace(experts_of(fields, intermediate_size="intermediate_size", normalizes=True), has_bias=True)

@@ -13,7 +13,7 @@ _NAME = "OlmoeForCausalLM"
 
 def _describe(fields: Fields) -> ModelConfig:
     if fields.raw.get("clip_qkv") is not None:
-        raise fields.error("clip_qkv is set: clipped queries, keys and values are not served")
+        raise fields.error("clip_qkv is set: clipped queries, keys and values are not supported")
     config = dense(fields, _NAME, max_position_embeddings=4096, epsilon=1e-5, biases=["attention_bias"])
     experts = experts_of(
         fields,

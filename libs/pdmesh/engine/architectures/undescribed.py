@@ -69,10 +69,10 @@ def check_installed(model: DecoderShape) -> None:
 def _shape(class_name: str, fields: Fields) -> UndescribedModel:
     raw = fields.raw
     if raw.get("quantization_config") is not None:
-        raise fields.error(f"a quantised {class_name} is not served: give a checkpoint in bf16, fp16 or fp32")
+        raise fields.error(f"a quantised {class_name} is not supported: give a checkpoint in bf16, fp16 or fp32")
     for rope_type in _rope_types(raw.get("rope_parameters") or raw.get("rope_scaling")):
         if rope_type in _CHANGING_ROPES:
-            raise fields.error(f"RoPE scaling {rope_type!r} of a {class_name} is not served")
+            raise fields.error(f"RoPE scaling {rope_type!r} is not supported for a {class_name}")
     fields = Fields({**raw, **{name: raw.get(name, raw.get(older)) for name, older in _NAMES.items()}}, fields.where)
     experts = None
     if "num_local_experts" in raw or "num_experts" in raw:

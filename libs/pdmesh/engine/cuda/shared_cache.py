@@ -183,7 +183,7 @@ class CudaPeerCache:
         A wrong read, beyond the end or of half a word, would end this process's computation, so peers are not trusted.
         """
         if offset + self._num_blocks * self._block_bytes > allocation.num_bytes or offset % _WORD_BYTES:
-            raise KvTransferError("the peer's cache is not where it says")
+            raise KvTransferError("the peer's cache is not at the address that it sent")
 
     def read(self, layers: IndexRange, theirs: Sequence[int], ours: Sequence[int]) -> None:
         check_blocks(theirs, self._num_blocks)
@@ -279,7 +279,7 @@ class CudaDriver:
                 target = self._blocks(to_address, block_bytes, ours)
                 target.index_copy_(0, our_index, source.index_select(0, their_index))
         except torch.OutOfMemoryError as error:  # pieces of a few MiB need less memory
-            raise KvTransferError(f"the device has no room to copy through: {error}") from error
+            raise KvTransferError(f"the device has no room for a copy buffer: {error}") from error
 
     def _blocks(self, address: int, block_bytes: int, block_ids: Sequence[int]) -> Tensor:
         """Return a view of memory, perhaps another process's, with a row per block up to the highest given."""

@@ -91,12 +91,12 @@ def load_undescribed(
         loaded, difference = _tried(modules.to(device), model, layout, max_model_len, device)
     except Exception as error:
         raise ConfigError(
-            f"{checkpoint_dir}: this {model.architecture} is not served: it fails: {sentence_of(error)}"
+            f"{checkpoint_dir}: this {model.architecture} is not supported: it fails: {sentence_of(error)}"
         ) from error
     if not difference <= _TOLERANCES[layout.dtype]:
         raise ConfigError(
-            f"{checkpoint_dir}: this {model.architecture} is not served: in chunks it gives other scores than as a "
-            f"whole ({difference:.2g} of their spread)"
+            f"{checkpoint_dir}: this {model.architecture} is not supported: its scores for a prompt in chunks differ "
+            f"from those for the whole prompt ({difference:.2g} of their spread)"
         )
     return loaded
 

@@ -133,10 +133,10 @@ class _Probe:
             raise _refusal(directory, model, f"{len(calls)} of its {model.num_layers} layers attend")
         first = calls[0]
         if any(_kind(call) != _kind(first) for call in calls):
-            raise _refusal(directory, model, "its layers' keys and values are of several shapes")
+            raise _refusal(directory, model, "its layers' keys and values differ in shape")
         num_heads, num_kv_heads = first.query.shape[1], first.key.shape[1]
         if first.has_more or first.key.shape != first.value.shape or num_heads % num_kv_heads:
-            raise _refusal(directory, model, "its attention is not that of queries, keys and values of one size")
+            raise _refusal(directory, model, "its queries, keys and values differ in size")
         return replace(
             model,
             num_heads=num_heads,
@@ -160,7 +160,7 @@ def _window(call: Attended, model: UndescribedModel) -> int | None:
 
 
 def _refusal(directory: Path, model: UndescribedModel, why: str) -> ConfigError:
-    return ConfigError(f"{directory}: this {model.architecture} is not served: {why}")
+    return ConfigError(f"{directory}: this {model.architecture} is not supported: {why}")
 
 
 def _class(model: UndescribedModel) -> Any:
@@ -189,7 +189,7 @@ def _check_size(directory: Path, model: UndescribedModel, modules: Any) -> None:
     """Raise ConfigError if the modules need more parameters than the files hold, or large buffers."""
     buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in modules.buffers())
     if buffer_bytes > _MAX_BUFFER_BYTES:
-        raise _refusal(directory, model, f"its modules need {buffer_bytes / (1 << 30):.1f} GiB beside their weights")
+        raise _refusal(directory, model, f"its modules need {buffer_bytes / (1 << 30):.1f} GiB besides the weights")
     wanted, held = sum(parameter.numel() for parameter in modules.parameters()), _num_values(weight_files(directory))
     if wanted > held:
         raise ConfigError(f"{directory}: config.json needs {wanted} weights, and the files hold {held}")

@@ -155,15 +155,15 @@ def config_of(header: GgufHeader, where: str) -> dict[str, Any]:
     if not isinstance(name, str) or name not in ARCHITECTURES:
         served = ", ".join(ARCHITECTURES)
         raise ConfigError(
-            f"{where}: the GGUF architecture is {str(name)[:64]!r}, which is not served; served are {served}, or give "
+            f"{where}: the GGUF architecture is {str(name)[:64]!r}, which is not supported; give one of {served}, or "
             "the model's safetensors directory"
         )
     architecture, model = ARCHITECTURES[name], GgufModel(name, header, where)
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise ConfigError(f"{where}: there is no matrix 'token_embd.weight'")
+        raise ConfigError(f"{where}: tensor 'token_embd.weight' is missing; download the file again")
     if not architecture.rotates_partly and model.of("rope.dimension_count") not in (None, model.head_dim):
-        raise ConfigError(f"{where}: a part of a head is rotated, which is not served of {name!r} from GGUF")
+        raise ConfigError(f"{where}: partial rotary embeddings of {name!r} are not supported from GGUF")
     num_heads, experts = model.of("attention.head_count"), _experts(model, architecture.experts)
     return {
         "architectures": [architecture.class_name],
@@ -205,8 +205,8 @@ def _experts(model: GgufModel, experts: ExpertFields | None) -> dict[str, Any]:
         what = f"experts with {', '.join(others)}" if others else f"experts of {model.name!r}"
         served = ", ".join(name for name, each in ARCHITECTURES.items() if each.experts is not None)
         raise ConfigError(
-            f"{model.where}: {what} are not served from GGUF; served are plain ones of {served}, or give the model's "
-            "safetensors directory"
+            f"{model.where}: {what} are not supported from GGUF; give one of {served} with plain experts, or the "
+            "model's safetensors directory"
         )
     return {
         "architectures": [experts.class_name],

@@ -67,7 +67,7 @@ class GgufModel:
         if stored is None:
             return None
         if stored.type_number != F32 or len(stored.shape) != 1 or stored.shape[0] > _MAX_VECTOR:
-            raise ConfigError(f"{self.where}: {name!r} is no vector in fp32 of at most {_MAX_VECTOR} values")
+            raise ConfigError(f"{self.where}: {name!r} must be a vector in fp32 of at most {_MAX_VECTOR} values")
         import numpy as np
 
         values: list[float] = np.fromfile(
@@ -85,7 +85,7 @@ class GgufModel:
         base = {"rope_theta": self.of("rope.freq_base") or 10_000.0}
         if kind in ("linear", "yarn"):
             if factors := [name for name in self.header.tensors if name.startswith("rope_f")]:
-                raise ConfigError(f"{self.where}: RoPE scaling {kind!r} together with {factors[0]!r} is not served")
+                raise ConfigError(f"{self.where}: RoPE scaling {kind!r} together with {factors[0]!r} is not supported")
             yarn = {
                 "attention_factor": self.of("rope.scaling.yarn_attn_factor"),
                 "beta_fast": self.of("rope.scaling.yarn_beta_fast"),
@@ -100,7 +100,8 @@ class GgufModel:
             }
         if kind not in ("none", "longrope"):
             raise ConfigError(
-                f"{self.where}: RoPE scaling {str(kind)[:64]!r} is not served from GGUF; give the safetensors directory"
+                f"{self.where}: RoPE scaling {str(kind)[:64]!r} is not supported from GGUF; give the "
+                "safetensors directory"
             )
         long, short = self.vector("rope_factors_long.weight"), self.vector("rope_factors_short.weight")
         if long is not None and short is not None:

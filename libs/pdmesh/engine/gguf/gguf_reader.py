@@ -103,8 +103,8 @@ class GgufHeader:
 def read_header(path: Path, *, strings: bool = True) -> GgufHeader:
     """Read the header of one file. Without ``strings``, lists of strings are empty.
 
-    Raise ConfigError for a file that cannot be read, is no GGUF file, is damaged, or has tensors of a type that is not
-    served.
+    Raise ConfigError for a file that cannot be read, is not a GGUF file, is damaged, or has tensors of a type
+    that is not served.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -138,8 +138,8 @@ def read_parts(paths: Sequence[Path], *, strings: bool = True) -> GgufHeader:
         if place != (number, len(paths)):
             shown = " of ".join(str(each + 1 - which) for which, each in enumerate(place) if isinstance(each, int))
             raise ConfigError(
-                f"{path} says that it is part {shown} of a split model, and was read as part {number + 1} of "
-                f"{len(paths)}; give it the name that it was published with (…-00001-of-00002.gguf)"
+                f"{path} is part {shown} of a split model by its header, but part {number + 1} of {len(paths)} by its "
+                "name; restore the published name (…-00001-of-00002.gguf)"
             )
         if doubled := tensors.keys() & header.tensors.keys():
             raise ConfigError(f"{path}: tensor {min(doubled)!r} is in another part as well; download the parts again")
@@ -159,10 +159,10 @@ class _Parser:
 
     def header(self) -> GgufHeader:
         if self._take(4) != _MAGIC:
-            raise ConfigError(f"{self._path} is no GGUF file")
+            raise ConfigError(f"{self._path} is not a GGUF file")
         version = self._number("<I")
         if version not in (2, 3):
-            raise ConfigError(f"{self._path} is a GGUF file of version {version}; served are 2 and 3, little-endian")
+            raise ConfigError(f"{self._path} is a GGUF file of version {version}; supported are 2 and 3, little-endian")
         num_tensors, num_fields = self._number("<Q"), self._number("<Q")
         metadata: dict[str, Any] = {}
         for _ in range(self._bounded(num_fields, least_bytes=13)):
@@ -172,7 +172,7 @@ class _Parser:
         for _ in range(self._bounded(num_tensors, least_bytes=32)):
             name, num_dims = self._string(), self._number("<I")
             if len(name) > _MAX_NAME or not name.isprintable():
-                raise self._damaged("a tensor's name is none")
+                raise self._damaged("a tensor's name is invalid")
             if not 0 < num_dims <= _MAX_DIMS:
                 raise self._damaged(f"tensor {name!r} has {num_dims} dimensions")
             shape = tuple(reversed([self._number("<Q") for _ in range(num_dims)]))
@@ -190,7 +190,7 @@ class _Parser:
             served = ", ".join(each.name for each in TYPES.values())
             kind = _OTHER_TYPES.get(type_number, f"number {type_number}")
             raise ConfigError(
-                f"{self._path}: tensor {name!r} is of GGML's type {kind}, which is not served; served are {served}"
+                f"{self._path}: tensor {name!r} is of GGML's type {kind}, which is not supported; use one of {served}"
             )
         num_values = 1
         for size in shape:
@@ -223,7 +223,7 @@ class _Parser:
             first = place + _LENGTH.size
             place = first + length
             if place > end:
-                raise self._damaged("it ends in the middle")
+                raise self._damaged("it is cut off")
             if self._reads_strings:
                 found.append(data[first:place].decode("utf-8", errors="replace"))
         self._place = place
@@ -251,13 +251,13 @@ class _Parser:
     def _bounded(self, number: int, *, least_bytes: int) -> int:
         """Return ``number`` if as many items of ``least_bytes`` fit the rest of the file, else raise ConfigError."""
         if number * least_bytes > len(self._data) - self._place:
-            raise self._damaged("it says of more than it holds")
+            raise self._damaged("it is shorter than its header says")
         return number
 
     def _take(self, num_bytes: int) -> bytes:
         data = self._data[self._place : self._place + num_bytes]
         if len(data) < num_bytes:
-            raise self._damaged("it ends in the middle")
+            raise self._damaged("it is cut off")
         self._place += num_bytes
         return data
 

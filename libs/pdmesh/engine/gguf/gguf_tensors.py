@@ -110,7 +110,9 @@ class GgufTensors:
         if (scale := self._scale(self._own_name(name))) is not None:
             weight = replace(weight, scales=weight.scales.times(scale))
         if not weight.is_finite:
-            raise ConfigError(f"{self._file}: tensor {name!r} has scales that are no numbers; download it again")
+            raise ConfigError(
+                f"{self._file}: tensor {name!r} has scales that are not finite numbers; download it again"
+            )
         return weight
 
     def _values(self, stored: StoredTensor, rows: IndexRange | None = None) -> Tensor:
@@ -153,7 +155,7 @@ class GgufTensors:
     def _find_expert(self, own_name: str, number: int) -> StoredTensor:
         stacked = self._tensors.get(own_name)
         if stacked is None:
-            raise ConfigError(f"{self._file} holds no tensor {own_name!r}, which has all experts of a layer")
+            raise ConfigError(f"{self._file} holds no tensor {own_name!r} with all experts of a layer")
         num_experts, *shape = stacked.shape
         if not shape or number >= num_experts:
             raise ConfigError(f"{self._file}: tensor {own_name!r} has shape {stacked.shape}, without expert {number}")

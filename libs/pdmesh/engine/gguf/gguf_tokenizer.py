@@ -129,8 +129,8 @@ def write_tokenizer(directory: Path, metadata: Mapping[str, Any], where: str) ->
         )
         served = ", ".join(SPLITS)
         raise ConfigError(
-            f"{where} has {what}, which is not served from GGUF; served are 'llama' tokenizers, and 'gpt2' ones that "
-            f"split by {served}, or give the model's safetensors directory"
+            f"{where} has {what}, which is not supported from GGUF; use a 'llama' tokenizer, a 'gpt2' tokenizer that "
+            f"splits by one of {served}, or the model's safetensors directory"
         )
     fields = _Fields(metadata, where)
     try:

@@ -68,7 +68,7 @@ class StageChannel:
         try:
             self._connection.sendall(word)
         except OSError as error:
-            raise InstanceUnavailable("another rank of the instance is gone") from error
+            raise InstanceUnavailable("another rank of the instance ended") from error
 
     def _read(self, *expected: bytes) -> bytes:
         if (word := read_exactly(self._connection, 1)) not in expected:

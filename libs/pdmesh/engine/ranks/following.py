@@ -48,7 +48,7 @@ class RankFollower(ABC):
     def _receive(self) -> Command:
         command = self._receive_next()
         if command is None:
-            raise InstanceUnavailable("the leader is gone")
+            raise InstanceUnavailable("the instance's leader ended")
         return command
 
 
@@ -104,4 +104,4 @@ class Follower(RankFollower):
 
 def unexpected(command: Command) -> ProtocolError:
     """Return the error for a command at the wrong time."""
-    return ProtocolError(f"the leader sends {type(command).__name__}, which does not follow what came before")
+    return ProtocolError(f"the leader sent {type(command).__name__} out of order")

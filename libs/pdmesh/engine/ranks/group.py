@@ -80,7 +80,7 @@ class SharedMemoryGroup:
             for peer in self.peers:
                 peer.sendall(token)
         except OSError as error:
-            raise InstanceUnavailable("another rank of the instance is gone") from error
+            raise InstanceUnavailable("another rank of the instance ended") from error
         for peer in self.peers:
             if read_exactly(peer, 1) != token:
                 raise ProtocolError("the ranks of the instance do not compute the same")

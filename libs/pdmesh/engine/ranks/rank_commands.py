@@ -222,7 +222,7 @@ def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
         except OSError:
             part = b""
         if not part:
-            raise InstanceUnavailable("another rank of the instance is gone")
+            raise InstanceUnavailable("another rank of the instance ended")
         received += part
     return received
 
@@ -308,7 +308,7 @@ class Replicas:
         sequence.elsewhere = elsewhere_of(num_remote_tokens) if num_remote_tokens else None
         del sequence.block_table[:num_given_back]
         if len(sequence.block_table) != num_known:
-            raise ProtocolError("a step of ranks that does not follow the last one")
+            raise ProtocolError("a rank's step is out of order")
         sequence.block_table.extend(_integers(delta.new_blocks))
         token_ids = _integers(delta.token_ids)
         missing = start - len(sequence.token_ids)

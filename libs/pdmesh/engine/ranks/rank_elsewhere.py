@@ -49,7 +49,9 @@ class AskedRows(NamedTuple):
         rows: list[Tensor] = []
         for answer in answers:
             if len(answer) != 4 * num_rows * self.answer_values:
-                raise RemoteKvLost(elsewhere, f"an answer of {len(answer)} bytes to {num_rows} query rows")
+                raise RemoteKvLost(
+                    elsewhere, f"a shard holder's answer has {len(answer)} bytes for {num_rows} query rows"
+                )
             values = torch.frombuffer(bytearray(answer), dtype=torch.float32)
             outputs, lse = values[:num_outputs].view(num_rows, -1), values[num_outputs:].view(num_rows, -1)
             rows.append(torch.cat((outputs, lse), dim=1))
@@ -115,7 +117,7 @@ class ElsewhereOfRanks(_OfRanks):
         share, num_values = self._group.share, self._asked.answer_values
         num_rows = (self.num_tokens // self._asked.range_tokens - self._first_range) * self._num_rows
         given = torch.zeros(1 + num_rows, num_values if share.rank == 0 else 0)  # row 0: whether all answered
-        lost = RemoteKvLost(self, "the leader has no answers")
+        lost = RemoteKvLost(self, "the instance's leader got no answers from shard holders")
         if self._leaders is not None:
             try:
                 given[1:] = self._asked.answer_rows(self._leaders.answers(), self._num_rows, self._leaders)
@@ -151,5 +153,5 @@ class ElsewhereOfStage(_OfRanks):
 
     def _answer_rows(self) -> Tensor:
         if (answer := self._answer()) is None:
-            raise RemoteKvLost(self, "the leader has no answers")
+            raise RemoteKvLost(self, "the instance's leader got no answers from shard holders")
         return torch.frombuffer(bytearray(answer), dtype=torch.float32).view(-1, self._asked.answer_values)

@@ -22,7 +22,7 @@ def create_memory(name: str, num_bytes: int = 0) -> int:
         os.ftruncate(fd, num_bytes)
     except OSError as error:
         raise ConfigError(
-            f"this system gives ranks no memory to share (memfd_create: {error.strerror}): set tensor_parallel_size "
+            f"this system cannot share memory among ranks (memfd_create: {error.strerror}): set tensor_parallel_size "
             "to 1"
         ) from error
     return fd

@@ -40,8 +40,8 @@ def check_divisible(model: DecoderShape, num_ranks: int) -> None:
     _check_reads(model, "tensor_parallel_size", num_ranks)
     if num_ranks > 1 and isinstance(model, UndescribedModel):
         raise ConfigError(
-            f"tensor_parallel_size is {num_ranks}, but transformers' own modules compute a {model.architecture}, and "
-            "these are not divided: set it to 1"
+            f"tensor_parallel_size is {num_ranks}, but transformers' own modules compute a {model.architecture} "
+            "in one process: set it to 1"
         )
 
 
@@ -59,8 +59,8 @@ def check_stages(model: DecoderShape, num_stages: int) -> None:
     _check_reads(model, "pipeline_parallel_size", num_stages)
     if num_stages > 1 and isinstance(model, UndescribedModel):
         raise ConfigError(
-            f"pipeline_parallel_size is {num_stages}, but transformers' own modules compute a {model.architecture}, "
-            "and these are not divided: set it to 1"
+            f"pipeline_parallel_size is {num_stages}, but transformers' own modules compute a {model.architecture} "
+            "in one process: set it to 1"
         )
     if num_stages > model.num_layers:
         raise ConfigError(

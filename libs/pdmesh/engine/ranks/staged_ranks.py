@@ -97,7 +97,7 @@ class StageFollower(RankFollower):
         try:
             self._report(report)
         except OSError as error:
-            raise InstanceUnavailable("the leader is gone") from error
+            raise InstanceUnavailable("the instance's leader ended") from error
 
     def _compute(self, command: StageStep) -> None:
         batch = self._replicas.batch(command.step, partial(self._elsewhere, command.number))

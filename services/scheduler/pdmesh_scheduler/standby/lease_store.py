@@ -51,4 +51,4 @@ def decode_record(content: bytes | str) -> LeaseRecord:
             raise ValueError(f"{len(content)} bytes are too many")
         return msgspec.json.decode(content, type=LeaseRecord)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise StoreUnavailable(f"what the store has is no lease record of pdmesh ({error}): remove it") from error
+        raise StoreUnavailable(f"the record in the store is not a lease of pdmesh ({error}): remove it") from error
