@@ -95,7 +95,7 @@ class KubernetesApi:
         try:
             return msgspec.json.decode(answer, type=dict[str, Any])
         except (msgspec.MsgspecError, ValueError) as error:
-            raise KubernetesError(f"{method} {path}: the API server's answer is no JSON object: {error}") from error
+            raise KubernetesError(f"{method} {path}: the API server's answer is not a JSON object: {error}") from error
 
 
 def _message(answer: bytes) -> str:

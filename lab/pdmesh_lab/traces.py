@@ -177,7 +177,7 @@ def _checked(path: Path, number: int, row: _Row, read: Callable[[_Row], Arrival]
     except (ValueError, TypeError, OverflowError) as error:  # includes msgspec's ValidationError
         raise TraceError(f"{where}: {error}") from error
     if not math.isfinite(arrival.arrival_s):
-        raise TraceError(f"{where}: the arrival is at {arrival.arrival_s} s")
+        raise TraceError(f"{where}: the arrival time is {arrival.arrival_s} s: must be finite")
     if arrival.num_prompt_tokens < 1 or arrival.num_output_tokens < 1:
         raise TraceError(
             f"{where}: {arrival.num_prompt_tokens} prompt and {arrival.num_output_tokens} output tokens: "
@@ -189,5 +189,5 @@ def _checked(path: Path, number: int, row: _Row, read: Callable[[_Row], Arrival]
         )
     for name, slo_s in (("slo_ttft_s", arrival.slo_ttft_s), ("slo_tpot_s", arrival.slo_tpot_s)):
         if slo_s is not None and not 0 < slo_s < math.inf:
-            raise TraceError(f"{where}: {name} is {slo_s}")
+            raise TraceError(f"{where}: {name} is {slo_s}: must be above 0")
     return arrival

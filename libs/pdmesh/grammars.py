@@ -86,7 +86,9 @@ class Grammars:
     def _loaded(self) -> LLTokenizer:
         if self._tokenizer is None:
             if not self._path.is_file():
-                raise ConfigError(f"{self._path.parent} has no tokenizer.json: answers cannot be held to a grammar")
+                raise ConfigError(
+                    f"{self._path.parent} has no tokenizer.json: save the checkpoint with its fast tokenizer"
+                )
             text, self._special_ids = _without_special_texts(self._path.read_bytes())
             # Any end token is enough, or any special token: engines know the real ends.
             end_id = next(iter((*self._eos_token_ids, *self._special_ids.values())), None)

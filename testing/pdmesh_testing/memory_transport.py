@@ -167,7 +167,7 @@ class MemoryTransport:
                 self._sending[address].discard(scope)
         if scope.cancelled_caught:
             forgotten = anyio.current_time() < scope.deadline
-            raise KvTransferError("the peer is gone" if forgotten else f"the peer took nothing for {limit_s:g} s")
+            raise KvTransferError("the peer is gone" if forgotten else f"the peer received nothing for {limit_s:g} s")
         header, payload = bytes(sent[:HEADER_BYTES]), sent[HEADER_BYTES:]
         if faults.drop(header):
             peer._num_free.release()

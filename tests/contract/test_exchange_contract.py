@@ -389,7 +389,7 @@ async def test_a_member_whose_pieces_are_all_damaged_ends_the_exchange_and_touch
                 await anyio.lowlevel.checkpoint()
         reason = leader.exchange.gate.aborted
         assert reason is not None
-        assert f"source 1: {FREE_PIECES + 1} pieces were damaged on the way" in reason
+        assert f"source 1: {FREE_PIECES + 1} pieces arrived damaged" in reason
         assert leader.outcomes == [FailedExchange(request_id=REQUEST, epoch=EPOCH, reason=reason)]
         assert bytes(leader.store.data) == before
         assert leader.mover.counters().num_asked_again == FREE_PIECES

@@ -91,7 +91,7 @@ async def test_dimensions_are_those_that_the_model_was_trained_for(model: Path) 
 async def test_a_model_that_is_not_for_embeddings_says_so(model: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", max_position_embeddings=CONTEXT)
     async with served(other) as (client, _http, _mesh):
-        with pytest.raises(openai.BadRequestError, match=r"not for embeddings: .* gateway\.embeddings = on"):
+        with pytest.raises(openai.BadRequestError, match=r"does not provide embeddings: .* gateway\.embeddings to on"):
             await client.embeddings.create(model="other", input="ab")
     async with served(other, embeddings="on") as (client, _http, _mesh):
         assert (await client.embeddings.create(model="other", input="ab")).data[0].embedding == normalised(2, B)
@@ -99,7 +99,7 @@ async def test_a_model_that_is_not_for_embeddings_says_so(model: Path, tmp_path:
     write_checkpoint(model_of_means, max_position_embeddings=CONTEXT, pools=True)
     (model_of_means / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
     async with served(model_of_means, embeddings="on") as (client, _http, _mesh):
-        with pytest.raises(openai.BadRequestError, match="other ways of pooling are not supported"):
+        with pytest.raises(openai.BadRequestError, match="other pooling is not supported"):
             await client.embeddings.create(model="means", input="ab")
 
 

@@ -93,14 +93,14 @@ async def test_a_damaged_or_huge_compressed_body_is_refused(model: Path) -> None
     config = GatewayConfig(max_body_bytes=100_000)
     async with ready_gateway(model, gateway=config) as (client, mesh, _running):
         cases: list[tuple[str, bytes, int, str]] = [
-            ("gzip", body, 400, "is damaged: it is not what its Content-Encoding, gzip, says"),
+            ("gzip", body, 400, "is damaged: it does not match its Content-Encoding, gzip"),
             ("gzip", whole[:-4], 400, "ends too early"),
             ("gzip", whole[:5], 400, "ends too early"),
             ("gzip", whole[:-8] + bytes(8), 400, "is damaged"),
             ("gzip", whole + b"more", 400, "is damaged"),
             ("gzip", whole[:15] + b"?????" + whole[20:], 400, "is damaged"),
             ("deflate", zlib.compress(body)[:-1], 400, "ends too early"),
-            ("deflate", zlib.compress(body) + b"more", 400, "has bytes behind its end"),
+            ("deflate", zlib.compress(body) + b"more", 400, "has bytes after its end"),
             ("deflate", b"\xff" * 20, 400, "is damaged"),
             ("gzip", b"", 400, "could not parse the JSON"),
             ("gzip", gzip.compress(b"not json"), 400, "could not parse the JSON"),
@@ -368,7 +368,9 @@ def test_a_key_of_raw_bytes_is_matched() -> None:
 
 @pytest.mark.parametrize("key", [" ", "\n", "a\nb", "a\r\nb", "a\x00b", "a\x7fb", "\x1b[0m"])
 def test_a_key_that_no_header_carries_stops_the_start(key: str) -> None:
-    with pytest.raises(ConfigError, match=r"security\.api_key has a key that no header can carry"):
+    with pytest.raises(
+        ConfigError, match=r"security\.api_key has a key with characters that HTTP headers cannot carry"
+    ):
         ApiKeys(SecurityConfig(api_key=key))
 
 

@@ -306,7 +306,7 @@ async def test_without_a_scheduler_requests_wait_a_little_and_get_503(
         assert (await client.get("/ready")).status_code == 503
 
 
-NOT_READY = msgspec.structs.replace(READY, ready=False, reason="no decode instance is there", instances=())
+NOT_READY = msgspec.structs.replace(READY, ready=False, reason="no decode instance is running", instances=())
 
 
 async def test_without_a_usable_instance_a_new_request_gets_503_in_seconds(model: Path) -> None:
@@ -320,7 +320,7 @@ async def test_without_a_usable_instance_a_new_request_gets_503_in_seconds(model
             for stream in (True, False):
                 response = await client.post("/v1/completions", json={**BODY, "stream": stream})
                 assert response.status_code == 503
-                assert "no decode instance is there" in response.json()["error"]["message"]
+                assert "no decode instance is running" in response.json()["error"]["message"]
                 assert int(response.headers["retry-after"]) >= 1
         assert not mesh.submitted
 

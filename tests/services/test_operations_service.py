@@ -114,7 +114,7 @@ async def test_who_waits_is_told_when_it_changes() -> None:
     async with running_scheduler(CONFIG) as mesh, mesh.worker(PREFILLS[0]), mesh.worker(DECODE):
         lost = asking(OperationKind.DRAIN, "nobody", "gone")
         refused = await mesh.ask(lost, OperationStatus)
-        assert (refused.state, refused.detail) == ("refused", "no instance 'nobody' is there: there are d0, p0")
+        assert (refused.state, refused.detail) == ("refused", "no instance is called 'nobody': the mesh has d0, p0")
         refusal = await mesh.ask(asking(OperationKind.DRAIN, "p0"), OperationStatus)
         assert refusal.state == "refused"
         status = await mesh.ask(GetStatus(), MeshStatus)

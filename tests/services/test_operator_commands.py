@@ -90,7 +90,7 @@ async def test_what_cannot_be_is_one_sentence_and_its_exit_code() -> None:
         first = await typed(mesh, "restart", "p1", "--no-wait")
         assert first.code == 0
         for arguments, code, sentence in (
-            (("drain", "nobody"), 4, "no instance 'nobody' is there: there are d0, p0, p1"),
+            (("drain", "nobody"), 4, "no instance is called 'nobody': the mesh has d0, p0, p1"),
             (("drain", "d0"), 4, "it is the last that can decode"),
             (("role", "d0", "prefill"), 4, "it is the last that can decode"),
             (("drain", "p1"), 4, "(restart) runs on p1: wait for it, or `pdmesh ops cancel"),
@@ -257,7 +257,7 @@ async def test_a_restart_whose_answer_was_lost_is_not_done_again() -> None:
         mesh.worker(replace(profile, pid=8)),
     ):
         done = await mesh.ask(StartOperation(requested=requested), OperationStatus)
-        assert (done.state, done.detail) == ("done", "another process registered as this instance before")
+        assert (done.state, done.detail) == ("done", "another process registered as this instance first")
         again = replace(requested, operation_id=OperationId("y"), pid=8)
         begun = await mesh.ask(StartOperation(requested=again), OperationStatus)
         assert begun.state == "running"

@@ -215,7 +215,7 @@ async def test_a_refusal_is_no_failed_transfer() -> None:
         g.post(submit())
         await m.expect(AdmitPrefill)
         m.post(RequestDropped(InstanceId("m"), R, ZERO, "the instance is stopping"))
-        assert (await g.expect(Restart)).reason == "instance m does not serve it: the instance is stopping"
+        assert (await g.expect(Restart)).reason == "instance m dropped it: the instance is stopping"
         assert "dropped" in await told(mesh, "dropped", 1)
 
 
@@ -309,7 +309,7 @@ async def test_gateways_hear_of_readiness_and_at_each_heartbeat() -> None:
         assert (status.num_free_blocks, status.num_held_blocks, status.num_quarantined_blocks) == (60, 3, 1)
         m.post(DrainRequested(InstanceId("m")))
         state = await g.expect(MeshStatus)
-        assert (state.ready, state.reason) == (False, "no prefill instance is there")
+        assert (state.ready, state.reason) == (False, "no prefill instance is running")
 
 
 async def heard(g: SchedulerPeer, mesh: Mesh) -> Any:

@@ -390,5 +390,5 @@ async def test_channels_to_leaders_that_were_named_do_not_pile_up() -> None:
 
 def test_a_gateway_is_reached_by_the_way_to_the_first_scheduler() -> None:
     config = MeshConfig(scheduler_address="127.0.0.1:1,127.0.0.2:1", gateway=GatewayConfig(token_host="0.0.0.0"))
-    with pytest.raises(ConfigError, match="reached on this machine alone"):
+    with pytest.raises(ConfigError, match="reached inside this machine"):
         token_host_of(config)

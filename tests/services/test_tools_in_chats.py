@@ -316,7 +316,7 @@ async def test_a_constraint_that_is_dropped_is_named_and_a_strict_one_is_refused
         for path, body, param in requests(strict=False):
             response = await client.post(path, json=body)
             assert response.status_code == 200, response.text
-            assert response.headers["x-pdmesh-warning"].startswith(f"`{param}` is not held to #/uniqueItems (")
+            assert response.headers["x-pdmesh-warning"].startswith(f"`{param}` is not checked against #/uniqueItems (")
         for path, body, param in requests(strict=True):
             response = await client.post(path, json=body)
             assert response.status_code == 400
@@ -341,7 +341,9 @@ async def test_one_keyword_that_cannot_be_obeyed_leaves_the_rest_of_a_tools_sche
     async with ready_gateway(model, record) as (client, _, _running):
         body = {**fields, "tools": [{"type": "function", "function": tool}]}
         response = await client.post("/v1/chat/completions", json=body)
-        assert response.headers["x-pdmesh-warning"].startswith("tool 'f' is not held to #/properties/m/uniqueItems (")
+        assert response.headers["x-pdmesh-warning"].startswith(
+            "tool 'f' is not checked against #/properties/m/uniqueItems ("
+        )
         assert '\\"const\\": \\"v\\"' in grammars[0]
         strict = {**fields, "tools": [{"type": "function", "function": {**tool, "strict": True}}]}
         response = await client.post("/v1/chat/completions", json=strict)

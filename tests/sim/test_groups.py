@@ -158,7 +158,7 @@ def test_a_reserved_pool_is_not_for_short_prompts_and_the_rest_not_for_long_ones
     pool = {InstanceId("mixed-000"), InstanceId("mixed-001")}
     assert set(computed_by(result, 0)) == pool
     assert not pool & set().union(*(computed_by(result, index) for index in range(1, 21)))
-    with pytest.raises(ConfigError, match=r"policy\.reserved_instances is 2: that is less than policy\.group_size 4"):
+    with pytest.raises(ConfigError, match=r"policy\.reserved_instances is 2: must be at least policy\.group_size, 4"):
         make_bundle("reservation", replace(POLICY, group_size=4, reserved_instances=2))
 
 

@@ -176,7 +176,7 @@ def test_deaths_that_make_no_sense_are_refused() -> None:
         run([LONG], [Death(InstanceId("decode-009"), 1.0, 1.0)])
     with pytest.raises(ValueError, match="before it is missed"):
         run([LONG], [Death(HELPER, 1.0, 0.01)], control_delay_s=0.01)
-    with pytest.raises(ValueError, match="nobody is there"):
+    with pytest.raises(ValueError, match="no instance to lose"):
         random_deaths([], 1, 10.0, 1.0, 0)
     with pytest.raises(ValueError, match="cannot die 100 times"):
         random_deaths(PREFILL, 100, 10.0, 1.0, 0)

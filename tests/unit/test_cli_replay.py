@@ -37,8 +37,8 @@ def test_another_bundle_says_where_it_would_differ(recorded: Path) -> None:
     assert done.returncode == 0, done.stderr
     difference = json.loads(done.stdout)["difference"]
     assert difference["recorded"] != difference["instead"]
-    assert "sjf would have decided otherwise from event" in pdmesh_here("replay", recorded, "--bundle", "sjf").stdout
-    assert "fcfs would have decided the same" in pdmesh_here("replay", recorded, "--bundle", "fcfs").stdout
+    assert "sjf decides the same until event" in pdmesh_here("replay", recorded, "--bundle", "sjf").stdout
+    assert "fcfs decides the same" in pdmesh_here("replay", recorded, "--bundle", "fcfs").stdout
 
 
 def test_other_commands_than_recorded_are_found(tmp_path: Path, recorded: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_trace_and_its_timeline(tmp_path: Path) -> None:
             2,
             "--reserved 2 of 2 that compute prompts leaves none for short ones",
         ),
-        (["--prefill", "4", "--group-size", "3", "--reserved", "2"], 2, "that is less than --group-size 3"),
+        (["--prefill", "4", "--group-size", "3", "--reserved", "2"], 2, "must be at least --group-size, 3"),
         (["--profile", "abacus"], 2, "no latency profile and no file is called 'abacus': use one of"),
         (["--slo-ttft", "-1"], 2, "--slo-ttft is '-1': must be a duration such as 30s or 5m"),
         (["--slo-tpot", "nan"], 2, "--slo-tpot is 'nan': must be a duration such as 30s or 5m"),

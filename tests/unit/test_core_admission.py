@@ -202,7 +202,7 @@ def test_the_core_refuses_what_would_come_too_late_and_nothing_else() -> None:
     full = bench("fcfs")
     (reject,) = rejected(full, "late", ttft_s=0.2)
     assert reject.reason is RejectReason.OVERLOADED
-    assert "later than 0.2 s" in reject.message
+    assert "above the limit of 0.2 s" in reject.message
     assert not rejected(full, "in time", ttft_s=60.0)
     assert full.core.num_waiting == 2
 

@@ -67,7 +67,7 @@ def with_a_failed_transfer() -> tuple[CoreBench, str, str]:
     """A mesh where p could not reach one of d0 and d1, and a request went to the other."""
     bench = bench_of("p", "d0", "d1")
     failed = decodes_on(bench.arrive("first"))
-    other = decodes_on(bench.failed("p", "first", "the peer took nothing for 2 s"))
+    other = decodes_on(bench.failed("p", "first", "the peer received nothing for 2 s"))
     assert {failed, other} == {"d0", "d1"}
     return bench, failed, other
 
@@ -83,7 +83,7 @@ def test_a_request_is_not_sent_to_whom_its_prefill_instance_could_not_reach() ->
 def test_it_waits_for_room_there_rather_than_go_where_it_cannot() -> None:
     bench = CoreBench(*(named_profile(name, max_num_seqs=1) for name in ("p", "d0", "d1")))
     failed = decodes_on(bench.arrive("first"))
-    bench.failed("p", "first", "the peer took nothing for 2 s")
+    bench.failed("p", "first", "the peer received nothing for 2 s")
     bench.released(failed, "first")
     assert of(ExpectCopy, bench.arrive("second")) == []
     bench.feed(Tick(), at_s=MEMORY_S)

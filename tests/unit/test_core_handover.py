@@ -119,7 +119,7 @@ def test_what_the_old_receiver_says_late_changes_nothing() -> None:
     late = (
         TransferLanded(*key, place.transfer.transfer_id, 1, 0.1),
         TransferFailed(*key, place.transfer.transfer_id, "checksum"),
-        TransferFailed(P, *key[1:], place.transfer.transfer_id, "the receiver gave up"),
+        TransferFailed(P, *key[1:], place.transfer.transfer_id, "the receiver cancelled the transfer"),
         RequestDropped(*key, "no room"),
         KvReleased(*key, place.transfer.transfer_id),
     )

@@ -96,7 +96,7 @@ def test_another_gateway_cannot_touch_a_life() -> None:
             request_id=R,
             epoch=Epoch(epoch),
             reason=RejectReason.OVERLOADED,
-            message="another gateway's request has this id",
+            message="Another gateway's request has this id.",
             retry_after_s=None,
         )
         assert lives.observe(arrived(epoch, OTHER), [refusal], 2.0) == []

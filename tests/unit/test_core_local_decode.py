@@ -81,7 +81,7 @@ def test_its_decodes_move_to_a_decode_instance_that_comes() -> None:
 def test_it_waits_where_the_policy_says_so(policy: PolicyConfig, bundle: str) -> None:
     bench = a_bench(policy, bundle=bundle)
     bench.feed(InstanceLost(D))
-    assert bench.core.unready_reason == "no decode instance is there"
+    assert bench.core.unready_reason == "no decode instance is running"
     assert not of(AdmitPrefill, bench.arrive("r"))
 
 
@@ -91,7 +91,7 @@ def test_a_prefill_instance_whose_role_an_operator_chose_does_not_decode() -> No
     bench.feed(a_role("q", Role.PREFILL))
     bench.feed(InstanceLost(P))
     bench.feed(InstanceLost(D))
-    assert bench.core.unready_reason == "no decode instance is there"
+    assert bench.core.unready_reason == "no decode instance is running"
     assert not of(AdmitPrefill, bench.arrive("r"))
     bench.feed(InstanceJoined(PREFILL, ()))
     (admitted,) = of(AdmitPrefill, bench.commands)
@@ -162,5 +162,5 @@ def test_an_operator_fixes_the_role_that_an_instance_has() -> None:
     bench.feed(InstanceLost(D))
     assert bench.core.unready_reason is None
     bench.feed(a_role("p", Role.PREFILL))
-    assert bench.core.unready_reason == "no decode instance is there"
+    assert bench.core.unready_reason == "no decode instance is running"
     assert not of(AdmitPrefill, bench.arrive("r"))

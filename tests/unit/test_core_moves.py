@@ -373,7 +373,7 @@ def test_a_move_that_takes_too_long_is_taken_back() -> None:
         ("a", "p0", "has no room on p0"),
         ("a", "d2", "has KV of another model or layout than d2"),
         ("a", "d3", "has no room on d3"),
-        ("w", "d1", "is prefilling, and only what decodes can move"),
+        ("w", "d1", "is prefilling: only decoding requests can move"),
     ],
 )
 def test_what_cannot_move_is_refused_in_one_sentence(request_id: str, target: str, reason: str) -> None:

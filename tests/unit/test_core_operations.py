@@ -91,7 +91,7 @@ def test_a_process_that_is_named_is_restarted_once() -> None:
     bench.feed(InstanceLost(first.instance_id))
     gone = replace(asked, operation_id=OperationId("y"))
     bench.feed(replace(gone, instance_id=InstanceId("p2")))
-    assert bench.operation("y").detail == "waits for the instance to come back", "who names a process has seen it"
+    assert bench.operation("y").detail == "waiting for the instance to come back", "who names a process has seen it"
     bench.feed(InstanceJoined(replace(first, pid=2), ()))
     assert bench.operation("x").state is OperationState.DONE
     again = replace(asked, operation_id=OperationId("z"))
@@ -112,7 +112,7 @@ def test_the_last_of_its_kind_is_drained_by_force_only() -> None:
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (asked_for("drain", "nobody", name="x"), "no instance 'nobody' is there: there are d0, d1, p0"),
+        (asked_for("drain", "nobody", name="x"), "no instance is called 'nobody': the mesh has d0, d1, p0"),
         (asked_for("role", "p0", role="decode", name="x"), "the last that can prefill"),
         (asked_for("drain", "d0", name="x"), "operation first (drain) runs on d0"),
     ],

@@ -147,7 +147,7 @@ def test_weights_that_change_again_and_again_end_a_restart() -> None:
         machine.act()
     view = machine.bench.operation("x")
     assert view.state is OperationState.FAILED
-    assert view.detail.startswith("prefill-1, decode-1 have other weights than each other")
+    assert view.detail.startswith("prefill-1, decode-1 loaded different weights")
     assert sorted(machine.instances) == ["decode-0", "prefill-0"]
 
 
@@ -234,7 +234,7 @@ def test_the_next_scheduler_goes_on_where_this_one_was(num_acts: int) -> None:
         machine.bench.feed(replace(event, patience_s=60.0) if isinstance(event, RollingRequested) else event)
     assert machine.stopped() == []
     if desired.rolling is not None:
-        assert machine.bench.operation("x").detail == "waits for all processes to register with the scheduler"
+        assert machine.bench.operation("x").detail == "waiting for all processes to register with the scheduler"
     for name, pid in machine.instances.items():
         machine.bench.feed(InstanceJoined(replace(named_profile(name), pid=pid), ()))
     machine.report()

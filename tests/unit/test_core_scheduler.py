@@ -515,7 +515,10 @@ def test_a_short_outage_heals_and_a_long_one_is_told_as_such() -> None:
     bench = CoreBench(prefill(), config=limited(max_queue_s=10.0))
     bench.arrive("a")
     (reject,) = of(Reject, bench.feed(Tick(), at_s=10.0))
-    assert (reject.reason, reject.message) == (RejectReason.NO_INSTANCE, "no decode instance is there")
+    assert (reject.reason, reject.message) == (
+        RejectReason.NO_INSTANCE,
+        "The mesh cannot serve requests now: no decode instance is running.",
+    )
 
 
 def test_an_early_tick_is_followed_by_another() -> None:

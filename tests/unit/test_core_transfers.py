@@ -157,6 +157,6 @@ def test_a_refusal_of_the_source_restarts_the_request_with_the_reason(core: Core
     dropped = RequestDropped(InstanceId("p"), RequestId("r"), Epoch(0), "the instance is stopping")
     commands = core.feed(dropped)
     (restart,) = of(Restart, commands)
-    assert restart.reason == "instance p does not serve it: the instance is stopping"
+    assert restart.reason == "instance p dropped it: the instance is stopping"
     assert {free.instance_id for free in of(FreeKv, commands)} == {"p", "d"}
     assert core.feed(dropped) == []

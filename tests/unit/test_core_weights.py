@@ -147,7 +147,7 @@ def test_an_operator_is_told_why_a_request_cannot_move() -> None:
         request_id=RequestId("a"),
     )
     bench.feed(requested)
-    assert bench.operation("move").detail == "request a was begun with other weights (3f2a00) than d1 has (91bc00)"
+    assert bench.operation("move").detail == "request a has an answer of other weights (3f2a00) than d1 has (91bc00)"
 
 
 # --- the last instances of old weights --------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_a_request_whose_weights_are_gone_waits_and_ends_with_an_error() -> None
     (reject,) = of(Reject, bench.feed(Tick(), at_s=MAX_QUEUE_S + 1))
     assert (reject.request_id, reject.reason) == ("a", RejectReason.WEIGHTS_GONE)
     assert reject.message == (
-        "its answer was begun with the weights 3f2a00, which no instance has any more: send the request again"
+        "The answer was begun with the weights 3f2a00, which no instance has any more. Send the request again."
     )
     assert of(ForgetRequest, bench.commands)
 

@@ -295,7 +295,7 @@ def without(schema: Any, warnings: Sequence[str]) -> Any:
     """The schema without the constraints that warnings name."""
     schema = copy.deepcopy(schema)
     for warning in warnings:
-        found = re.search(r"is not held to #(\S*) \(", warning)
+        found = re.search(r"is not checked against #(\S*) \(", warning)
         assert found is not None, warning
         *where, last = [part.replace("~1", "/").replace("~0", "~") for part in found[1].split("/")[1:]]
         parent = schema

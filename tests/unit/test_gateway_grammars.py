@@ -136,10 +136,10 @@ async def test_a_dropped_constraint_is_named_and_what_is_no_constraint_refuses_n
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     _, warnings = await checker.grammar(request(**json_schema(schema)))
     assert warnings == [
-        '`response_format` is not held to #/properties/a/uniqueItems (Unimplemented keys: ["uniqueItems"])'
+        '`response_format` is not checked against #/properties/a/uniqueItems (Unimplemented keys: ["uniqueItems"])'
     ]
     _, warnings = await checker.grammar(request(**strict({"type": "string", "format": "password"})))
-    assert warnings == ["`response_format` is not held to #/format (Unknown format: password)"]
+    assert warnings == ["`response_format` is not checked against #/format (Unknown format: password)"]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -153,17 +153,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (json_schema({"enum": [str(i) for i in range(1001)]}), "over 1000 enum values"),
     (json_schema({"const": "x" * 70_000}), "over 65536 bytes"),
     (json_schema({"items": {"minLength": 10_001}}), "`minLength` is over 10000"),
-    (strict({"type": "no such type"}), "is no JSON schema: #/type ("),
-    (json_schema({"type": ["string", "int"]}), "is no JSON schema: #/type ("),
-    (json_schema({**OBJECT, "properties": {"a": "integer"}}), "is no JSON schema: #/properties/a (it is no schema"),
-    (structured(json={"type": "array", "items": {"anyOf": {"type": "string"}}}), "no JSON schema: #/items/anyOf ("),
-    (json_schema({"type": "object", "properties": ["a"]}), "is no JSON schema: #/properties ("),
-    (strict({"$ref": "#/no/where"}), "cannot be obeyed: "),
+    (strict({"type": "no such type"}), "is not a valid JSON schema: #/type ("),
+    (json_schema({"type": ["string", "int"]}), "is not a valid JSON schema: #/type ("),
+    (
+        json_schema({**OBJECT, "properties": {"a": "integer"}}),
+        "is not a valid JSON schema: #/properties/a (it is not a schema",
+    ),
+    (
+        structured(json={"type": "array", "items": {"anyOf": {"type": "string"}}}),
+        "not a valid JSON schema: #/items/anyOf (",
+    ),
+    (json_schema({"type": "object", "properties": ["a"]}), "is not a valid JSON schema: #/properties ("),
+    (strict({"$ref": "#/no/where"}), "cannot be enforced: "),
     (structured(json="{"), "not JSON"),
-    (structured(regex="(a"), "cannot be obeyed: "),
+    (structured(regex="(a"), "cannot be enforced: "),
     (structured(choice=[]), "must be one or more strings"),
     (structured(choice=[str(i) for i in range(1001)]), "1001 strings; at most 1000 are allowed"),
-    (structured(grammar="start: nowhere"), "cannot be obeyed: "),
+    (structured(grammar="start: nowhere"), "cannot be enforced: "),
     (structured(grammar=""), "must have 1 to 262144 characters"),
     (structured(grammar="root ::= " + "x" * 262_144), "must have 1 to 262144 characters"),
     (structured(grammar='root ::= "a'), "does not end"),
@@ -171,8 +177,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (structured(grammar="root ::= nowhere"), "Rule 'nowhere' not found"),
     (structured(grammar='root ::= "\\q"'), "unknown escape at \\q"),
     (structured(grammar='root ::= "\\ud800"'), "is not a character"),
-    (strict({"type": "array", "uniqueItems": True}), "cannot be obeyed: #/uniqueItems"),
-    (strict({"type": "string", "pattern": "a(?=b)"}), "cannot be obeyed: #/pattern (look-around"),
+    (strict({"type": "array", "uniqueItems": True}), "cannot be enforced: #/uniqueItems"),
+    (strict({"type": "string", "pattern": "a(?=b)"}), "cannot be enforced: #/pattern (look-around"),
     (structured(regex="a", choice=["b"]), "has regex and choice: give one of them"),
     (structured(structural_tag={"structures": [], "triggers": []}), "has no tags"),
     (structured(structural_tag={**TAG, "triggers": ["<f"] * 1001}), "more than 1000 tags or triggers"),
@@ -245,11 +251,11 @@ async def test_what_never_ends_or_ends_the_process_is_refused_and_the_next_is_ju
         with pytest.raises(RequestRejected, match=r"longer|too much"):
             await checker.grammar(request(**json_schema(PRIMES)))
         assert "integer" in (await checker.grammar(request(**json_schema({"type": "integer"}))))[0]
-        with pytest.raises(RequestRejected, match="cannot be obeyed"):
+        with pytest.raises(RequestRejected, match="cannot be enforced"):
             await checker.grammar(request(**structured(regex="(a")))
         with pytest.raises(RequestRejected, match="longer"):
             await checker.grammar(request(**structured(grammar="root ::= " + "\n" * 100_000 + '"a"')))
-        with pytest.raises(RequestRejected, match="cannot be read: unknown escape"):
+        with pytest.raises(RequestRejected, match="is not a valid grammar: unknown escape"):
             await checker.grammar(request(**structured(grammar='root ::= "\\q"')))
         assert "start" in (await checker.grammar(request(**structured(grammar='root ::= "a"'))))[0]
         paths = {"properties": {"x" * 30_000: {"allOf": [{"const": 2**53 + 1}] * 800}}}
@@ -268,12 +274,12 @@ async def test_what_never_ends_or_ends_the_process_is_refused_and_the_next_is_ju
 
 @pytest.mark.parametrize("schema", [{"minimum": 10**400}, {"maximum": -(10**400)}])
 async def test_numbers_beyond_all_that_are_read_are_a_400(grammars: Grammars, schema: dict[str, Any]) -> None:
-    with pytest.raises(RequestRejected, match="cannot be obeyed"):
+    with pytest.raises(RequestRejected, match="cannot be enforced"):
         await GrammarChecker(InProcessJudge(grammars)).grammar(request(**strict({"type": "integer", **schema})))
 
 
 async def test_a_schema_that_nothing_fits_is_a_400(grammars: Grammars) -> None:
-    with pytest.raises(RequestRejected, match="cannot be obeyed"):
+    with pytest.raises(RequestRejected, match="cannot be enforced"):
         await GrammarChecker(InProcessJudge(grammars)).grammar(request(**json_schema(False)))
 
 

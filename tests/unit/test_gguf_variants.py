@@ -217,7 +217,9 @@ def test_requests_are_sampled_as_by_llama_cpp_unless_a_file_says_otherwise(tmp_p
     assert 7 not in info.eos_token_ids
 
 
-@pytest.mark.parametrize(("kind", "refusal"), [(None, "not for embeddings"), (3, ""), (1, "are not its last token's")])
+@pytest.mark.parametrize(
+    ("kind", "refusal"), [(None, "does not provide embeddings"), (3, ""), (1, "does not pool embeddings")]
+)
 def test_a_file_says_how_its_embeddings_are_made(tmp_path: Path, kind: int | None, refusal: str) -> None:
     _, (metadata, tensors) = write_model(tmp_path)
     pooling = {} if kind is None else {"llama.pooling_type": kind}

@@ -115,7 +115,7 @@ async def test_a_lost_piece_is_noticed_at_the_commit_that_comes_again(
         assert failed.reason == f"{SMALL_LAYOUT.num_layers} blocks of source 0 are missing"
         failed = await pair.a.outcome()
         assert isinstance(failed, FailedTransfer)
-        assert failed.reason == "the receiver gave up"
+        assert failed.reason == "the receiver cancelled the transfer"
         assert source.committed
         pair.free_all()
 

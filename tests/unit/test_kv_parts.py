@@ -166,7 +166,7 @@ async def test_who_holds_a_range_that_is_not_seen_is_not_asked(spread: Spread) -
     for _ in range(3):
         assert await spread.ask(1, b"12345678", 1) == expected(spread, 1, b"12345678")[1:]
     assert spread.members[0].mover.parts.num_answers == 0
-    with pytest.raises(RemoteKvLost, match=r"no answer within 0\.5 s from members 0 of 2"):
+    with pytest.raises(RemoteKvLost, match=r"no answer within 0\.5 s from shard holders 0 of 2"):
         await spread.ask(1, b"12345678")
     assert spread.kv.lost_members == (0,)
 
@@ -228,7 +228,7 @@ async def test_what_is_no_question_is_dropped_and_ends_nothing_but_its_step(
 ) -> None:
     for number in range(NUM_MEMBERS):
         spread.land(number)
-    with pytest.raises(RemoteKvLost, match=r"no answer within 0\.5 s from members 0, 1 of 2"):
+    with pytest.raises(RemoteKvLost, match=r"no answer within 0\.5 s from shard holders 0, 1 of 2"):
         await spread.ask(layer, query)
     with pytest.raises(RemoteKvLost):  # nothing more is computed of it
         await spread.ask(1, b"12345678")
@@ -264,7 +264,7 @@ async def test_a_member_that_is_gone_ends_the_step_at_once(spread: Spread) -> No
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(leave)
-        with pytest.raises(RemoteKvLost, match="member 1 of its KV is gone"):
+        with pytest.raises(RemoteKvLost, match="shard holder 1 of its KV is gone"):
             await spread.ask(0, b"12345678")
 
 

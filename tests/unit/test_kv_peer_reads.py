@@ -179,7 +179,7 @@ def test_a_cache_of_another_layout_is_not_opened() -> None:
     assert layout.max_page_bytes == SMALL_LAYOUT.max_page_bytes
     store = ByteStore(layout, NUM_BLOCKS)
     peer_reads = PeerReads(store.shared, layout, MemoryTransport(SMALL_TRANSFER, MemoryFabric()))
-    with running_owner() as peer, pytest.raises(KvTransferError, match="of another kind"):
+    with running_owner() as peer, pytest.raises(KvTransferError, match="another layout"):
         read(peer_reads, peer)
 
 

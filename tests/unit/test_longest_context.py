@@ -158,7 +158,7 @@ def test_a_resumed_request_whose_instance_does_not_come_back_is_refused() -> Non
     (rejected,) = after(mesh, COME_BACK_S + 150)
     assert isinstance(rejected, Reject)
     assert rejected.reason is RejectReason.TOO_LONG
-    assert "33 prompt tokens and 8 to generate fit no instances that are left" in rejected.message
+    assert "No remaining or expected instance can hold 33 prompt tokens and 8 output tokens" in rejected.message
     assert mesh.bench.core.num_waiting == 0
 
 

@@ -114,7 +114,7 @@ MISTAKES: Mapping[str, tuple[Mistake, str]] = {
     "ranks": (with_model("-tp", "3"), "tensor_parallel_size is 3, but the model has 4 attention heads and 2 "),
     "ranges": (
         typed("--set", "worker.max_kv_tokens_per_instance=63"),
-        "worker.max_kv_tokens_per_instance is 63, no multiple of worker.block_size, 16: whole blocks move",
+        "worker.max_kv_tokens_per_instance is 63, not a multiple of worker.block_size, 16",
     ),
     "adapter": (typed("--lora", "nowhere"), "nowhere holds no adapter_config.json: give the directory of a LoRA "),
     "key file": (

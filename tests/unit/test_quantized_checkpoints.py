@@ -236,7 +236,7 @@ def test_what_is_not_served_is_said_in_a_sentence(tmp_path: Path, quantization: 
     [
         ("bnb-nf4", "weight.absmax", torch.zeros(3), r"weight.absmax' has shape \(3,\)"),
         ("bnb-nf4", _STATE, torch.zeros(5000, dtype=torch.uint8), r"has shape \(5000,\)"),
-        ("bnb-nf4", _STATE, torch.zeros(9, dtype=torch.uint8), "has a state that is no JSON object"),
+        ("bnb-nf4", _STATE, torch.zeros(9, dtype=torch.uint8), "has a state that is not a JSON object"),
         ("bnb-nf4", _STATE, state_of(blocksize=128), "has blocks of 128 values and 256 scales"),
         ("bnb-nested", _STATE, state_of(blocksize=64), "has a nested_offset of None"),
         ("bnb-int8", "weight_format", torch.tensor(1, dtype=torch.uint8), "is not stored by rows"),

@@ -89,7 +89,7 @@ def test_what_was_drawn_can_be_written_and_read(tmp_path: Path) -> None:
         ("t.csv", AZURE + "2023-11-16 18:15:52,1.5,1\n", 5, "ContextTokens is '1.5': must be a whole number"),
         ("t.csv", AZURE + "2023-11-16 18:15:52,7\n", 5, "GeneratedTokens is None"),
         ("t.csv", AZURE + "2023-11-16 18:15:52,0,1\n", 5, "0 prompt and 1 output tokens"),
-        ("t.csv", BURST_GPT + "nan,x,1,1,2,y\n", 4, "the arrival is at nan s"),
+        ("t.csv", BURST_GPT + "nan,x,1,1,2,y\n", 4, "the arrival time is nan s"),
         ("t.csv", "a,b\n1,2\n", 1, "no known trace format has the columns a, b"),
         ("t.csv", "", 1, "(none)"),
         ("t.jsonl", MOONCAKE + "{", 4, "not JSON"),

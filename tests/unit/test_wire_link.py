@@ -228,7 +228,7 @@ def test_kv_on_a_network_needs_somebody_who_vouches_for_it(devices: str) -> None
     for inside in ("", "lo"):
         check_kv_devices(inside, TransferConfig(), SecurityConfig())
     check_kv_devices(devices, TransferConfig(trusted_network=True), SecurityConfig())
-    with pytest.raises(ConfigError, match="accepts data from anybody"):
+    with pytest.raises(ConfigError, match="accepts data from any sender"):
         check_kv_devices(devices, TransferConfig(), SecurityConfig())
 
 

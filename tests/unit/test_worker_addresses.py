@@ -24,7 +24,7 @@ def test_an_instance_that_is_gone_is_unknown() -> None:
     addresses.add({B: b"2"})
     addresses.remove(b"1")
     assert addresses.of([B]) == (b"2",)
-    with pytest.raises(ProtocolError, match="addresses it has not sent: a"):
+    with pytest.raises(ProtocolError, match="without their addresses: a"):
         addresses.of([B, A])
 
 

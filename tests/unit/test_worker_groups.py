@@ -662,7 +662,7 @@ async def test_pieces_that_are_always_damaged_end_the_request_where_they_came(me
         chunks = block_chunks(generation, BLOCK, [2])
         group_policy(running, chunks, owners_of(chunks, 2))
         dropped = await leader.reported(RequestDropped, "r")
-        assert "were damaged on the way" in dropped.reason
+        assert "arrived damaged" in dropped.reason
         await free_all(running, generation)
 
 

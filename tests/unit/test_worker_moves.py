@@ -319,7 +319,7 @@ async def test_a_request_that_would_outgrow_the_model_is_not_taken(monkeypatch: 
         num_blocks = start(source, "r", PROMPT, LONG)
         await drawn(source, "r", 3)
         source.move("r", target, num_blocks)
-        assert "tokens are more than the 4096 of the model" in (await target.reported(TransferFailed, "r")).reason
+        assert "tokens exceed the model's context of 4096" in (await target.reported(TransferFailed, "r")).reason
         await target.reported(KvReleased, "r")
         target.assert_all_free()
         resume(source)

@@ -124,7 +124,7 @@ async def _latest(asked: Asked) -> list[LatestDecisions]:
         answer = await asked.ask(GetDecisions(start=start), LatestDecisions)
         pages.append(answer)
         if answer.next_start is not None and answer.next_start <= start:
-            raise ProtocolError("the scheduler sent a page twice")
+            raise ProtocolError("the scheduler sent a page of its events twice")
         start = answer.next_start
     return pages
 

@@ -109,7 +109,7 @@ def _longest_alone(options: PlanOptions, profile: Profile) -> int:
     if options.slo_tpot_s is None:
         raise ConfigError("--spread needs --slo-tpot: it spreads contexts whose decode would miss that target")
     if options.max_kv_tokens:
-        raise ConfigError("--spread computes what --max-kv-tokens gives: leave one of them out")
+        raise ConfigError("--spread and --max-kv-tokens both set the longest context of an instance: give one")
     model, exchange_s = profile.latency, _exchange_s(options, profile)
 
     def step_s(num_tokens: int) -> float:

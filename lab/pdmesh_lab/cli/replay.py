@@ -87,7 +87,7 @@ class Replay:
         except Exception as error:  # impossible events: a bug, or a damaged log
             where = f"event {self.num_events}, {type(entry.event).__name__} at {entry.now_s:.6f} s"
             raise EventLogError(
-                f"{where}, cannot be decided again ({type(error).__name__}: {_line(error)}): "
+                f"cannot replay {where} ({type(error).__name__}: {_line(error)}): "
                 "the log is damaged, was written by another version of pdmesh, or shows a bug"
             ) from error
 
@@ -162,10 +162,10 @@ def _as_text(found: Replay) -> list[str]:
     if found.num_unchecked:
         lines.append(f"{found.num_unchecked} events have no recorded commands and were not compared")
     if difference is None or difference.instead is None:
-        return lines if other is None else [*lines, f"{other} would have decided the same"]
+        return lines if other is None else [*lines, f"{other} decides the same"]
     return [
         *lines,
-        f"{other} would have decided otherwise from {_where(difference)} on; until then the same",
+        f"{other} decides the same until {_where(difference)}, then differently",
         *(f"  {bundle}: {command}" for command in difference.recorded if command not in difference.instead),
         *(f"  {other}: {command}" for command in difference.instead if command not in difference.recorded),
     ]

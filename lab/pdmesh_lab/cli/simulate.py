@@ -71,7 +71,7 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
         )
     num_computing = pools.prefill + pools.mixed
     if options.group_size > num_computing:
-        raise ConfigError(f"--group-size {options.group_size}: {num_computing} instances compute prompts")
+        raise ConfigError(f"--group-size is {options.group_size}: only {num_computing} instances compute prompts")
     if options.group_size > 1 or options.reserved:
         policy = replace(policy, long_prompt_tokens=study.long_tokens)
     instances = mesh.instances(policy.latency)
@@ -128,7 +128,7 @@ def _reserved(options: SimulateOptions, pools: PoolCounts) -> int:
     """
     num_computing = pools.prefill + pools.mixed
     if 0 < options.reserved < options.group_size:
-        raise ConfigError(f"--reserved {options.reserved}: that is less than --group-size {options.group_size}")
+        raise ConfigError(f"--reserved is {options.reserved}: must be at least --group-size, {options.group_size}")
     if options.reserved and options.reserved >= num_computing:
         raise ConfigError(
             f"--reserved {options.reserved} of {num_computing} that compute prompts leaves none for short ones"

@@ -134,7 +134,7 @@ def _reason(arrival: Arrival, model: LinearLatencyModel, slo: Slo, room: Context
     decode_s = room.decode_s(model, num_tokens + 1)
     if own.tpot_s is not None and num_output_tokens > 1 and decode_s > own.tpot_s:
         return (
-            f"a decode step beside nobody, with {num_tokens:,} tokens of context, takes {decode_s:.3g} s, "
+            f"a decode step alone, with {num_tokens:,} tokens of context, takes {decode_s:.3g} s, "
             f"its TPOT target is {own.tpot_s:g} s"
         )
     return None

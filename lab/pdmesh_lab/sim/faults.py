@@ -28,7 +28,7 @@ def random_deaths(
     Raises ValueError if there are no instances, or too little time.
     """
     if number and not instance_ids:
-        raise ValueError("nobody is there to die")
+        raise ValueError("there is no instance to lose")
     if number * away_s > within_s * len(instance_ids) / 2:
         raise ValueError(
             f"{len(instance_ids)} instances cannot die {number} times in {within_s:g} s and be away for {away_s:g} s"

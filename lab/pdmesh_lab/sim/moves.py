@@ -75,7 +75,7 @@ class SimulatedMoves:
             return
         num_tokens = self._residents.num_tokens(key)
         if num_tokens > departure.plan.destinations[0].part.blocks.size * self._block_size:
-            self._flows.tell(CopyFailed(key, Then.DECODE, "it has outgrown it"))
+            self._flows.tell(CopyFailed(key, Then.DECODE, "it has outgrown its blocks at the destination"))
         else:
             self._flows.tell(CopyCaughtUp(key))
 

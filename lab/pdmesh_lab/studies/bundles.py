@@ -29,7 +29,7 @@ def _reservation(config: PolicyConfig) -> Bundle:
     long_tokens, num_reserved = config.long_prompt_tokens, config.reserved_instances
     if 0 < num_reserved < config.group_size:
         raise ConfigError(
-            f"policy.reserved_instances is {num_reserved}: that is less than policy.group_size {config.group_size}"
+            f"policy.reserved_instances is {num_reserved}: must be at least policy.group_size, {config.group_size}"
         )
     bundle = replace(
         with_order("reservation", lambda _: FcfsOfEachKind(long_tokens))(config),

@@ -358,7 +358,7 @@ class MeshState(CommandOutbox):
         move = state.move
         assert move is not None, f"{state.key} lands without a move"
         if move.given_up or state.key not in self.instances[move.target_id].allocations:
-            self.restart(state, f"it was lost on {move.target_id}, where it had moved")
+            self.restart(state, f"instance {move.target_id}, to which it had moved, lost it")
             return
         del self.copying[state.key]
         target = self.instances[move.target_id]

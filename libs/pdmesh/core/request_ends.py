@@ -70,7 +70,7 @@ class RequestEnds:
         """
         state = self._mesh.find((event.request_id, event.epoch))
         if state is not None and state.needs(event.instance_id):
-            reason = f"instance {event.instance_id} does not serve it: {event.reason}"
+            reason = f"instance {event.instance_id} dropped it: {event.reason}"
             replace_receiver(self._mesh, state, event.instance_id, reason, blame=SHARED_BLAME)
         elif (state is None or state.move is None or state.move.target_id != event.instance_id) and not (
             self._fetches.failed((event.request_id, event.epoch))

@@ -124,7 +124,7 @@ def _state(stored: Tensor) -> Mapping[str, object]:
     except (ValueError, RecursionError):
         state = None
     if not isinstance(state, dict):
-        raise LayoutError("has a state that is no JSON object")
+        raise LayoutError("has a state that is not a JSON object")
     sizes = state.get("blocksize"), state.get("nested_blocksize", _NESTED_BLOCK)
     if sizes != (_BLOCK, _NESTED_BLOCK):
         raise LayoutError(

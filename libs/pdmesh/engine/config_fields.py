@@ -185,7 +185,8 @@ def _page_of(fields: Fields, num_heads: int, num_kv_heads: int, head_dim: int) -
         raise fields.error(f"head_dim is {head_dim}; rotary embeddings need an even one")
     if num_heads > _MAX_HEADS or head_dim > _MAX_HEAD_DIM:
         raise fields.error(
-            f"there are {num_heads} attention heads of {head_dim}; at most {_MAX_HEADS} of {_MAX_HEAD_DIM} are supported"
+            f"there are {num_heads} attention heads of {head_dim}; at most {_MAX_HEADS} of {_MAX_HEAD_DIM} are "
+            "supported"
         )
     return PageShape(num_kv_heads, head_dim)
 

@@ -33,7 +33,7 @@ from pdmesh.plans import TransferPlan
 #: Commands for copies of a sequence. `Hold` lets a sequence decode here.
 CopyCommand = SendCopy | StopCopy | Hold
 
-_UNWANTED = "it is not wanted any more"
+_UNWANTED = "the scheduler cancelled the copy"
 
 
 class CopyRules:
@@ -81,7 +81,7 @@ class CopyRules:
                 self._stop_handing(sequence)
             is_here = lost_range is not None or self._is_of_range(sequence, transfer)
             if reason or sequence.handing is not None or not is_here:
-                reason = reason or "the range is not here, or on its way already"
+                reason = reason or "the range is not here, or is already in transfer"
                 self._refuse(command, reason)
                 self._fail(sequence, transfer.transfer_id, reason)
                 return
@@ -97,7 +97,7 @@ class CopyRules:
                 # Another target replaces the first one.
                 self.stay(sequence)
             if reason or not sequence.is_decoding or sequence.move is not None:
-                reason = reason or "it does not decode here, or its target may have begun"
+                reason = reason or "the request does not decode here, or the receiver may have begun"
                 self._refuse(command, reason)
                 self._fail(sequence, transfer.transfer_id, reason, committed=False)
                 return
@@ -144,7 +144,7 @@ class CopyRules:
                 self._stop_handing(sequence)
         elif onward is not None and onward.transfer is not None:
             if onward.transfer_id != command.transfer_id:
-                self._refuse(command, "its KV goes elsewhere")
+                self._refuse(command, "its KV has another destination")
                 return
             self._lose_receiver(sequence)
 

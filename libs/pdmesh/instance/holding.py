@@ -71,7 +71,7 @@ class Holding:
             return False
         if lost := self.cache.lost_of(sequence.prefix, num_reused):
             self.effects.append(CacheReported(self.instance_id, lost=lost))
-            self._drop_new(sequence, "the tier lacks what is to be loaded")
+            self._drop_new(sequence, "the offload tier lacks KV that is to be loaded")
             return False
         if sequence.key in self.sequences:
             return self.refuse(command, f"{self.instance_id} holds {sequence.key} already")

@@ -75,7 +75,9 @@ class InstanceMachine:
     def obey(self, command: InstanceCommand) -> list[Effect]:
         match command:
             case RunStep(plan=plan):
-                self._effects.append(Planned(plan) if self._plans.queue(plan) else Refused(command, "two urgent plans"))
+                self._effects.append(
+                    Planned(plan) if self._plans.queue(plan) else Refused(command, "another urgent plan is queued")
+                )
             case AdmitPrefill():
                 self._admit(command)
             case ExpectCopy():

@@ -13,7 +13,7 @@ from pdmesh.instance.floor import Floor
 from pdmesh.instance.sequence import Sequence
 from pdmesh.model import PartMember
 
-_NO_ANSWER = "other instances that hold KV of it do not answer"
+_NO_ANSWER = "shard holders with some of its KV do not answer"
 
 
 class Spreading:
@@ -36,7 +36,7 @@ class Spreading:
             return
         num_more, num_tokens = len(members) - len(before), len(members) * floor.range_tokens
         if num_more < 0 or not members or num_tokens > floor.num_kv_tokens(sequence):
-            reason = f"{len(members)} instances cannot hold ranges of a context that is too short, or has more members"
+            reason = f"the context does not have {len(members)} ranges, or has more shard holders"
             key = sequence.key
             command = SetPlaces(instance_id=floor.instance_id, request_id=key[0], epoch=key[1], places=members)
             floor.effects.append(Refused(command, reason))

@@ -146,7 +146,7 @@ class CopyIn:
             return True
         has_room = self._hold(part.blocks)
         if not has_room:
-            self.give_up("there is no room for it in layers with a window")
+            self.give_up("there are no free frames for its layers with a window")
         return has_room
 
     def _discard_before(self, first_block: int) -> None:
@@ -182,7 +182,7 @@ class CopyIn:
         if self._num_context_tokens is None and (reason := self._end_move(header)):
             return reason
         if header.num_context_tokens != self._num_context_tokens:
-            return f"the sender moved {header.num_context_tokens} tokens, {self._num_context_tokens} were expected"
+            return f"the sender moved {header.num_context_tokens} tokens instead of {self._num_context_tokens}"
         if header.source in self._committed:
             num_gone = self.ledger.num_gone(self.ledger.everything.within(header.part))
             num_missing = header.part.num_pages - num_gone - self.ledger.num_pages_of(header.source)
@@ -212,10 +212,10 @@ class CopyIn:
         if not first < num_blocks <= end or header.part != part:
             return f"a commit of {num_tokens} tokens in {header.part}"
         if header.chunk > max(first, self._layout.first_seen_block(num_tokens)):
-            return f"{num_tokens} tokens came without what is seen from block {header.chunk} back"
+            return f"{num_tokens} tokens arrived without the window's KV before block {header.chunk}"
         beyond = self.ledger.everything._replace(first_block=num_blocks, num_blocks=end - num_blocks)
         if self.ledger.num_unclaimed(beyond) != beyond.num_pages:
-            return "more blocks came than the commit names"
+            return "more blocks arrived than the commit names"
         self._part, self._num_context_tokens = part, num_tokens
         self._discard_before(header.chunk)
         return None
@@ -281,7 +281,7 @@ class KvArrivals:
         copy = self._copies.get(header.request_key)
         if copy is None or mismatch(copy, header) is not None:
             return False
-        self._give_up(copy, "the sender gave up", tell=False)
+        self._give_up(copy, "the sender cancelled the transfer", tell=False)
         return True
 
     def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
@@ -320,7 +320,7 @@ class KvArrivals:
     def _take_transcript(self, copy: CopyIn, header: PieceHeader, piece: ReceivedPiece) -> None:
         if not piece.load() or not self._context.key.opens_payload(piece.payload, header.check):
             self._context.drop(piece, "checksum")
-            self._give_up(copy, "a piece of its transcript was damaged on the way")
+            self._give_up(copy, "a piece of its transcript arrived damaged")
         elif reason := copy.take_transcript(header, piece.payload):
             self._context.drop(piece, reason)
         else:

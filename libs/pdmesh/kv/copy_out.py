@@ -169,7 +169,7 @@ class KvSource:
         if self.has_room_for(num_kv_tokens):
             self._grow(num_kv_tokens // self.layout.block_size)
         elif self.copy is not None:
-            self.copy.fail(f"{num_kv_tokens} tokens are more than there is room for at the destination")
+            self.copy.fail(f"the destination has no room for {num_kv_tokens} tokens")
 
     def has_room_for(self, num_kv_tokens: int) -> bool:
         """Whether the destination has room for ``num_kv_tokens`` tokens; True without a copy."""

@@ -102,7 +102,7 @@ class KvDepartures:
         granted = self._granted.get(header.request_key)
         if granted is None or mismatch(granted, header) is not None:
             return False
-        granted.fail("the receiver gave up")
+        granted.fail("the receiver cancelled the transfer")
         return True
 
     # --- inside -------------------------------------------------------------------------------------------------------

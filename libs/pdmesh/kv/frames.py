@@ -88,7 +88,7 @@ class WindowFrames:
         victims = self._victims(num_missing - len(self._free), besides=set(block_ids))
         if num_missing > len(self._free) + len(victims):
             raise OutOfFrames(
-                f"{num_missing} more blocks are to be seen in layers with a window: {self.num_held} are, in "
+                f"{num_missing} more blocks need frames in layers with a window: {self.num_held} have one, of "
                 f"{self.num_frames} frames"
             )
         for block_id in block_ids:

@@ -145,10 +145,10 @@ class Lane:
         kind = PieceKind.NO_PEER_READS if fault == UNREADABLE else PieceKind.AGAIN
         if kind is PieceKind.NO_PEER_READS:
             if not self._refusals.add(header.part.num_pages):
-                return "the sender offers again and again what cannot be read here"
+                return "the sender keeps offering KV that cannot be read here"
         elif not self._received.add_damaged():
             num_damaged, layer = self._received.num_damaged + 1, header.part.layers.start
-            return f"{num_damaged} pieces were damaged on the way, this one of layer {layer}"
+            return f"{num_damaged} pieces arrived damaged, the last one of layer {layer}"
         self._say(Outgoing(Blocks.of(header), header.num_members, kind))
         return None
 

@@ -149,7 +149,7 @@ class PieceWriter:
         """Send one piece that is not KV. Raises KvTransferError, also if ``payload`` is too long for the receiver."""
         limit = min(self._transport.max_payload_bytes, self._transport.payload_limit(address))
         if len(payload) > limit:
-            raise KvTransferError(f"{len(payload)} bytes are more than a piece of {limit} holds")
+            raise KvTransferError(f"{len(payload)} bytes exceed the receiver's limit of {limit} for a piece")
         async with self._transport.lend() as buffer:
             room = buffer.payload[: len(payload)]
             room[:] = payload

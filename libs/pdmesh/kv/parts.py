@@ -177,7 +177,7 @@ class KvParts:
         limit_s = self._context.config.deadline_s
         await anyio.sleep(limit_s)
         if part.lost is lost and self._held.get(part.key) is part:
-            lost.on_failure(f"its tokens did not come within {limit_s:g} s")
+            lost.on_failure(f"its tokens did not arrive within {limit_s:g} s")
 
     def rehome(self, request_id: RequestId, epoch: Epoch, address: bytes) -> None:
         """Admit messages from the owner's new data address."""
@@ -247,7 +247,7 @@ class KvParts:
         for spread in self._homes.values():
             for number, member in enumerate(spread.members):
                 if member.address == address:
-                    spread.fail(f"member {number} of its KV is gone", number)
+                    spread.fail(f"shard holder {number} of its KV is gone", number)
         if self._lines is not None:
             self._lines.forget(address)
 
@@ -275,7 +275,7 @@ class KvParts:
         elif not piece.load() or not self._context.key.opens_payload(piece.payload, header.check):
             self._context.drop(piece, "checksum")  # the owner's time limit ends the step
             if header.kind is PieceKind.TOKENS and isinstance(side, HeldPart) and side.lost is not None:
-                side.lost.on_failure("its tokens came damaged")
+                side.lost.on_failure("its tokens arrived damaged")
         else:
             data = bytes(piece.payload)
             piece.release()
@@ -309,7 +309,7 @@ class KvParts:
             part.lost = None
             lost.on_all(tokens, header.num_context_tokens)
         elif len(lost.joined.came) != header.part.blocks.stop:
-            lost.on_failure("its tokens came damaged")
+            lost.on_failure("its tokens arrived damaged")
 
     def clear(self) -> None:
         """Fail every wait, close the lines, and forget all contexts and ranges."""

@@ -277,7 +277,7 @@ class PeerReads:
         except OSError as error:
             raise KvTransferError(f"the peer's memory cannot be read: {error}") from error
         if not card.raw.startswith(self._head):
-            raise KvTransferError("the peer's cache is of another kind")
+            raise KvTransferError("the peer's KV cache has another layout")
         return self._cache.open(pid, card.raw[len(self._head) :])
 
     def _close_if_left(self, opened: _Opened) -> None:
@@ -360,5 +360,5 @@ class PeerReadWriter(PieceWriter):
         limit = min(self._transport.max_payload_bytes, self._transport.payload_limit(address))
         num_blocks = (limit - _NOTE.size) // _bytes_a_block(self._store.layout)
         if num_blocks < 1:
-            raise KvTransferError(f"the receiver takes pieces of {limit} bytes, less than one note")
+            raise KvTransferError(f"the receiver accepts pieces of {limit} bytes, less than one offer")
         return num_blocks

@@ -152,13 +152,13 @@ def pack_header(header: PieceHeader, out: memoryview, key: MeshKey) -> None:
 def unpack_header(data: memoryview | bytes, key: MeshKey) -> PieceHeader:
     """Decode the result of `pack_header`. Raises ProtocolError, and no other error, for other bytes."""
     if len(data) < 2 * _COPY_BYTES:
-        raise ProtocolError(f"a piece header of {len(data)} bytes")
+        raise ProtocolError(f"a piece header has {len(data)} bytes")
     fields = key.open(data[:_COPY_BYTES]) or key.open(data[_COPY_BYTES : 2 * _COPY_BYTES])
     if fields is None:
-        raise ProtocolError("a damaged piece header, or another mesh's")
+        raise ProtocolError("a piece header is damaged or from another mesh")
     magic, kind, has_token, num_members, epoch, request, capability, weights, *numbers = _FIELDS.unpack(fields)
     if magic != _MAGIC:
-        raise ProtocolError("not a piece of this version")
+        raise ProtocolError("a piece is of another version of pdmesh")
     if (known := _KINDS.get(kind)) is None:
         raise ProtocolError(f"a piece of unknown kind {kind}")
     source, destination, chunk, *spans = numbers[:9]

@@ -158,7 +158,7 @@ class SpreadKv:
         if not self._wakeup.wait_for(self._is_over, limit_s):
             missing = tuple([number for number in self._asked if number not in self._answers])
             names = ", ".join(map(str, missing))
-            self._failure = f"no answer within {self._limit_s:g} s from members {names} of {len(self.members)}"
+            self._failure = f"no answer within {self._limit_s:g} s from shard holders {names} of {len(self.members)}"
             self.lost_members = missing
         if self._failure is not None:
             raise RemoteKvLost(self, self._failure)

@@ -32,7 +32,7 @@ def unpack_transcript(transcript: bytes) -> tuple[Generation, array.array[int]]:
     """Decode the result of `pack_transcript`. Raises ProtocolError, and no other error, for other bytes."""
     end = 4 + int.from_bytes(transcript[:4], "little")
     if not 4 <= end <= len(transcript):
-        raise ProtocolError(f"a transcript of {len(transcript)} bytes, with a head of {end - 4}")
+        raise ProtocolError(f"a transcript of {len(transcript)} bytes has a head of {end - 4}")
     try:
         generation = _DECODER.decode(memoryview(transcript)[4:end])
         token_ids = unpack_token_ids(transcript[end:])

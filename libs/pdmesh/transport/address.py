@@ -85,5 +85,5 @@ def unpack_address(data: bytes) -> WorkerAddress:
         raise KvTransferError("not a data address of this version")
     frame, (check,) = data[: -_CHECK.size], _CHECK.unpack(data[-_CHECK.size :])
     if len(frame) != _FRAME.size + length or xxhash.xxh3_64_intdigest(frame) != check:
-        raise KvTransferError("damaged data address")
+        raise KvTransferError("the data address is damaged")
     return WorkerAddress._make((*facts, frame[_FRAME.size :]))

@@ -82,7 +82,7 @@ class LocalLink:
         try:
             self._socket.connect(_name(peer.facts.local_name))
             if process_and_user(self._socket)[1] != os.getuid():
-                raise PermissionError("its port belongs to another user")
+                raise PermissionError("the peer's socket belongs to another user")
             self._socket.send(_HELLO.pack(_HELLO_MAGIC, own_id))
         except OSError as error:
             self._socket.close()

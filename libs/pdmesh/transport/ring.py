@@ -286,7 +286,7 @@ class ReceiveRing:
             return []
         if reading is not None:
             if reading.offered != (found.number, found.end + found.rest_bytes):
-                self._drop(slot, "the piece was taken back")
+                self._drop(slot, "the sender withdrew the piece")
                 return []
             if found.rest_bytes and not reading.read(reading.offered.num_bytes):
                 self.release(slot)
@@ -298,7 +298,7 @@ class ReceiveRing:
         while found.end < end:
             found = find_piece(memory[:end], found.end)
             if found is None or found.end + found.rest_bytes != end or len(pieces) == MAX_PIECES:
-                self._note_malformed("not a piece behind another one")
+                self._note_malformed("a piece in a sequence is malformed")
                 break
             pieces.append(Piece(self, slot, memory, found, None))
         self._num_pieces[slot] = len(pieces)

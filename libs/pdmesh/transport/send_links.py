@@ -130,7 +130,7 @@ class Links:
             self._watched_until_s = inf if busy is None else busy.patient_until_s()
             left_s = self._watched_until_s - time.monotonic()
             if busy is not None and left_s <= 0:
-                self.close(busy.link.peer.address, f"the peer took nothing for {busy.link.no_progress_s:g} s")
+                self.close(busy.link.peer.address, f"the peer received nothing for {busy.link.no_progress_s:g} s")
                 continue
             with anyio.move_on_after(left_s):
                 await self._watch_sooner.wait()

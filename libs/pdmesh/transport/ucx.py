@@ -210,7 +210,7 @@ class UcxTransport:
                 on_unreadable=self._use_messages,
             )
         if self._api is None:
-            where = "may not read this process's memory" if peer.id in self._unreadable else "is not on this host"
+            where = "cannot read this process's memory" if peer.id in self._unreadable else "is not on this host"
             raise KvTransferError(f"the peer {where}: set transfer.ucx_net_devices to a network device to reach it by")
         if not peer.facts.worker:
             raise KvTransferError("the peer has no network device for KV: set its transfer.ucx_net_devices")

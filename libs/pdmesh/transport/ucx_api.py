@@ -60,7 +60,7 @@ def ucx_tls(config: TransferConfig) -> str:
 def check_ucx_installed() -> None:
     """Raise ConfigError if UCX is not installed, before a model is loaded for minutes."""
     if importlib.util.find_spec("ucxx") is None:
-        raise ConfigError("KV to other hosts goes over UCX, which is not installed: pip install 'pdmesh[ucx]'")
+        raise ConfigError("KV to other hosts needs UCX, which is not installed: run `pip install 'pdmesh[ucx]'`")
 
 
 def open_ucx(config: TransferConfig) -> UcxApi:
@@ -77,7 +77,7 @@ def open_ucx(config: TransferConfig) -> UcxApi:
         from ucxx._lib.arr import Array  # type: ignore[import-untyped]
     except ImportError as error:
         raise ConfigError(
-            f"KV to other hosts goes over UCX, which cannot be loaded ({error}): pip install 'pdmesh[ucx]'"
+            f"KV to other hosts needs UCX, which cannot be loaded ({error}): run `pip install 'pdmesh[ucx]'`"
         ) from error
     tls, devices = ucx_tls(config), ucx_devices(config)
     # UCX's shared-memory transports do not survive the death of a peer: see `pdmesh.transport.reading`.

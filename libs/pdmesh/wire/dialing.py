@@ -42,9 +42,9 @@ def own_host_towards(address: str) -> str:
             route.connect(peer)
             own = str(route.getsockname()[0])
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no route to {address} tells this host's own address: {error}") from error
+        raise ConfigError(f"cannot find this host's own address from a route to {address}: {error}") from error
     if is_loopback(own):
-        raise ConfigError(f"{address} is reached on this machine alone, which tells nothing of its address to others")
+        raise ConfigError(f"{address} is reached inside this machine, which does not show its address to others")
     return own
 
 

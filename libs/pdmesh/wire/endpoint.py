@@ -223,8 +223,8 @@ def check_kv_devices(devices: str, config: TransferConfig, security: SecurityCon
     beyond = [device for device in devices.split(",") if device.strip() not in {"", "lo"}]
     if beyond and not config.trusted_network:
         raise ConfigError(
-            f"KV would be sent over {', '.join(beyond)}, and UCX accepts data from anybody there, with or without TLS "
-            "(transfer.encrypt hides KV, but does not keep a stranger's bytes from ending an instance): leave "
+            f"KV would be sent over {', '.join(beyond)}, and UCX accepts data from any sender there, with or without "
+            "TLS (transfer.encrypt hides KV, but does not keep a stranger's bytes from ending an instance): leave "
             "transfer.ucx_net_devices (UCX_NET_DEVICES) unset to keep KV inside this host, or set "
             "transfer.trusted_network if only hosts of the mesh can reach it (security.trusted_network says nothing "
             "of it)"

@@ -31,7 +31,7 @@ class Addresses:
         unknown = [each for each in instance_ids if each not in self._addresses]
         if unknown:
             raise ProtocolError(
-                f"the scheduler names instances whose addresses it has not sent: {', '.join(unknown)}; "
+                f"the scheduler named instances without their addresses: {', '.join(unknown)}; "
                 "please report this with the scheduler's log"
             )
         return tuple([self._addresses[each] for each in instance_ids])

@@ -141,7 +141,7 @@ class Arrivals:
         """Take over the transcript that came with the KV. Raises ProtocolError if it does not fit the request."""
         generation, token_ids = unpack_transcript(packed)
         if (generation.request_id, generation.epoch) != request.state.key:
-            raise ProtocolError(f"the transcript is that of request {generation.request_id}, epoch {generation.epoch}")
+            raise ProtocolError(f"the transcript belongs to request {generation.request_id}, epoch {generation.epoch}")
         params, num_prompt_tokens = generation.params, generation.num_prompt_tokens
         max_kv_tokens = num_prompt_tokens + params.max_tokens - 1
         check_request(

@@ -89,7 +89,7 @@ class BlockTables:
         """
         if (num_cached := self.kept.num_cached_of(prefix)) < len(prefix):
             self.kept.drop(prefix[num_cached:])
-            raise StalePrefix(f"{num_cached} of the {len(prefix)} granules that it is to reuse are kept here")
+            raise StalePrefix(f"only {num_cached} of the {len(prefix)} granules to reuse are cached here")
         shared = self.kept.share(prefix)
         try:
             return shared + self.allocate(num_blocks - len(shared))
@@ -113,7 +113,7 @@ class BlockTables:
             num_left = next(num for num in reversed(range(num_granules)) if self._can_go_on(block_table, num))
             if request.phase is not SeqPhase.COMPUTED:
                 self.kept.drop(request.chain[num_left:num_granules])
-            raise StalePrefix(f"layers with a window have what is seen from {num_left} of {num_granules} granules on")
+            raise StalePrefix(f"layers with a window have KV for {num_left} of {num_granules} granules only")
         self._windows.begin(request.held, block_table, num_tokens)
 
     def _can_go_on(self, block_table: list[int], num_granules: int) -> bool:

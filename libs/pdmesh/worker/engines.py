@@ -263,13 +263,11 @@ def check_ranges(config: MeshConfig) -> None:
     if not limit:
         return
     if limit % worker.block_size:
-        raise ConfigError(
-            f"{name} is {limit}, no multiple of worker.block_size, {worker.block_size}: whole blocks move"
-        )
+        raise ConfigError(f"{name} is {limit}, not a multiple of worker.block_size, {worker.block_size}")
     if worker.engine != "torch":
         raise ConfigError(f"{name} is set, but the engine {worker.engine} cannot spread contexts: set it to 0")
     if (device := device_name(config)) != "cpu":
-        raise ConfigError(f"{name} is set, but the device is {device}: contexts are spread on CPUs only so far")
+        raise ConfigError(f"{name} is set, but the device is {device}: contexts are spread on CPUs only")
 
 
 def check_ranks_can_compute(config: MeshConfig, degrees: InstanceDegrees) -> None:

@@ -28,9 +28,9 @@ class PrefillGroups:
             return
         self.check_members(group)
         if self._context.windows.are_freed:
-            raise ProtocolError("KV behind windows is given up here, and a group needs all of it")
+            raise ProtocolError("this instance frees KV outside windows, but a prefill group needs all KV")
         if command.moves_on and not command.leads:
-            raise ProtocolError("a transfer from a member that does not lead its group")
+            raise ProtocolError("a group member that is not the leader got a transfer")
 
     def check_members(self, group: PrefillGroup) -> None:
         """Raise ProtocolError if this instance is no member of a group, or does not know another member."""
@@ -72,9 +72,9 @@ class PrefillGroups:
         """Return this instance's number in the group. Raises ProtocolError if it is no member or the group is bad."""
         member_ids = group.member_ids
         if self._context.instance_id not in member_ids:
-            raise ProtocolError("the instance is no member of the request's group")
+            raise ProtocolError("the instance is not a member of the request's group")
         if len(member_ids) > MAX_GROUP_MEMBERS:
-            raise ProtocolError(f"a group of {len(member_ids)} members; {MAX_GROUP_MEMBERS} are the most")
+            raise ProtocolError(f"the group has {len(member_ids)} members; at most {MAX_GROUP_MEMBERS} are allowed")
         return member_ids.index(self._context.instance_id)
 
     def _open(self, request: LocalRequest, group: PrefillGroup) -> KvExchange:

@@ -62,7 +62,7 @@ class Intake:
         if not self.is_open:
             raise InstanceUnavailable("the instance is stopping")
         if context.sequences.get(*state.key) is not None:
-            raise ProtocolError("the request is held here already")
+            raise ProtocolError("the request is already on this instance")
         num_coming_tokens, max_kv_tokens, num_elsewhere_blocks = 0, state.num_blocks * context.block_size, 0
         has_prompt = isinstance(command, AdmitPrefill) or (isinstance(command, ExpectCopy) and command.receives_prompt)
         if isinstance(command, AdmitPrefill):
@@ -155,12 +155,14 @@ class Intake:
                 raise ProtocolError(f"{len(command.chain)} granules in blocks for {num_granules}")
             return
         if command.instance_id not in transfer.destination_ids:
-            raise ProtocolError("the instance is no destination of the transfer")
+            raise ProtocolError("the instance is not a destination of the transfer")
         if not transfer.computes:
             addresses.of(transfer.source_ids)
         num_tokens = command.num_blocks * self._context.block_size
         if num_tokens <= num_shared_granules * GRANULE_TOKENS:
-            raise ProtocolError(f"room for {num_tokens} tokens, and {num_shared_granules} granules that are there")
+            raise ProtocolError(
+                f"the command has room for {num_tokens} tokens and {num_shared_granules} cached granules"
+            )
         if transfer.then is Then.KEEP:
             if not num_shared_granules < len(command.chain) <= num_tokens // GRANULE_TOKENS:
                 raise ProtocolError(f"{len(command.chain)} granules, and room for {num_tokens} tokens")
@@ -187,8 +189,8 @@ class Intake:
         own = self._context.weights
         if generation.weights not in ("", own):
             raise ProtocolError(
-                f"the request was begun with other weights ({short_weights(generation.weights)}) than are loaded here "
-                f"({short_weights(own)})"
+                f"the request was started with other weights ({short_weights(generation.weights)}) than are loaded "
+                f"here ({short_weights(own)})"
             )
         return self._with_own_hashes(generation)
 
@@ -303,7 +305,7 @@ def stand_in(num_tokens: int, tail: bytes, max_model_len: int) -> array.array[in
     ``tail`` has the tokens after the last full granule. Raises ProtocolError if these are no tokens, or too many.
     """
     if len(tail) % 4 or len(tail) > 4 * min(num_tokens, GRANULE_TOKENS):
-        raise ProtocolError(f"a prompt of {num_tokens} tokens that ends in {len(tail)} bytes")
+        raise ProtocolError(f"a prompt of {num_tokens} tokens ends in {len(tail)} bytes")
     num_zeros = min(max(0, num_tokens - len(tail) // 4), max_model_len)
     return array.array("i", bytes(4 * num_zeros)) + unpack_token_ids(tail)
 
@@ -334,6 +336,6 @@ def check_request(
     if generation.params.max_tokens <= num_tokens - generation.num_prompt_tokens:
         raise ProtocolError(f"no output tokens are left of {generation.params.max_tokens}")
     if max_kv_tokens > max_model_len:
-        raise ProtocolError(f"{max_kv_tokens} tokens are more than the {max_model_len} of the model")
+        raise ProtocolError(f"{max_kv_tokens} tokens exceed the model's context of {max_model_len}")
     if num_blocks < num_blocks_for(num_tokens, block_size):
         raise ProtocolError(f"{num_blocks} blocks of {block_size} cannot hold {num_tokens} tokens")

@@ -132,7 +132,7 @@ class RequestFloor:
         try:
             if request.max_kv_tokens > self._context.max_model_len:
                 raise ProtocolError(
-                    f"{request.max_kv_tokens} tokens are more than the {self._context.max_model_len} of the model"
+                    f"{request.max_kv_tokens} tokens exceed the model's context of {self._context.max_model_len}"
                 )
             self._growth.extend(request, command.num_blocks)
         except PdmeshError as error:

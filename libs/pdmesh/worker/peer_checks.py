@@ -95,7 +95,7 @@ class PeerChecks:
                         await anyio.sleep(RETRY_S)
                         await self._probes.send(address, key)
             except (KvTransferError, TimeoutError) as error:
-                reason = str(error) or f"it took nothing for {LIMIT_S:g} s"
+                reason = str(error) or f"it received nothing for {LIMIT_S:g} s"
                 problems.append(PeerProblem(kind="kv to", peer=peer_id, reason=reason))
 
     async def _listen(self, message: CheckPeers, problems: list[PeerProblem]) -> None:
@@ -103,7 +103,7 @@ class PeerChecks:
         own = self._instance_id
         peers = {probe_key(message.check_id, peer_id, own): peer_id for peer_id, _ in message.kv_peers}
         for key in await self._probes.wait(peers, LIMIT_S):
-            problems.append(PeerProblem(kind="kv from", peer=peers[key], reason=f"nothing came for {LIMIT_S:g} s"))
+            problems.append(PeerProblem(kind="kv from", peer=peers[key], reason=f"nothing arrived for {LIMIT_S:g} s"))
 
     async def _dial(
         self, gateway_id: str, address: str, problems: list[PeerProblem], limit: anyio.CapacityLimiter
@@ -118,7 +118,7 @@ class PeerChecks:
                 with anyio.fail_after(LIMIT_S / 2):
                     host, port = split_address(address)
                     await (await anyio.connect_tcp(host, port)).aclose()
-                reason = "it is there, and the two do not trust each other's certificates"
+                reason = "it answers, but the two do not trust each other's certificates"
             except TimeoutError:
                 reason = "no answer"
             except (OSError, ValueError, ConfigError) as error:

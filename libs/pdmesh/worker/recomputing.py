@@ -58,7 +58,7 @@ class RecomputedRanges:
         """
         request = chunk.request
         if not is_computed:
-            self._fail(request, "another instance that holds KV before it does not answer")
+            self._fail(request, "a shard holder of an earlier range does not answer")
             return
         self._context.metrics.recomputed_tokens.inc(chunk.plan.num_tokens)
         if not self._ranges.end_chunk(request.state, chunk.plan):

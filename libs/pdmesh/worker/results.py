@@ -66,7 +66,7 @@ class Results:
             if (why_aborted := chunk.aborted) is not None:
                 self._context.drop(chunk.request, why_aborted)
             elif chunk.request.streams_out:
-                self._context.drop(chunk.request, "other instances that hold KV of it do not answer")
+                self._context.drop(chunk.request, "shard holders with some of its KV do not answer")
             elif chunk.exchange is not None:
                 chunk.exchange.ledger.abandon(*chunk.begun_blocks(self._context.block_size))
         self._tell_of_step(batch, time, ended)

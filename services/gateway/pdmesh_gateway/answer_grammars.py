@@ -106,12 +106,12 @@ class GrammarChecker:
         found = await self.obeyed(asked.schema, asked.param)
         malformed = [str(each) for each in found.dropped if each.is_malformed]
         if malformed:
-            raise invalid(asked.param, f"`{asked.param}` is no JSON schema: {'; '.join(malformed[:4])}")
+            raise invalid(asked.param, f"`{asked.param}` is not a valid JSON schema: {'; '.join(malformed[:4])}.")
         broken = [str(each) for each in found.dropped if not each.is_annotation]
         if asked.strict and broken:
-            raise invalid(asked.param, f"The strict `{asked.param}` cannot be obeyed: {'; '.join(broken[:4])}")
+            raise invalid(asked.param, f"The strict `{asked.param}` cannot be enforced: {'; '.join(broken[:4])}.")
         grammar = json_grammar(found.schema, asked.param, blanks=asked.blanks, pattern=asked.pattern)
-        return grammar, [f"`{asked.param}` is not held to {each}" for each in found.dropped[:MAX_WARNINGS]]
+        return grammar, [f"`{asked.param}` is not checked against {each}" for each in found.dropped[:MAX_WARNINGS]]
 
     async def obeyed(self, schema: Any, param: str) -> Obeyed:
         """Return the part of a schema that can be obeyed. Raises RequestRejected naming ``param``."""
@@ -128,7 +128,7 @@ class GrammarChecker:
         """Return a grammar from GBNF or Lark. Raise RequestRejected if it cannot be read."""
         found = await self._answer(self._judge.converted, text, param)
         if found.problem:
-            raise invalid(param, f"`{param}.grammar` cannot be read: {found.problem}")
+            raise invalid(param, f"`{param}.grammar` is not a valid grammar: {found.problem}")
         return found.grammar
 
     async def _answer(self, ask: Callable[[QuestionT], AnswerT | None], question: QuestionT, param: str) -> AnswerT:
@@ -140,7 +140,7 @@ class GrammarChecker:
                 answer = await anyio.to_thread.run_sync(ask, question, abandon_on_cancel=True)
             if answer is None:
                 self._judge.give_up()
-                raise invalid(param, f"`{param}` takes longer than {COMPILE_LIMIT_S:g} s: make it simpler.")
+                raise invalid(param, f"`{param}` takes longer than {COMPILE_LIMIT_S:g} s to compile. Simplify it.")
             return answer
 
     async def check(self, param: str, grammar: str) -> None:
@@ -151,7 +151,7 @@ class GrammarChecker:
     async def problem(self, grammar: str) -> str | None:
         """Return why a grammar cannot be obeyed, worded to follow the field's name; None if it can be."""
         if len(grammar) > MAX_GRAMMAR_BYTES:
-            return f"makes a grammar of more than {MAX_GRAMMAR_BYTES} bytes."
+            return f"compiles to a grammar of more than {MAX_GRAMMAR_BYTES} bytes. Simplify it."
         digest = hashlib.blake2b(grammar.encode("utf-8", "surrogatepass")).digest()
         if digest in self._problems:
             return self._problems[digest]
@@ -159,11 +159,11 @@ class GrammarChecker:
             await anyio.to_thread.run_sync(self._judge.prepare)
             with anyio.move_on_after(COMPILE_LIMIT_S):
                 problem = await anyio.to_thread.run_sync(self._judge.problem, grammar, abandon_on_cancel=True)
-                self._keep(digest, None if problem is None else f"cannot be obeyed: {problem}")
+                self._keep(digest, None if problem is None else f"cannot be enforced: {problem}")
                 return self._problems[digest]
             self._judge.give_up()
         # Not cached: on a busy machine the same grammar may compile in time at the next request.
-        return f"takes longer than {COMPILE_LIMIT_S:g} s to compile: make it simpler."
+        return f"takes longer than {COMPILE_LIMIT_S:g} s to compile. Simplify it."
 
     def _keep(self, digest: bytes, problem: str | None) -> None:
         self._problems[digest] = problem

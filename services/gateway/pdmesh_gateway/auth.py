@@ -77,7 +77,7 @@ class Client:
         """Raise RequestRejected (403) if the key lacks ``scope``."""
         if scope not in self.key.scopes:
             raise RequestRejected(
-                f"The key {self.name!r} may not do this: it needs the scope {scope!r}.",
+                f"The key {self.name!r} needs the scope {scope!r} for this request.",
                 status=403,
                 code="missing_scope",
             )
@@ -221,7 +221,7 @@ def _sendable(key: str, where: str) -> str:
     """Return a key as `header_text` would read it from a header. Raises ConfigError if no header can carry it."""
     key = header_text(key.strip().encode("utf-8", "surrogateescape"))
     if not key or any((char < " " and char != "\t") or char == "\x7f" for char in key):
-        raise ConfigError(f"{where} has a key that no header can carry: use letters, digits and marks")
+        raise ConfigError(f"{where} has a key with characters that HTTP headers cannot carry: use printable ASCII")
     return key
 
 

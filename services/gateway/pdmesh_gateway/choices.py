@@ -50,8 +50,8 @@ class GrammarFailed(RequestRejected):
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(
-            f"The grammar that this answer is held to cannot be obeyed at token {num_tokens}: it became too complex, "
-            "or no token of this model can follow. Make it simpler.",
+            f"The answer cannot follow its grammar at token {num_tokens}: the grammar became too complex, or allows no "
+            "token of this model. Simplify the grammar.",
             code="grammar_too_complex",
         )
 

@@ -145,7 +145,7 @@ async def prepare(serving: Serving, conversation: Conversation, fields: Sampling
         warnings += problems
     budget = conversation.max_reasoning_tokens
     if budget is not None and not answer_format.limits_reasoning:
-        raise invalid("thinking_token_budget", "This model's reasoning cannot be limited: no token of it ends that.")
+        raise invalid("thinking_token_budget", "This model's reasoning cannot be limited: no single token ends it.")
     if budget is not None and reasoning is ReasoningStart.BEGUN:
         budget = max(0, budget - answer_format.num_thought_tokens(prompt))
     asked = asked_for(fields) or AnswerConstraint(param="tools" if calls is not None else "thinking_token_budget")
@@ -159,7 +159,7 @@ async def prepare(serving: Serving, conversation: Conversation, fields: Sampling
     if grammar and calls is not None and (problem := await checker.problem(grammar)) is not None:
         if given or any(tool.strict for tool in conversation.tools):
             raise invalid(param, f"`{param}` {problem}")
-        warnings.append(f"`tools` {problem} Arguments are any objects.")
+        warnings.append(f"`tools` {problem} Arguments may be any object.")
         calls = with_any_arguments(calls)
         grammar = answer_format.grammar(reasoning, calls, given, budget)
     if grammar:

@@ -54,5 +54,5 @@ async def _hidden(serving: Serving, client: Client, job: GenerationJob) -> list[
             for delta in batch:
                 found[delta.index] = delta.embedding
     if not all(found):
-        raise GenerationFailed("An instance gave a token where an embedding was asked for.")
+        raise GenerationFailed("An instance returned a token instead of an embedding.")
     return found

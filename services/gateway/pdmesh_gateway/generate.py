@@ -117,7 +117,7 @@ class Generator:
             if scope.cancelled_caught:
                 limit = f"{job.max_wait_s:g} s, this server's limit (`gateway.request_timeout_s`)"
                 raise RequestRejected(
-                    f"No token came, or the client read nothing, for {limit}.",
+                    f"No token was generated or read by the client for {limit}.",
                     status=504,
                     code="deadline_exceeded",
                 )
@@ -184,7 +184,7 @@ class Generator:
         if not transcript.restart(blame=blame):
             transcript.fail(
                 RequestRejected(
-                    f"The request was restarted too often; the last reason was: {reason}",
+                    f"The request was restarted too often. The last reason: {reason}.",
                     status=503,
                     code="restarted_too_often",
                     retry_after_s=1,

@@ -69,7 +69,7 @@ class GrammarProcess:
             assert process.stdout is not None
             if not process.stdout.readline():
                 self._end(process)
-                raise InstanceUnavailable("the process that compiles grammars has ended as it started")
+                raise InstanceUnavailable("the process that compiles grammars ended at its start")
 
     def problem(self, grammar: str) -> str | None:
         """Return the reason why a grammar cannot be obeyed, in a sentence; None if it can. Call `prepare` first."""

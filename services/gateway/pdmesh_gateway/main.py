@@ -177,7 +177,7 @@ def token_host_of(config: MeshConfig) -> str:
         return own_host_towards(config.scheduler_address)
     except ConfigError as error:
         raise ConfigError(
-            f"workers on other hosts cannot be told to send tokens to {gateway.token_host}: set gateway.token_address "
+            f"workers on other hosts cannot send tokens to {gateway.token_host}: set gateway.token_address "
             f"to the host:port by which they reach this gateway ({error})"
         ) from error
 

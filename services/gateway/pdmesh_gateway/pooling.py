@@ -68,17 +68,19 @@ def load_pooling(directory: Path, setting: str) -> Pooling:
     """Return the rules of a checkpoint's embeddings. Raises ConfigError for files that are broken."""
     hidden_size = load_model_config(directory).hidden_size
     if setting == "off":
-        return Pooling(refusal="This server makes no embeddings (gateway.embeddings is off).", hidden_size=hidden_size)
+        return Pooling(
+            refusal="Embeddings are disabled on this server (gateway.embeddings is off).", hidden_size=hidden_size
+        )
     modules = _modules(directory)
     refusal = ""
     if modules is None:
         if setting == "auto":
             refusal = (
-                "This model is not for embeddings: its checkpoint does not say how they are pooled (modules.json). "
-                "gateway.embeddings = on takes the last token's all the same."
+                "This model does not provide embeddings: its checkpoint does not define their pooling (modules.json). "
+                "Set gateway.embeddings to on to use the last token's hidden state."
             )
     elif not _pools_last_token(directory, modules):
-        refusal = "This model's embeddings are not its last token's, and other ways of pooling are not supported."
+        refusal = "This model does not pool embeddings from the last token, and other pooling is not supported."
     return Pooling(
         refusal=refusal,
         hidden_size=hidden_size,

@@ -229,7 +229,7 @@ class _Rewriter:
         ):
             if refused:
                 del result[key]
-                self.dropped.append(Dropped(path=f"{path}/{key}", why="its integer is no double"))
+                self.dropped.append(Dropped(path=f"{path}/{key}", why="its integer is not an exact double"))
 
     def _hold_names(self, result: dict[str, Any], path: str) -> None:
         """Replace ``propertyNames`` by properties or a pattern of equal meaning, if possible."""
@@ -339,7 +339,7 @@ class _Repair:
         if not _is_refused(problem) or self._num_left <= 0:
             return node
         if not isinstance(node, Mapping):
-            self._drop(path, "it is no schema", is_malformed=True)
+            self._drop(path, "it is not a schema", is_malformed=True)
             return True
         node = {key: self._child(key, value, path) for key, value in node.items()}
         if isinstance(node.get("oneOf"), list) and "anyOf" not in node and _is_refused(self._problem(node)):

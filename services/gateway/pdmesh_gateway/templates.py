@@ -103,7 +103,7 @@ class RequestTemplates:
             raise _refused("its input is nested too deeply") from None
         if self._num_waiting >= MAX_WAITING:
             raise RequestRejected(
-                "The server is overloaded: too many chat templates wait to be rendered. Try again later.",
+                "The server is overloaded: too many chat templates are waiting. Try again later.",
                 status=429,
                 code="overloaded",
                 retry_after_s=1,

@@ -234,7 +234,7 @@ class Admin:
                 ):
                     return AdminError(message="only a scheduler may send an operation again")
                 if (requested.kind is OperationKind.ROLE) is (requested.role is None):
-                    return AdminError(message="only a change of role takes a role")
+                    return AdminError(message="only a role change takes a role")
                 if requested.kind in (OperationKind.RESIZE, OperationKind.ROLLING):
                     return AdminError(message="this operation is for the whole mesh, not for one instance")
                 if (requested.kind is OperationKind.MOVE) is (requested.request_id is None):

@@ -208,7 +208,7 @@ def _impossible(submit: Submit, gateway_id: GatewayId) -> str | None:
     if len(generation.prefix) != (generation.num_tokens // GRANULE_TOKENS if generation.prefix_root else 0):
         return f"has {len(generation.prefix)} hashes of granules of {generation.num_tokens} tokens"
     if max(len(generation.weights), len(generation.prefix_weights)) > MAX_WEIGHTS_CHARS:
-        return "names weights by more than an identity"
+        return "has too long an identity of its weights"
     if generation.epoch < 0:
         return f"is in epoch {generation.epoch}"
     if not 0 <= submit.age_s < math.inf:

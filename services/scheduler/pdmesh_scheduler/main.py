@@ -150,7 +150,7 @@ async def _lead(
                 )
             except OSError as error:
                 raise ConfigError(
-                    f"scheduler.event_log: cannot write {settings.event_log}: {error.strerror}"
+                    f"cannot write scheduler.event_log, {settings.event_log}: {error.strerror}"
                 ) from error
         decisions = DecisionKeeper(header, settings.recent_decisions)
         metrics = SchedulerMetrics(registry, core, tenants)

@@ -20,6 +20,8 @@ from pdmesh.core.requests.request import RequestState
 from pdmesh.model import GRANULE_TOKENS, RejectReason, Request, short_weights
 from pdmesh.policy.bundle import Bundle
 
+_SHORTEN = "Shorten the prompt, or ask for fewer output tokens."
+
 
 class NewRequests:
     """Handler of the gateways' events about new and waiting requests."""
@@ -51,7 +53,7 @@ class NewRequests:
         known = mesh.requests.get(request.request_id)
         owner = self._reconciler.gateway_of(request.request_id) if known is None else known.request.gateway_id
         if owner is not None and owner != request.gateway_id:
-            mesh.refuse(request, "another gateway's request has this id", self._config.retry_after_s)
+            mesh.refuse(request, "Another gateway's request has this id.", self._config.retry_after_s)
             return
         if known is not None:
             if known.request.epoch >= request.epoch:
@@ -68,15 +70,16 @@ class NewRequests:
         if instance_id is not None:
             mesh.adopt(state, instance_id)
         elif self._is_full_for(state):
-            message = f"{len(mesh.queue)} requests are waiting"
+            message = f"The queue is full: {len(mesh.queue)} requests are waiting. Try again later."
             retry_after_s, reject_ttl_s = self._admission.when_full(state, bundle.order, now_s)
             mesh.reject(state, RejectReason.OVERLOADED, message, retry_after_s, reject_ttl_s=reject_ttl_s)
         elif self._is_too_long(request, bundle):
-            message = f"{_length(request)} fit no instance"
+            message = f"No instance can hold {_length(request)}. {_SHORTEN}"
             mesh.reject(state, RejectReason.TOO_LONG, message, None)
         elif (refusal := self._admission.refusal(state, bundle.order, now_s)) is not None:
             message = (
-                f"its first token is predicted {refusal.predicted_s:.2g} s from now, later than {refusal.limit_s:g} s"
+                f"The predicted time to first token is {refusal.predicted_s:.2g} s, above the limit of "
+                f"{refusal.limit_s:g} s. Try again later."
             )
             mesh.reject(
                 state, RejectReason.OVERLOADED, message, refusal.retry_after_s, reject_ttl_s=refusal.reject_ttl_s
@@ -117,21 +120,22 @@ class NewRequests:
             unready = unready_reason(self._mesh.instances.values())
             if unready is None and self._is_without_weights(state.request):
                 message = (
-                    f"its answer was begun with the weights {short_weights(state.request.weights)}, which no instance "
-                    "has any more: send the request again"
+                    f"The answer was begun with the weights {short_weights(state.request.weights)}, which no instance "
+                    "has any more. Send the request again."
                 )
                 self._mesh.reject(state, RejectReason.WEIGHTS_GONE, message, retry_after_s)
             elif unready is None and state.resumed_s is not None:
                 if self._mesh.queue.is_parked(state) and not self._may_fit_yet(state.resumed_s, now_s):
-                    message = f"{_length(state.request)} fit no instances that are left or expected"
+                    message = f"No remaining or expected instance can hold {_length(state.request)}. {_SHORTEN}"
                     self._mesh.reject(state, RejectReason.TOO_LONG, message, None)
                 else:
                     self._mesh.queue.postpone(state, now_s + self._config.max_queue_s)
             elif unready is None:
-                message = f"no room for {self._config.max_queue_s:g} s"
+                message = f"No instance had room within {self._config.max_queue_s:g} s. Try again later."
                 self._mesh.reject(state, RejectReason.QUEUE_TIMEOUT, message, retry_after_s)
             else:
-                self._mesh.reject(state, RejectReason.NO_INSTANCE, unready, retry_after_s)
+                message = f"The mesh cannot serve requests now: {unready}."
+                self._mesh.reject(state, RejectReason.NO_INSTANCE, message, retry_after_s)
 
     def _is_without_weights(self, request: Request) -> bool:
         """Whether the answer was begun with weights that no instance able to finish it has any more."""
@@ -148,4 +152,4 @@ class NewRequests:
 
 
 def _length(request: Request) -> str:
-    return f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} to generate"
+    return f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} output tokens"

@@ -126,7 +126,7 @@ class ContextRanges:
         member_id = state.members[event.number].instance_id
         if state.needs(member_id):
             replace_receiver(
-                self._mesh, state, member_id, f"instance {member_id} does not answer, which holds KV of it"
+                self._mesh, state, member_id, f"instance {member_id}, which holds some of its KV, does not answer"
             )
 
     def _serve_lost(self, state: RequestState, number: int, placement: DecodePlacement, now_s: float) -> None:
@@ -280,7 +280,7 @@ class ContextRanges:
     def _lose_target(self, state: RequestState, copy: Copy) -> None:
         """End the copy without effect. If the range has landed, the target may be asked by now: restart the request."""
         if copy.has_landed:
-            self._mesh.restart(state, f"instance {copy.target_id} dropped a part of its KV")
+            self._mesh.restart(state, f"instance {copy.target_id} dropped a range of its KV")
         else:
             self._over(state, copy)
 

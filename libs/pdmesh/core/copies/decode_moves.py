@@ -53,23 +53,23 @@ class Moves:
         `InstanceState.can_take_over`.
         """
         if state.move is not None:
-            return f"is on its way to {state.move.target_id} already"
+            return f"is already moving to {state.move.target_id}"
         if state.phase is not Phase.DECODING:
-            return f"is {state.phase.replace('_', ' ')}, and only what decodes can move"
+            return f"is {state.phase.replace('_', ' ')}: only decoding requests can move"
         if state.outgoing is not None or state.lost_range is not None:
-            return "has a context of which a range is on its way"
+            return "has a range of its context in transfer"
         source, allocation = self._where(state)
         if source is target:
-            return f"decodes on {target.instance_id} already"
+            return f"already decodes on {target.instance_id}"
         if source.weights != target.weights:
             return (
-                f"was begun with other weights ({short_weights(source.weights)}) than {target.instance_id} has "
+                f"has an answer of other weights ({short_weights(source.weights)}) than {target.instance_id} has "
                 f"({short_weights(target.weights)})"
             )
         if source.kv_group != target.kv_group:
             return f"has KV of another model or layout than {target.instance_id}"
         if state.members and source.arithmetic_class != target.arithmetic_class:
-            return f"has a context that is spread over instances of another arithmetic than {target.instance_id}"
+            return f"has its context on instances of another arithmetic class than {target.instance_id}"
         if allocation.kind is not AllocationKind.RESIDENT or allocation.freeing:
             return "is about to end"
         request = state.request
@@ -162,7 +162,7 @@ class Moves:
             move.given_up, move.committed = True, event.committed
             self._mesh.free(move.target_id, state.key)
         elif event.committed:
-            self._mesh.restart(state, f"it was lost on its way to {move.target_id}: {event.reason}")
+            self._mesh.restart(state, f"its KV was lost on the way to {move.target_id}: {event.reason}")
         else:
             self._mesh.end_copy(state, failed=True)
 
@@ -199,7 +199,7 @@ class Moves:
         if move.committed is None:
             self._mesh.stop(move, Stop.CANCEL)
         elif move.committed:
-            self._mesh.restart(state, f"it was lost on {move.target_id}, where it may have moved")
+            self._mesh.restart(state, f"instance {move.target_id}, which may already decode it, was lost")
         else:
             self._mesh.end_copy(state, failed=True)
 

@@ -111,7 +111,7 @@ class HandOvers:
     def expire(self, now_s: float) -> None:
         """Restart the requests that found no receiver in time."""
         for state in self._mesh.awaiting_decode.overdue(now_s):
-            self._mesh.restart(state, f"no instance took its KV for {self._limit_s:g} s")
+            self._mesh.restart(state, f"no instance received its KV within {self._limit_s:g} s")
 
     # --- ahead of room to decode ---
 

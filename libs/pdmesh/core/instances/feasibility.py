@@ -51,7 +51,7 @@ def unready_reason(instances: Iterable[InstanceState]) -> str | None:
     if can_serve(takers):
         return None
     if not any(instance.role_prefills for instance in takers):
-        return "no prefill instance is there"
+        return "no prefill instance is running"
     if not any(instance.role_decodes for instance in takers):
-        return "no decode instance is there"
+        return "no decode instance is running"
     return "no prefill and decode instance have the same model, weights and KV layout"

@@ -171,7 +171,7 @@ class Operations:
             return
         there = self._mesh.instances.get(requested.instance_id)
         if there is not None and requested.pid not in (None, there.profile.pid) and requested.stopped_pid is None:
-            self._end(operation, OperationState.DONE, "another process registered as this instance before", now_s)
+            self._end(operation, OperationState.DONE, "another process registered as this instance first", now_s)
             return
         before = self._running.get(requested.instance_id)
         if before is not None and before.requested.again:
@@ -180,7 +180,7 @@ class Operations:
             instance = self._mesh.instances.get(requested.instance_id)
             if instance is not None:
                 self._restore(before, instance)
-            self._end(before, OperationState.CANCELLED, f"{requested.kind} came after it", now_s)
+            self._end(before, OperationState.CANCELLED, f"a later {requested.kind} replaced it", now_s)
         if requested.kind is OperationKind.UNDRAIN:
             self._drains.pop(requested.instance_id, None)
         elif requested.again and requested.kind is OperationKind.DRAIN:
@@ -296,7 +296,7 @@ class Operations:
         instance = instances.get(requested.instance_id)
         if instance is None and requested.pid is None:
             known = ", ".join(sorted(instances)) or "none"
-            return f"no instance {requested.instance_id!r} is there: there are {known}"
+            return f"no instance is called {requested.instance_id!r}: the mesh has {known}"
         running = self._running.get(requested.instance_id)
         if running is not None and requested.kind is not OperationKind.UNDRAIN:
             return (
@@ -313,7 +313,7 @@ class Operations:
             if can_serve(others):
                 loss, then = "prefill instances would decode beside their prompts", ""
             else:
-                loss, then = "no request can be served", ": then new requests wait, and are refused in the end"
+                loss, then = "no request can be served", ": new requests then wait and are rejected in the end"
             return (
                 f"without {requested.instance_id} {loss}: it is the last that can {kind}. Start another one first, or "
                 f"use --force{then}"
@@ -328,7 +328,7 @@ class Operations:
         """
         instance = self._mesh.instances.get(operation.requested.instance_id)
         if instance is None:
-            self._records.tell(operation, "waits for the instance to come back")
+            self._records.tell(operation, "waiting for the instance to come back")
             return
         self._records.tell(operation, "")
         requested = operation.requested

@@ -20,7 +20,7 @@ MAX_ENDED = 256
 NO_INSTANCE = InstanceId("")
 
 #: Detail of an operation that an operator cancelled.
-TAKEN_BACK = "an operator took it back"
+TAKEN_BACK = "an operator cancelled it"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

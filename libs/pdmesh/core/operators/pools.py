@@ -265,7 +265,7 @@ class Pools:
             if part.state is not OperationState.DONE:
                 return f"{part.kind} {instance_id} was {part.state}: {part.detail}"
             if instance_id in changed or self._mesh.instances[instance_id].is_usable:
-                return f"{part.kind} {instance_id} was undone meanwhile"
+                return f"{part.kind} {instance_id} was undone"
         return None
 
     # --- requests ---

@@ -83,7 +83,7 @@ class Replacements:
             what = f"operation {other.operation_id} ({other.kind}) runs on {other.instance_id}: wait for it"
             self._records.end(added, OperationState.REFUSED, what, now_s)
         elif pids and requested.stopped_pid not in pids:
-            self._records.end(added, OperationState.DONE, "another process registered as this instance before", now_s)
+            self._records.end(added, OperationState.DONE, "another process registered as this instance first", now_s)
         else:
             self._running[added.operation_id] = added
 

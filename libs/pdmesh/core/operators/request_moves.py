@@ -60,9 +60,9 @@ class RequestMoves:
         target = self._mesh.instances.get(requested.instance_id)
         refusal = None
         if request is None:
-            refusal = f"no request {requested.request_id!r} runs"
+            refusal = f"request {requested.request_id!r} is not running"
         elif target is None:
-            refusal = f"no instance {requested.instance_id!r} is there"
+            refusal = f"no instance is called {requested.instance_id!r}"
         elif (why_not := self._moves.why_not(request, target)) is not None:
             refusal = f"request {requested.request_id} {why_not}"
         else:
@@ -89,7 +89,7 @@ class RequestMoves:
     def _look_at(self, operation: _RequestMove, now_s: float) -> None:
         request, move = operation.request, operation.move
         if self._mesh.find(request.key) is not request:
-            detail = "the request ended, or started again, before it had moved"
+            detail = "the request ended or restarted before its move was complete"
             self._end(operation, OperationState.FAILED, detail, now_s)
         elif request.move is not move and request.decode_id == move.target_id:
             self._end(operation, OperationState.DONE, "", now_s)

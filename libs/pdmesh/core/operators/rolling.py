@@ -151,7 +151,7 @@ class RollingRestarts:
             return f"operation {other.operation_id} ({other.kind}) runs: wait for it"
         instances, actuators = self._mesh.instances, self._actuators
         if not instances:
-            return "no instance is there"
+            return "the mesh has no instances"
         if away := actuators.away:
             return f"{', '.join(away)} is restarting: try again when it is back"
         last = next((each for each in instances.values() if self._is_last(each)), None)
@@ -187,7 +187,7 @@ class RollingRestarts:
                 self._end(rolling, now_s)
                 break
             if self._has_too_many(rolling.requested, part):
-                why = f"{', '.join(rolling.requested.beside)} have other weights than each other: start again"
+                why = f"{', '.join(rolling.requested.beside)} loaded different weights: start the rolling restart again"
                 self._change(rolling, ends_as=OperationState.FAILED, why=_both(rolling.requested.why, why))
                 continue
             self._change(rolling, part=part)
@@ -211,7 +211,7 @@ class RollingRestarts:
         """Whether to wait for all processes to register with a new scheduler: missing ones would count as absent."""
         is_whole = self._actuators.there and not self._actuators.away
         if rolling.settles_by_s > now_s and not is_whole:
-            self._records.tell(rolling, "waits for all processes to register with the scheduler")
+            self._records.tell(rolling, "waiting for all processes to register with the scheduler")
             return True
         rolling.settles_by_s = -inf
         return False
@@ -229,7 +229,7 @@ class RollingRestarts:
             return False
         if rolling.waits_by_s is None:
             rolling.waits_by_s = now_s + rolling.requested.start_timeout_s
-        self._records.tell(rolling, f"waits for {', '.join(away)} to come back")
+        self._records.tell(rolling, f"waiting for {', '.join(away)} to come back")
         return now_s < rolling.waits_by_s
 
     def _next(self, requested: RollingRequested) -> RollingPart | None:
@@ -302,12 +302,12 @@ class RollingRestarts:
         is_last = part.restarts is None and part.grows is None
         # A part that was cancelled with the restart counts as done.
         if not done and (is_last or requested.ends_as is None):
-            outcome = "not known" if record is None else f"{record.state}: {record.detail}"
+            outcome = "not recorded" if record is None else f"{record.state}: {record.detail}"
             what = f"the restart of {part.restarts.name}" if part.restarts else "the change of the pools"
             why = f"{what} was {outcome}"
             if is_last:
                 beside = ", ".join(rolling.requested.beside)
-                why += f"; {beside} may be there besides: see `pdmesh pool resize`"
+                why += f"; temporary instance {beside} may still run: remove it with `pdmesh pool resize`"
             requested = replace(requested, ends_as=OperationState.FAILED, why=_both(requested.why, why))
         self._set(rolling, requested)
 
@@ -323,9 +323,9 @@ class RollingRestarts:
         if part.restarts is not None:
             detail = f"{part.restarts.name}: {record.detail or f'{record.num_left} requests leave it'}"
         elif part.grows is not None:
-            detail = f"another one beside the last {part.grows} instance: {record.detail}"
+            detail = f"temporary instance beside the last {part.grows} instance: {record.detail}"
         else:
-            detail = f"no more need of another one: {record.detail}"
+            detail = f"removal of the temporary instance: {record.detail}"
         self._records.tell(rolling, _both(rolling.requested.why, detail))
 
     def _end(self, rolling: _Rolling, now_s: float) -> None:

@@ -33,7 +33,7 @@ from pdmesh.model import (
 )
 from pdmesh.policy.views import Rank
 
-_DROPPED = "its instance dropped it while there was no scheduler"
+_DROPPED = "its instance dropped it while no scheduler was running"
 
 
 class Reconciler:
@@ -110,7 +110,7 @@ class Reconciler:
             known = mesh.requests.get(key[0])
             owner = self.gateway_of(key[0]) if known is None else known.request.gateway_id
             if owner is not None and owner != gateway_id:
-                mesh.ask_to_resume(gateway_id, key, "another gateway's request has this id")
+                mesh.ask_to_resume(gateway_id, key, "Another gateway's request has this id.")
                 continue
             if known is not None:
                 if known.request.epoch >= key[1]:
@@ -120,7 +120,7 @@ class Reconciler:
             if instance_id is not None:
                 mesh.adopt(self._open_unknown(key, gateway_id, instance_id, now_s), instance_id)
             elif key[0] in unbegun:
-                mesh.ask_to_resume(gateway_id, key, "it was lost on the way to the scheduler")
+                mesh.ask_to_resume(gateway_id, key, "it did not reach the scheduler")
             elif self._dropped.pop(key, None) is not None:
                 mesh.ask_to_resume(gateway_id, key, _DROPPED)
             else:

@@ -75,7 +75,7 @@ class SpreadResidents:
             if known.decode_id != instance_id:
                 self._mesh.free(instance_id, key)
             elif resident.members not in (known.members, known.next_members) or not self._have_parts(resident):
-                self._mesh.restart(known, f"instance {instance_id} knows others that hold its KV")
+                self._mesh.restart(known, f"instance {instance_id} reports other holders of its KV")
             elif known.lost_range is None:
                 # A report that a holder is lost may not have arrived: let the instance ask the holders again.
                 self._mesh.set_places(instance_id, key, resident.members)

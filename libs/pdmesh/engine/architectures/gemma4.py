@@ -38,7 +38,7 @@ def _describe(fields: Fields) -> ModelConfig:
 def gemma4(fields: Fields, name: str) -> ModelConfig:
     """Describe the part that all Gemma 4 models share."""
     if fields.raw.get("use_bidirectional_attention") == "all":
-        raise fields.error("use_bidirectional_attention is 'all': it is an encoder, and only decoders are served")
+        raise fields.error("use_bidirectional_attention is 'all': it is an encoder, and only decoders are supported")
     fields = Fields({**fields.raw, "rope_parameters": fields.raw.get("rope_parameters") or _ROPES}, fields.where)
     config = gemma(fields, name, max_position_embeddings=131072)
     windows = [*listed_windows(fields, config.num_layers, lambda number: (number + 1) % 6 != 0)]

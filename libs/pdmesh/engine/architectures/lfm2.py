@@ -52,7 +52,7 @@ def _inner_size(fields: Fields) -> int:
     if factor is None:
         return size
     if max(size, factor) > _MAX_INNER_SIZE:
-        raise fields.error(f"the MLP's size is {size} times {factor}; at most {_MAX_INNER_SIZE} are served")
+        raise fields.error(f"the MLP's size is {size} times {factor}; at most {_MAX_INNER_SIZE} are supported")
     multiple = fields.integer("block_multiple_of", default=256)
     return -(-int(factor * size) // multiple) * multiple
 
@@ -67,7 +67,7 @@ def _layers(fields: Fields, config: ModelConfig) -> tuple[LayerConfig, ...]:
         attends = tuple(listed is None or number in listed for number in range(config.num_layers))
     conv = ShortConv(num_taps=fields.integer("conv_L_cache", default=3), has_bias=fields.boolean("conv_bias"))
     if conv.num_taps > _MAX_TAPS:
-        raise fields.error(f"conv_L_cache is {conv.num_taps}; at most {_MAX_TAPS} are served")
+        raise fields.error(f"conv_L_cache is {conv.num_taps}; at most {_MAX_TAPS} are supported")
     width, rest = divmod(config.hidden_size, 2 * config.num_kv_heads)
     if rest:
         raise fields.error(f"hidden_size is {config.hidden_size}; it must be a multiple of two per key-value head")

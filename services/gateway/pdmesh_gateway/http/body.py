@@ -214,7 +214,7 @@ def _not_json(error: Exception, body: bytes) -> RequestRejected:
     if not body.strip():
         why = "it is empty"
     elif compressed is not None:
-        why = f"it is compressed by {compressed}, and no `Content-Encoding` says so"
+        why = f"it is compressed with {compressed}, but has no `Content-Encoding` header"
     elif isinstance(error, UnicodeDecodeError):
         why = "it is not UTF-8"
     else:

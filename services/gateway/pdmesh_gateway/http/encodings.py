@@ -56,7 +56,7 @@ class Inflater:
                 part = self._inflate.unused_data
                 self._inflate, self._has_begun = None, False
                 if part and self._name == "deflate":
-                    raise self._damaged("has bytes behind its end")
+                    raise self._damaged("has bytes after its end")
             if piece:
                 yield piece
 
@@ -67,7 +67,7 @@ class Inflater:
 
     def _damaged(self, how: str) -> RequestRejected:
         return RequestRejected(
-            f"The request body {how}: it is not what its Content-Encoding, {self._name}, says.", code="invalid_encoding"
+            f"The request body {how}: it does not match its Content-Encoding, {self._name}.", code="invalid_encoding"
         )
 
 

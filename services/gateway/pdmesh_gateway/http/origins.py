@@ -44,7 +44,7 @@ class Origins:
             )
         if origin is not None and not self.may_read(origin) and origin.partition("://")[2] != host:
             raise RequestRejected(
-                f"Pages of {origin[:200]!r} may not use this server: add it to gateway.cors_origins.",
+                f"Pages of {origin[:200]!r} may not use this server: add this origin to gateway.cors_origins.",
                 status=403,
                 code="foreign_origin",
             )

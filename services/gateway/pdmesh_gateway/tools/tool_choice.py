@@ -73,14 +73,14 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
         if not _NAME.fullmatch(tool.name):
             raise invalid(
                 "tools",
-                f"`tools` has the name {tool.name[:40]!r}; names are 1 to {MAX_NAME_CHARS} of A-Z a-z 0-9 _ . : / -",
+                f"`tools` has the name {tool.name[:40]!r}; names have 1 to {MAX_NAME_CHARS} of A-Z a-z 0-9 _ . : / -",
             )
         if tool.name in names:
-            raise invalid("tools", f"`tools` has two tools of the name {tool.name!r}.")
+            raise invalid("tools", f"`tools` has two tools named {tool.name!r}.")
         check_nesting(tool.parameters, "tools")
         names.add(tool.name)
     if choice.mode == "required" and not tools:
-        raise invalid("tool_choice", "`tool_choice` asks for a call, but `tools` has none that can be called.")
+        raise invalid("tool_choice", "`tool_choice` requires a call, but `tools` has no tool to call.")
     for name in choice.allowed or ():
         if name not in names:
             raise invalid("tool_choice", f"`tool_choice` names {name[:40]!r}, which is not in `tools`.")
@@ -109,19 +109,19 @@ async def calls_of(
                 schema, dropped = found.schema, found.dropped
                 problem = await checker.problem(json_grammar(schema, "parameters"))
             except RequestRejected as error:
-                problem = f"cannot be obeyed: {error.message}"
+                problem = f"cannot be enforced: {error.message}"
             broken = [str(each) for each in dropped if not each.is_annotation]
             if problem is None and tool.strict and broken:
-                problem = f"cannot be obeyed: {'; '.join(broken[:4])}"
+                problem = f"cannot be enforced: {'; '.join(broken[:4])}."
             elif problem is None:
-                warnings += [f"tool {tool.name!r} is not held to {each}" for each in dropped[:MAX_WARNINGS]]
+                warnings += [f"tool {tool.name!r} is not checked against {each}" for each in dropped[:MAX_WARNINGS]]
             callables.append(CallableTool(name=tool.name, schema=ANY_OBJECT if problem is not None else schema))
             if problem is not None:
                 if tool.strict:
                     raise invalid("tools", f"The strict tool {tool.name!r} {problem}")
-                warnings.append(f"tool {tool.name!r} {problem} Its arguments are any object.")
+                warnings.append(f"tool {tool.name!r} {problem} Its arguments may be any object.")
     if limit.cancelled_caught:
-        raise invalid("tools", f"`tools` take longer than {COMPILE_LIMIT_S:g} s to compile: make them simpler.")
+        raise invalid("tools", f"`tools` takes longer than {COMPILE_LIMIT_S:g} s to compile. Simplify the schemas.")
     most = 1 if choice.is_named else most
     return Calls(tools=tuple(callables), required=choice.mode == "required", most=most), warnings
 

@@ -87,11 +87,11 @@ def refusal_of(error: Exception) -> str:
                 "that signed it, and standby.etcd_endpoints the name that it is for"
             )
         case ssl.SSLError(reason=str(reason)) if "ALERT" not in reason:
-            return f"it does not speak TLS as it should ({reason}): is it http:// there?"
+            return f"TLS failed ({reason}): use http:// if etcd serves without TLS"
         case None if not isinstance(error, (httpx.ReadError, httpx.RemoteProtocolError)):
             return str(error) or type(error).__name__
         case _:  # an alert, which may be lost when the connection breaks
             return (
-                "it broke the connection off: it may want https://, or a standby.etcd_cert of the authority that it "
+                "it closed the connection: it may need https://, or a standby.etcd_cert of the authority that it "
                 "trusts for clients, which has not expired"
             )

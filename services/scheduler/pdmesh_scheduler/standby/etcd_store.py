@@ -35,7 +35,7 @@ class EtcdStore:
             case {"kvs": [{"value": str(value), "mod_revision": str(revision)}]}:
                 return StoredRecord(decode_record(b64decode(value)), revision)
             case {"kvs": _}:
-                raise StoreUnavailable("etcd sent an answer of another form")
+                raise StoreUnavailable("etcd sent an unexpected answer")
             case _:
                 return StoredRecord(None, None)
 

@@ -181,7 +181,7 @@ def _own_address(config: MeshConfig, port: int) -> str:
     host = config.scheduler.host
     if is_wildcard(host):
         raise ConfigError(
-            f"others cannot be told to reach this scheduler at {host}: set standby.address to the host:port by which "
+            f"other hosts cannot reach this scheduler at {host}: set standby.address to the host:port by which "
             "workers and gateways reach it"
         )
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -36,7 +36,7 @@ def conversation_of(request: CountTokensRequest) -> Conversation:
         _add_message(turns, message, f"messages.{i}", skipped)
     is_begun = turns.ends_with_answer
     if is_begun and turns.ends_with_call:
-        raise invalid("messages", "`messages` ends with a tool_use block: its tool_result must follow.")
+        raise invalid("messages", "`messages` ends with a tool_use block. Add its tool_result.")
     choice = request.tool_choice
     return Conversation(
         messages=turns.messages(),

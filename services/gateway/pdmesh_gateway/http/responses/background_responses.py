@@ -59,7 +59,7 @@ class EventLog:
         while True:
             if number < self._num_dropped:
                 raise RequestRejected(
-                    f"Events before {self._num_dropped} are not kept any more: ask for the response itself.",
+                    f"Events before {self._num_dropped} are no longer kept. Retrieve the response itself.",
                     param="starting_after",
                     code="invalid_value",
                 )

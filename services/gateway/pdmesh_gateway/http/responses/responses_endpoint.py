@@ -85,7 +85,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
         Raise RequestRejected if nothing is stored.
         """
         if request.store is False or not self._stored.kept.keeps:
-            raise invalid("background", "`background` needs `store`: the response is kept to be asked for.")
+            raise invalid("background", "`background` requires `store`: the response is retrieved later.")
         job, rendering, asked = await self._prepared(request, exchange)
         run = BackgroundResponse(rendering.begun)
         await self._serving.tasks.start(self._answer, exchange.known_client, job, rendering, asked.num_bytes, run)
@@ -177,7 +177,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
         if request.previous_response_id is not None:
             kept = self._stored.get(tenant, request.previous_response_id, status=400)
             if len(kept.conversation) > most_bytes:
-                raise invalid("previous_response_id", "This conversation has become too long: begin another one.")
+                raise invalid("previous_response_id", "This conversation has become too long. Start a new one.")
             before = await items_in(kept.conversation)
             exchange.thread = kept.thread
         every = [*before, *own]
@@ -193,7 +193,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
             num_named_bytes += 0 if item is None else len(item)
             if num_named_bytes > most_bytes:
                 # One item may be named often.
-                raise invalid("input", f"The items that `input` names are more than {most_bytes} bytes.")
+                raise invalid("input", f"The items that `input` refers to have more than {most_bytes} bytes.")
             return None if item is None else _decode_item(item)
 
         encoded: list[bytes] = []

@@ -141,7 +141,7 @@ class _TextFormat(ResponseFormat, kw_only=True):
 
 def _not_found(item_id: str) -> RequestRejected:
     return RequestRejected(
-        f"Item with id '{item_id[:100]}' not found: items are kept for an hour, where responses are stored "
+        f"Item with id '{item_id[:100]}' not found. Items are kept for an hour if responses are stored "
         "(gateway.kept_responses_bytes). Send the item itself.",
         status=404,
         param="input",

@@ -47,7 +47,7 @@ class StoredResponses:
         if not self.kept.keeps:
             why = "This server keeps no responses (gateway.kept_responses_bytes is 0)"
         elif not self._serving.generator.owns(RequestId(response_id.removeprefix("resp_"))):
-            why = "It is not one of this gateway's: each keeps its own, so let clients stay with one"
+            why = "Another gateway created it, and each gateway keeps its own: send a client's requests to one gateway"
         message = f"Response with id '{response_id[:100]}' not found. {why}. Send the whole conversation as `input`."
         param, code = None, "not_found"
         if status == 400:
@@ -63,7 +63,7 @@ class StoredResponses:
         elif _query(exchange, "stream") == "true":
             log = self.get(*key).events if run is None else run.log
             if log is None:
-                raise invalid("stream", "Only a response that was made with `background` can be streamed again.")
+                raise invalid("stream", "Only a response created with `background` can be streamed again.")
             number = _number_after(exchange)
             with self._serving.admission.hold(num_requests=1):
                 await exchange.run_until_gone(lambda: self.tell(exchange, log, number))
@@ -82,7 +82,7 @@ class StoredResponses:
             await run.cancel()
         kept = self.get(*key)
         if kept.events is None:
-            raise invalid("response_id", "Only a response that was made with `background` can be cancelled.")
+            raise invalid("response_id", "Only a response created with `background` can be cancelled.")
         await exchange.respond(kept.response)
 
     async def input_items(self, exchange: Exchange) -> None:
