@@ -121,7 +121,7 @@ class EventLogWriter(AbstractContextManager["EventLogWriter"]):
             return
         record = _framed(payload)
         if self._num_bytes + len(record) > self._max_bytes:
-            self._end("it is as long as a log may be")
+            self._end("it reached its size limit")
         elif len(self._buffer) > MAX_BUFFERED_BYTES:
             self._end("the disk is too slow")
         else:

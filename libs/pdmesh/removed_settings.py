@@ -59,8 +59,8 @@ def _removed() -> Mapping[str, str]:
         "scheduler.admission_ttft_s": "give requests a target (`slo_ttft_ms`), or set scheduler.max_queue_s; delete it",
         "policy.eb_threshold": "give it to `pdmesh policy set eb --threshold`, and delete it",
         "policy.reserved_instances": "it belongs to the bundle `reservation` of the studies; delete it",
-        "policy.prefills_locally": "choose another scheduler.bundle than pdmesh where this must not be; delete it",
-        "policy.decodes_locally": "choose another scheduler.bundle than pdmesh where this must not be; delete it",
+        "policy.prefills_locally": "to turn this off, choose another scheduler.bundle than pdmesh; delete it",
+        "policy.decodes_locally": "to turn this off, choose another scheduler.bundle than pdmesh; delete it",
         "worker.kv_cache_host_share": "set worker.kv_cache_bytes, and delete it",
     }
     return {

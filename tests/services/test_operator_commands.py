@@ -103,7 +103,7 @@ async def test_what_cannot_be_is_one_sentence_and_its_exit_code() -> None:
             assert "\n" not in refused.said
         nobody = await typed(mesh, "pool", "resize", "--prefill", "3")
         assert nobody.code == 3
-        assert nobody.said.endswith("start and stop them yourself: scheduler.resize_command is not set")
+        assert nobody.said.endswith("start and stop the instances yourself: scheduler.resize_command is not set")
 
 
 async def test_advice_asks_for_the_decisions_that_the_scheduler_keeps_in_memory() -> None:

@@ -460,7 +460,7 @@ async def test_a_policy_that_would_leave_short_prompts_no_instance_is_refused() 
         g.post(submit())
         plan = await m0.expect(RunStep)
         refusal = await mesh.ask(SetPolicy(bundle="reservation"), AdminError)
-        assert refusal.message.startswith("reservation keeps the first 2 instances that joined")
+        assert refusal.message.startswith("reservation reserves the first 2 instances")
         m0.post(step_report(plan))
         status = await mesh.ask(GetStatus(), MeshStatus)
         assert (status.bundle, status.num_running) == ("pdmesh", 1)
@@ -532,7 +532,7 @@ async def test_a_worker_that_says_no_class_may_register() -> None:
 async def test_an_expired_lease_loses_the_instance() -> None:
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, lease_s=0.2))
     async with running(config) as mesh, mesh.worker(mixed()) as m:
-        assert "lease ran out" in await m.ended()
+        assert "lease expired" in await m.ended()
         status = await mesh.ask(GetStatus(), MeshStatus)
         assert status.instances == ()
 

@@ -172,9 +172,9 @@ def test_noise_has_the_models_mean_and_the_deviation_asked_for() -> None:
 
 
 def test_deaths_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="decode-009 cannot die: it is not there"):
+    with pytest.raises(ValueError, match="decode-009 cannot be lost: it is not running"):
         run([LONG], [Death(InstanceId("decode-009"), 1.0, 1.0)])
-    with pytest.raises(ValueError, match="before it is missed"):
+    with pytest.raises(ValueError, match="before its loss is noticed"):
         run([LONG], [Death(HELPER, 1.0, 0.01)], control_delay_s=0.01)
     with pytest.raises(ValueError, match="no instance to lose"):
         random_deaths([], 1, 10.0, 1.0, 0)

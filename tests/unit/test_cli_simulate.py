@@ -81,7 +81,7 @@ def test_a_trace_and_its_timeline(tmp_path: Path) -> None:
         (
             ["--prefill", "2", "--reserved", "2"],
             2,
-            "--reserved 2 of 2 that compute prompts leaves none for short ones",
+            "--reserved is 2: of 2 instances that compute prompts, none is left for short ones",
         ),
         (["--prefill", "4", "--group-size", "3", "--reserved", "2"], 2, "must be at least --group-size, 3"),
         (["--profile", "abacus"], 2, "no latency profile and no file is called 'abacus': use one of"),
@@ -96,7 +96,7 @@ def test_a_trace_and_its_timeline(tmp_path: Path) -> None:
         (["--batching", "eb", "--threshold", "nan"], 2, "the threshold is nan: must be a share between 0 and 1"),
         (["--batching", "mb", "--threshold", "0.3"], 2, "--threshold needs --batching eb"),
         (["--batching", "eb", "--bundle", "fcfs"], 2, "--batching eb: no instance has a choice of modes"),
-        (["--limit", "5", "--deaths", "1000"], 2, "instances cannot die 1000 times in"),
+        (["--limit", "5", "--deaths", "1000"], 2, "instances cannot be lost 1000 times in"),
         (["--clients", "4", "--deaths", "1"], 2, "--deaths cannot be combined with --clients"),
         (["--long-range", "many"], 2, "--long-range 'many': must be LOW,HIGH"),
         (["--long-range", "9,1"], 2, "--long-range '9,1': must have 1 <= LOW <= HIGH"),

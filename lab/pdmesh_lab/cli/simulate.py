@@ -131,7 +131,8 @@ def _reserved(options: SimulateOptions, pools: PoolCounts) -> int:
         raise ConfigError(f"--reserved is {options.reserved}: must be at least --group-size, {options.group_size}")
     if options.reserved and options.reserved >= num_computing:
         raise ConfigError(
-            f"--reserved {options.reserved} of {num_computing} that compute prompts leaves none for short ones"
+            f"--reserved is {options.reserved}: of {num_computing} instances that compute prompts, none is left for "
+            "short ones"
         )
     return options.reserved + (pools.decode if options.reserved > pools.prefill else 0)
 

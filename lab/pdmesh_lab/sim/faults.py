@@ -31,7 +31,7 @@ def random_deaths(
         raise ValueError("there is no instance to lose")
     if number * away_s > within_s * len(instance_ids) / 2:
         raise ValueError(
-            f"{len(instance_ids)} instances cannot die {number} times in {within_s:g} s and be away for {away_s:g} s"
+            f"{len(instance_ids)} instances cannot be lost {number} times in {within_s:g} s, each for {away_s:g} s"
         )
     rng = random.Random(f"deaths {seed}")
     deaths: list[Death] = []

@@ -283,9 +283,9 @@ class Simulator:
     def _check_deaths(self, profiles: Mapping[InstanceId, InstanceProfile]) -> None:
         for death in self._config.deaths:
             if death.instance_id not in profiles:
-                raise ValueError(f"{death.instance_id} cannot die: it is not there")
+                raise ValueError(f"{death.instance_id} cannot be lost: it is not running")
             if death.away_s <= 2 * self._config.control_delay_s:
-                raise ValueError(f"{death.instance_id} would be back before it is missed")
+                raise ValueError(f"{death.instance_id} would return before its loss is noticed")
 
     def _die(self, death: Death) -> None:
         self._instances[death.instance_id].die()

@@ -145,7 +145,7 @@ async def _run(asked: Asked, question: StartOperation | StartResize | StartRolli
         if status.pools is not None and asked.output is not Output.JSON:
             command = status.resize_command
             how = f" with\n  {command}" if command else ": scheduler.resize_command is not set"
-            typer.echo(f"pdmesh: start and stop them yourself{how}", err=True)
+            typer.echo(f"pdmesh: start and stop the instances yourself{how}", err=True)
         return EXIT_NO_ACTUATOR
     if status.state == OperationState.REFUSED:
         return EXIT_REFUSED

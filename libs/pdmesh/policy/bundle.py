@@ -60,8 +60,8 @@ class Bundle:
         if self.num_reserved and prefilling and num_reserved in (0, len(prefilling)):
             kind = "short" if num_reserved else "long"
             return (
-                f"{self.name} keeps the first {self.num_reserved} instances that joined for long prompts, which are "
-                f"{num_reserved} of the {len(prefilling)} that compute prompts: {kind} ones would wait for ever"
+                f"{self.name} reserves the first {self.num_reserved} instances for long prompts. These are "
+                f"{num_reserved} of the {len(prefilling)} instances that compute prompts: {kind} ones would never run"
             )
         return None
 

@@ -99,7 +99,10 @@ class Profile:
         )
         if same:
             return None
-        return f"the latency profile {self.name!r} is of {own}, not of {other}: measure one with `pdmesh profile`"
+        return (
+            f"the latency profile {self.name!r} was measured for {own}, not for {other}: measure one with "
+            "`pdmesh profile`"
+        )
 
 
 def _agree(one: object, other: object) -> bool:

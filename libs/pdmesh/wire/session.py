@@ -239,7 +239,10 @@ async def registration(
         match await anext(frames, []):
             case [first, *rest] if isinstance(first, message_type):
                 if first.version != PROTOCOL_VERSION:
-                    raise ProtocolError(f"protocol version {first.version}, ours is {PROTOCOL_VERSION}: update both")
+                    raise ProtocolError(
+                        f"protocol version {first.version} differs from {PROTOCOL_VERSION} here: install the same "
+                        "version of pdmesh on both sides"
+                    )
                 return first, rest
             case _:
                 raise ProtocolError(f"the first message must be {message_type.__name__}")

@@ -405,8 +405,8 @@ def prompt_lookup(worker: WorkerConfig, device: str) -> PromptLookup | None:
         return None
     if device != "cpu":
         raise ConfigError(
-            f"worker.speculation is {worker.speculation}, but the device is {device}: there, decodes are computed by"
-            " other kernels than drafts, which may round differently. Set it to off"
+            f"worker.speculation is {worker.speculation}, but the device is {device}, whose kernels for drafts may "
+            "round differently than those for decodes: set it to off"
         )
     return PromptLookup(
         num_tokens=worker.num_speculative_tokens,

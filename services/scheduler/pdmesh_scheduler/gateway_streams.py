@@ -117,7 +117,7 @@ class GatewayStreams:
                     log.warning("gateway's stream ended", gateway_id=gateway_id)
                     await self._look_whether_it_lives(gateway_id, registered.token_address)
         if scope.cancelled_caught:
-            raise InstanceUnavailable("the lease ran out, or another stream of this gateway took over")
+            raise InstanceUnavailable("the lease expired, or another stream of this gateway took over")
 
     async def _look_whether_it_lives(self, gateway_id: GatewayId, token_address: str) -> None:
         """Shorten the lease of a gateway without a stream if no process listens at its token port."""
@@ -144,7 +144,7 @@ class GatewayStreams:
         return await self.check.why_unreached(request.address)
 
     def expired(self, gateway_id: GatewayId) -> None:
-        log.error("gateway lost: its lease ran out", gateway_id=gateway_id)
+        log.error("gateway lost: its lease expired", gateway_id=gateway_id)
         self.check.token_addresses.pop(gateway_id, None)
         self.peers.end(gateway_id)
         self.driver.post(GatewayLost(gateway_id))
@@ -174,7 +174,7 @@ class GatewayStreams:
                 case EventMessage():
                     event = message.gateway_event
                     if event.gateway_id != gateway_id:
-                        raise ProtocolError(f"{gateway_id} speaks for {event.gateway_id}")
+                        raise ProtocolError(f"a message from {gateway_id} names {event.gateway_id}")
                     await self.driver.submit(event)
 
     def _refuse(self, gateway_id: GatewayId, generation: Generation, why: str) -> None:

@@ -134,7 +134,7 @@ class WorkerStreams:
                         self.driver.post(InstanceSuspected(instance_id))
                     self.driver.post(InstanceUnreachable(instance_id))
         if scope.cancelled_caught:
-            raise InstanceUnavailable("the lease ran out, or another stream of this instance took over")
+            raise InstanceUnavailable("the lease expired, or another stream of this instance took over")
 
     def _check_only(self, instance: InstanceProfile, peer: str) -> None:
         """Raise ProtocolError if another live process has the instance's id: each would end the other's stream for
@@ -189,7 +189,7 @@ class WorkerStreams:
         self._suspected.discard(instance_id)
 
     def _expired(self, instance_id: InstanceId) -> None:
-        log.error("instance lost: its lease ran out", instance_id=instance_id)
+        log.error("instance lost: its lease expired", instance_id=instance_id)
         self._forget_silence(instance_id)
         self.check.profiles.pop(instance_id, None)
         if self.peers.end(instance_id):
@@ -224,7 +224,7 @@ class WorkerStreams:
                 case EventMessage():
                     event = message.event
                     if event.instance_id != instance_id:
-                        raise ProtocolError(f"{instance_id} speaks for {event.instance_id}")
+                        raise ProtocolError(f"a message from {instance_id} names {event.instance_id}")
                     if isinstance(event, LoadReported):
                         if event == self._loads.get(instance_id):
                             continue  # only a heartbeat
@@ -240,4 +240,4 @@ def _check(registration: RegisterWorker) -> None:
         raise ProtocolError("the instance's id is empty")
     held = [resident.num_blocks for resident in registration.residents]
     if sum(held) > profile.num_blocks:
-        raise ProtocolError(f"residents hold {sum(held)} of {profile.num_blocks} blocks")
+        raise ProtocolError(f"the residents hold {sum(held)} blocks, the instance has {profile.num_blocks}")

@@ -40,6 +40,6 @@ def several_classes(class_of: Mapping[InstanceId, str]) -> str | None:
         return None
     classes = "; ".join(f"{name or 'unknown'}: {', '.join(ids)}" for name, ids in members.items())
     return (
-        f"{len(members)} arithmetic classes ({classes}): a request that goes from one to another may draw other "
+        f"{len(members)} arithmetic classes ({classes}): a request that moves between classes may get other "
         "tokens; --deterministic keeps a mesh in one class"
     )

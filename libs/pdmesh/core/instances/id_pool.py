@@ -28,4 +28,4 @@ class IdPool:
     def check_integrity(self, taken: Iterable[int]) -> None:
         """Compare with the numbers that are taken; AssertionError names the difference."""
         numbers = sorted([*self._free, *taken])
-        assert numbers == list(range(1, self._next)), f"numbers {numbers} are free or taken, of 1 to {self._next - 1}"
+        assert numbers == list(range(1, self._next)), f"numbers {numbers} are free or in use, of 1 to {self._next - 1}"

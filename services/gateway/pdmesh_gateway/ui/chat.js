@@ -200,11 +200,11 @@ function footOf(turn, isLast) {
     parts.push(turn.text ? button("regenerate", "regenerate the answer", () => again(false)) : button("try again", "try again", () => again(false)));
   }
   if (turn.id) {
-    const way = element("a", "", "its way");
+    const way = element("a", "", "timeline");
     way.href = `ui#${encodeURIComponent(turn.id)}`;
     way.target = "pdmesh-ui"; // one tab of the mesh for all answers
     way.rel = "opener"; // it has the key of this tab then
-    way.setAttribute("aria-label", "the answer's way through the mesh");
+    way.setAttribute("aria-label", "the answer's timeline in the mesh");
     parts.push(way);
   }
   if (turn.usage) {

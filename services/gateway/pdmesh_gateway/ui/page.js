@@ -234,7 +234,7 @@ $("zoom").oninput = () => { timeline.span_s = Number($("zoom").value); put($("sp
 $("pause").onclick = () => {
   const on = $("pause").getAttribute("aria-pressed") !== "true";
   $("pause").setAttribute("aria-pressed", String(on));
-  put($("pause"), on ? "go on" : "pause");
+  put($("pause"), on ? "resume" : "pause");
   timeline.pause(on);
 };
 // A request may be named by the address: answers in the chat link to their way.

@@ -84,7 +84,7 @@ async def open_etcd(config: StandbyConfig) -> AsyncGenerator[EtcdStore]:
     endpoints = [each.strip().rstrip("/") for each in config.etcd_endpoints.split(",") if each.strip()]
     if not endpoints or not all(each.startswith(("http://", "https://")) for each in endpoints):
         raise ConfigError(
-            "standby.etcd_endpoints: name etcd's addresses, such as https://10.0.0.1:2379,https://10.0.0.2:2379"
+            "standby.etcd_endpoints is not set: name etcd's addresses, such as https://10.0.0.1:2379,https://10.0.0.2:2379"
         )
     async with EtcdClient(config) as client:
         yield EtcdStore(client, endpoints, config.name)

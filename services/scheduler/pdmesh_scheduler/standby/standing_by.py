@@ -193,7 +193,7 @@ async def _open_store(config: MeshConfig) -> AsyncGenerator[LeaseStore]:
     match standby.store:
         case "file":
             if standby.file is None:
-                raise ConfigError("standby.file: name the file by which the schedulers of this host agree")
+                raise ConfigError("standby.file is not set: name a file that the schedulers of this host share")
             yield FileStore(standby.file)
         case "etcd":
             async with open_etcd(standby) as etcd:
