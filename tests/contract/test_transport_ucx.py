@@ -161,7 +161,7 @@ async def test_a_stopped_peer_is_noticed_and_reached_again_when_it_goes_on(tls: 
         await send(transport, peer.address, b"before")
         assert await take(pieces) == (b"before", b"")
         peer.process.send_signal(signal.SIGSTOP)
-        with pytest.raises(KvTransferError, match="took nothing"):
+        with pytest.raises(KvTransferError, match="received nothing"):
             await send(transport, peer.address, b"stopped", bytes(4096))
         transport.check_integrity()
         peer.process.send_signal(signal.SIGCONT)

@@ -198,7 +198,7 @@ async def test_bad_requests_are_refused_by_field(model: Path) -> None:
         ({"input": "a b " * CONTEXT}, "messages", "maximum context length"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"model": "gpt"}, "model", "does not exist"),
-        ({"background": True, "store": False}, "background", "needs `store`"),
+        ({"background": True, "store": False}, "background", "requires `store`"),
         ({"conversation": "conv_1"}, "conversation", "not supported"),
         ({"prompt": {"id": "p"}}, "prompt", "not supported"),
         ({"messages": []}, "messages", "not supported"),
@@ -344,7 +344,7 @@ async def test_a_response_in_the_background_is_cancelled_by_its_own_key(model: P
         waiting = await client.responses.create(**{**BODY, "store": True}, background=True)
         await client.responses.delete(waiting.id)
         await mesh.until(lambda: len(mesh.cancelled) == 2)
-        with pytest.raises(openai.BadRequestError, match="needs `store`"):
+        with pytest.raises(openai.BadRequestError, match="requires `store`"):
             await client.responses.create(**BODY, background=True, store=False)
         with pytest.raises(openai.BadRequestError, match="context length"):
             await client.responses.create(model="tiny", input="a " * CONTEXT * 20, background=True)

@@ -261,7 +261,11 @@ def test_a_cache_of_this_process_is_where_it_is() -> None:
     process = a_process(FakeHost(), 0)
     good, own = process.shared.describe(), process.store.layers[0]
     behind, inside = own.data_ptr() + own.nbytes, own.data_ptr() + 4
-    for address, reason in ((8, "not this process's"), (behind - 8, "not where"), (inside, "not where")):
+    for address, reason in (
+        (8, "not this process's"),
+        (behind - 8, "not at the address"),
+        (inside, "not at the address"),
+    ):
         lie = good[: 16 + HANDLE_BYTES] + address.to_bytes(8, "little") + good[24 + HANDLE_BYTES :]
         with pytest.raises(KvTransferError, match=reason):
             process.shared.open(os.getpid(), lie)

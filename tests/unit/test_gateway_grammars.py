@@ -230,7 +230,7 @@ async def test_one_that_takes_too_long_is_refused_meanwhile_and_tried_again(
         patch.setattr("pdmesh_gateway.answer_grammars.COMPILE_LIMIT_S", 0.01)
         patch.setattr(Grammars, "problem", lambda _self, _grammar: anyio.from_thread.run(goes_on.wait))
         try:
-            with pytest.raises(RequestRejected, match="make it simpler"):
+            with pytest.raises(RequestRejected, match="Simplify it"):
                 await checker.grammar(request(**structured(regex="a")))
         finally:
             goes_on.set()
@@ -259,7 +259,7 @@ async def test_what_never_ends_or_ends_the_process_is_refused_and_the_next_is_ju
             await checker.grammar(request(**structured(grammar='root ::= "\\q"')))
         assert "start" in (await checker.grammar(request(**structured(grammar='root ::= "a"'))))[0]
         paths = {"properties": {"x" * 30_000: {"allOf": [{"const": 2**53 + 1}] * 800}}}
-        with pytest.raises(RequestRejected, match="simpler"):  # else every path would be kept
+        with pytest.raises(RequestRejected, match="Simplify it"):  # else every path would be kept
             await checker.grammar(request(**json_schema(paths)))
         long = {"properties": {"x" * 9000: {"const": 2**53 + 1}}}
         _, warnings = await checker.grammar(request(**json_schema(long)))

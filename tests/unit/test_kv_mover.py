@@ -607,7 +607,7 @@ async def test_a_stalled_receiver_fails_the_sender(memory: TransportMaker) -> No
         pair.grant()
         failed = await pair.a.outcome()
         assert isinstance(failed, FailedTransfer)
-        assert "took nothing" in failed.reason
+        assert "received nothing" in failed.reason
         memory.fabric.faults = MemoryFaults()
         pair.free_all()
 

@@ -381,7 +381,7 @@ def test_structured_answers_and_stops() -> None:
                     {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}
                 ]
             },
-            "tool_result must follow",
+            "Add its tool_result",
         ),
         ({"tool_choice": {"type": "tool"}}, "`tool_choice` is 'tool'"),
         ({"output_format": {"type": "xml"}}, "use json_schema"),

@@ -286,5 +286,7 @@ def test_packed_weights_that_are_no_numbers_are_refused(
     whole_name = f"model.layers.1.self_attn.q_proj.{name}"
     assert whole_name in tensors
     save_file({**tensors, whole_name: replacement}, path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"q_proj\.weight: the quantised weight has values that are no numbers"):
+    with pytest.raises(
+        ConfigError, match=r"q_proj\.weight: the quantised weight has values that are not finite numbers"
+    ):
         TorchEngine(path, num_blocks=1, dtype="bfloat16")
