@@ -267,7 +267,7 @@ async def test_an_expected_prefix_that_is_not_there_is_refused() -> None:
         decode.expect(generation, prefill, num_reused=1)
         dropped, released, cache = decode.reports[-3:]
         assert isinstance(dropped, RequestDropped)
-        assert "0 of the 1 granules" in dropped.reason
+        assert "0 of the 1 blocks to reuse" in dropped.reason
         assert isinstance(released, KvReleased)
         assert released.transfer_id == 1
         assert cache == CacheReported(decode.instance.instance_id, ())

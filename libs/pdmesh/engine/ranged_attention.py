@@ -144,7 +144,7 @@ def _part(rows: slice, answer: bytes, query: Tensor, elsewhere: RemoteKv) -> Par
     num_rows = rows.stop - rows.start
     size = num_rows * num_heads * head_dim
     if len(answer) != 4 * (size + num_rows * num_heads):
-        raise RemoteKvLost(elsewhere, f"an answer of {len(answer)} bytes to {num_rows} query rows")
+        raise RemoteKvLost(elsewhere, f"a shard holder's answer has {len(answer)} bytes for {num_rows} query rows")
     values = torch.frombuffer(bytearray(answer), dtype=torch.float32)
     output, lse = values[:size].view(num_rows, num_heads, head_dim), values[size:].view(num_rows, num_heads)
     return Part(np.arange(rows.start, rows.stop), rows.start, output, lse)

@@ -86,9 +86,9 @@ class BlockCache:
         """Return why a sequence cannot reuse the first ``num_reused`` granules; empty if it can."""
         num_shared = num_reused - prefix.num_loaded
         if any(granule not in self._owners for granule in prefix.chain[:num_shared]):
-            return "a granule that is to be reused is not cached"
+            return "a cached block to reuse is missing"
         if any(granule not in self._offloaded for granule in prefix.chain[num_shared:num_reused]):
-            return "the offload tier lacks a granule that is to be loaded"
+            return "the offload tier lacks a cached block to load"
         return ""
 
     def share(self, prefix: CachedPrefix, num_reused: int) -> int:

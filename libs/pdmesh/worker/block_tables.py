@@ -77,9 +77,7 @@ class BlockTables:
         missing = [granule for granule in granules if self.tier is None or granule not in self.tier]
         if missing:
             self._report(CacheReported(self._instance_id, lost=tuple(missing)))
-            raise StaleOffload(
-                f"the offload tier lacks {len(missing)} of the {len(granules)} granules that are to be loaded"
-            )
+            raise StaleOffload(f"the offload tier lacks {len(missing)} of the {len(granules)} cached blocks to load")
 
     def table(self, num_blocks: int, prefix: PrefixHashes = ()) -> list[int]:
         """Return a table of ``num_blocks`` that begins with the shared blocks of a cached prefix.
@@ -89,7 +87,7 @@ class BlockTables:
         """
         if (num_cached := self.kept.num_cached_of(prefix)) < len(prefix):
             self.kept.drop(prefix[num_cached:])
-            raise StalePrefix(f"only {num_cached} of the {len(prefix)} granules to reuse are cached here")
+            raise StalePrefix(f"only {num_cached} of the {len(prefix)} blocks to reuse are cached here")
         shared = self.kept.share(prefix)
         try:
             return shared + self.allocate(num_blocks - len(shared))
@@ -113,7 +111,7 @@ class BlockTables:
             num_left = next(num for num in reversed(range(num_granules)) if self._can_go_on(block_table, num))
             if request.phase is not SeqPhase.COMPUTED:
                 self.kept.drop(request.chain[num_left:num_granules])
-            raise StalePrefix(f"layers with a window have KV for {num_left} of {num_granules} granules only")
+            raise StalePrefix(f"layers with a window have KV for {num_left} of {num_granules} cached blocks only")
         self._windows.begin(request.held, block_table, num_tokens)
 
     def _can_go_on(self, block_table: list[int], num_granules: int) -> bool:

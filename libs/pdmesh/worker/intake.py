@@ -85,7 +85,7 @@ class Intake:
             self._check_request(generation, state, len(token_ids), num_blocks, max_kv_tokens)
         num_loaded_granules, prefix = state.prefix.num_loaded, reused(state.chain, num_reused_granules)
         if not 0 <= num_loaded_granules <= num_reused_granules:
-            raise ProtocolError(f"{num_loaded_granules} of {num_reused_granules} granules are to be loaded")
+            raise ProtocolError(f"{num_loaded_granules} of {num_reused_granules} cached blocks are to be loaded")
         shared = prefix[: num_reused_granules - num_loaded_granules]
         context.tables.check_offloaded(prefix[len(shared) :])
         request = LocalRequest(
@@ -148,11 +148,13 @@ class Intake:
         num_shared_granules = transfer.num_reused_granules
         if isinstance(command, SendCopy):
             if len(transfer.destinations) != 1:
-                raise ProtocolError(f"{len(transfer.destinations)} destinations of granules")
+                raise ProtocolError(f"a fetch has {len(transfer.destinations)} destinations")
             addresses.of(transfer.destination_ids)
             num_granules = transfer.sources[0].num_blocks * self._context.block_size // GRANULE_TOKENS
             if not 0 < num_granules == len(command.chain):
-                raise ProtocolError(f"{len(command.chain)} granules in blocks for {num_granules}")
+                raise ProtocolError(
+                    f"the chain has {len(command.chain)} cached blocks, the destination room for {num_granules}"
+                )
             return
         if command.instance_id not in transfer.destination_ids:
             raise ProtocolError("the instance is not a destination of the transfer")
@@ -160,12 +162,12 @@ class Intake:
             addresses.of(transfer.source_ids)
         num_tokens = command.num_blocks * self._context.block_size
         if num_tokens <= num_shared_granules * GRANULE_TOKENS:
-            raise ProtocolError(
-                f"the command has room for {num_tokens} tokens and {num_shared_granules} cached granules"
-            )
+            raise ProtocolError(f"the command has room for {num_tokens} tokens and {num_shared_granules} cached blocks")
         if transfer.then is Then.KEEP:
             if not num_shared_granules < len(command.chain) <= num_tokens // GRANULE_TOKENS:
-                raise ProtocolError(f"{len(command.chain)} granules, and room for {num_tokens} tokens")
+                raise ProtocolError(
+                    f"the chain has {len(command.chain)} cached blocks, the destination room for {num_tokens} tokens"
+                )
             return
         addresses.of(each.instance_id for each in command.members)
         if range_at(transfer, command.instance_id) is not None:
@@ -313,7 +315,7 @@ def stand_in(num_tokens: int, tail: bytes, max_model_len: int) -> array.array[in
 def reused(chain: PrefixHashes, num_granules: int) -> PrefixHashes:
     """Return the first granules of a chain. Raises ProtocolError if the chain has fewer."""
     if not 0 <= num_granules <= len(chain):
-        raise ProtocolError(f"{num_granules} granules are to be reused of a chain of {len(chain)}")
+        raise ProtocolError(f"{num_granules} cached blocks are to be reused, but the chain has {len(chain)}")
     return chain[:num_granules]
 
 

@@ -87,7 +87,7 @@ class DiskSlots:
         try:
             self._cipher.decrypt_into(_nonce(number, layer), sealed, granule, out)
         except InvalidTag as error:
-            raise DamagedGranule("a granule on the disk is damaged") from error
+            raise DamagedGranule("a cached block on the disk is damaged") from error
 
     def _offset(self, slot: int, layer: int) -> int:
         assert 0 <= slot < self._num_slots, f"slot {slot} of {self._num_slots}"
