@@ -299,56 +299,13 @@ def _split(said: Event | Command) -> tuple[str, dict[str, Any]]:
     return name, fields
 
 
-#: Patterns of messages and reasons that were reworded, with their words in 905a652.
-REWORDED: Sequence[tuple[str, str]] = (
-    (r"Another gateway's request has this id\.", "another gateway's request has this id"),
-    (r"The queue is full: (\d+) requests are waiting\. Try again later\.", r"\1 requests are waiting"),
-    (r"No instance can hold (.*) output tokens\. Shorten .*", r"\1 to generate fit no instance"),
-    (
-        r"No remaining or expected instance can hold (.*) output tokens\. Shorten .*",
-        r"\1 to generate fit no instances that are left or expected",
-    ),
-    (
-        r"The predicted time to first token is (\S+) s, above the limit of (\S+) s\. Try again later\.",
-        r"its first token is predicted \1 s from now, later than \2 s",
-    ),
-    (r"No instance had room within (\S+) s\. Try again later\.", r"no room for \1 s"),
-    (
-        r"The answer was begun with the weights (\S+), which no instance has any more\. Send the request again\.",
-        r"its answer was begun with the weights \1, which no instance has any more: send the request again",
-    ),
-    (r"The mesh cannot serve requests now: (.*)\.", r"\1"),
-    (r"(.*)no (prefill|decode) instance is running", r"\1no \2 instance is there"),
-    (
-        r"instance (\S+), which holds some of its KV, does not answer",
-        r"instance \1 does not answer, which holds KV of it",
-    ),
-    (r"instance (\S+) dropped a range of its KV", r"instance \1 dropped a part of its KV"),
-    (r"its KV was lost on the way to (.*)", r"it was lost on its way to \1"),
-    (r"instance (\S+), which may already decode it, was lost", r"it was lost on \1, where it may have moved"),
-    (r"instance (\S+), to which it had moved, lost it", r"it was lost on \1, where it had moved"),
-    (r"no instance received its KV within (\S+) s", r"no instance took its KV for \1 s"),
-    (
-        "its instance dropped it while no scheduler was running",
-        "its instance dropped it while there was no scheduler",
-    ),
-    ("it did not reach the scheduler", "it was lost on the way to the scheduler"),
-    (r"instance (\S+) reports other holders of its KV", r"instance \1 knows others that hold its KV"),
-    (r"instance (\S+) dropped it: (.*)", r"instance \1 does not serve it: \2"),
-)
-
-
-def _old_wording(text: str) -> str:
-    for now, before in REWORDED:
-        text = re.sub(rf"^{now}$", before, text)
-    return text
-
-
 def in_old_words(said: Event | Command) -> tuple[str, dict[str, Any]]:
     """An event or a command as 905a652 would have written it."""
     name, fields = _split(said)
     if isinstance(said, Reject | Restart):
-        fields |= {field: _old_wording(fields[field]) for field in ("message", "reason") if field in fields}
+        field = "message" if isinstance(said, Reject) else "reason"
+        for now, before in REWORDED.items():
+            fields[field] = re.sub(f"^{now}$", before, fields[field])
     for path in _ADDED_TO.get(name, ()):
         inner = fields
         for step in path[:-1]:
@@ -364,6 +321,8 @@ def in_old_words(said: Event | Command) -> tuple[str, dict[str, Any]]:
     return RENAMED.get(name, name), fields
 
 
+#: Patterns of reworded messages and reasons, with their words in 905a652.
+REWORDED: dict[str, str] = json.loads(Path(__file__).with_name("command_digest_words.json").read_text())
 _ADDED_TO: dict[str, list[Sequence[str]]] = {}
 for _name, *_path in (added.split(".") for added in ADDED):
     _ADDED_TO.setdefault(_name, []).append(_path)

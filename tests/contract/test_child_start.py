@@ -234,7 +234,7 @@ async def test_a_fork_server_with_threads_forks_nothing(tmp_path: Path) -> None:
         async with forking_starter(tmp_path) as starter, starter.start("waits") as (child, facts):
             assert facts["parent"] == os.getpid()
             assert not _is_server(ProcessId(child.pid, 0))
-    assert starter.said[0] == "fork-server cannot fork: the fork server has 2 threads"
+    assert starter.said[0] == "fork-server cannot fork a worker: the fork server has 2 threads"
 
 
 async def test_what_a_fork_server_cannot_do_is_executed(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ async def test_what_cannot_be_is_one_sentence_and_its_exit_code() -> None:
             (("drain", "d0"), 4, "it is the last that can decode"),
             (("role", "d0", "prefill"), 4, "it is the last that can decode"),
             (("drain", "p1"), 4, "(restart) runs on p1: wait for it, or `pdmesh ops cancel"),
-            (("move", "nobody", "d0"), 4, "no request 'nobody' runs"),
+            (("move", "nobody", "d0"), 4, "request 'nobody' is not running"),
             (("ops", "show", "none"), 1, "no operation 'none' is known: `pdmesh ops` lists them"),
             (("ops", "cancel", "none"), 1, "no operation 'none' is known: `pdmesh ops` lists them"),
         ):

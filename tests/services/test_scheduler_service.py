@@ -179,7 +179,7 @@ async def test_every_member_of_a_group_gets_the_prompt() -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (EventMessage.of(KvReleased(InstanceId("other"), R, ZERO)), "m speaks for other"),
+        (EventMessage.of(KvReleased(InstanceId("other"), R, ZERO)), "a message from m names other"),
         (EventMessage(name="GatewayLost", fields=msgspec.Raw(b"\x80")), "unknown message type"),
         (EventMessage(name="KvReleased", fields=msgspec.Raw(b"\x80")), "malformed KvReleased"),
         (EventMessage.of(RequestCancelled(GATEWAY, R, ZERO)), "unknown message type"),
@@ -199,7 +199,7 @@ async def test_an_instance_says_what_an_instance_may_and_of_itself(message: Even
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (EventMessage.of(RequestCancelled(GatewayId("other"), R, ZERO)), "g speaks for other"),
+        (EventMessage.of(RequestCancelled(GatewayId("other"), R, ZERO)), "a message from g names other"),
         (EventMessage.of(KvReleased(InstanceId("m"), R, ZERO)), "unknown message type"),
     ],
 )

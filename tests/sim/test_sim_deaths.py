@@ -178,7 +178,7 @@ def test_deaths_that_make_no_sense_are_refused() -> None:
         run([LONG], [Death(HELPER, 1.0, 0.01)], control_delay_s=0.01)
     with pytest.raises(ValueError, match="no instance to lose"):
         random_deaths([], 1, 10.0, 1.0, 0)
-    with pytest.raises(ValueError, match="cannot die 100 times"):
+    with pytest.raises(ValueError, match="cannot be lost 100 times"):
         random_deaths(PREFILL, 100, 10.0, 1.0, 0)
     deaths = random_deaths(PREFILL, 10, 100.0, 3.0, 7)
     assert deaths == random_deaths(PREFILL, 10, 100.0, 3.0, 7)

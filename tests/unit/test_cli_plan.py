@@ -108,7 +108,7 @@ def test_a_bad_row_is_named(tmp_path: Path) -> None:
     ]
     trace = trace_of(tmp_path, rows)
     done = pdmesh_here("plan", "--trace", trace, "--slo-ttft", "1")
-    assert (done.returncode, done.stderr) == (2, f"pdmesh: {trace}:2: slo_ttft_s is -1.0\n")
+    assert (done.returncode, done.stderr) == (2, f"pdmesh: {trace}:2: slo_ttft_s is -1.0: must be above 0\n")
     trace.write_text("")
     done = pdmesh_here("plan", "--trace", trace, "--slo-ttft", "1")
     assert (done.returncode, done.stderr) == (2, f"pdmesh: the trace {trace} has no rows\n")

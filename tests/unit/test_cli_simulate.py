@@ -77,7 +77,11 @@ def test_a_trace_and_its_timeline(tmp_path: Path) -> None:
     ("arguments", "code", "says"),
     [
         (["--bundle", "lifo"], 2, "no policy bundle is called 'lifo': use one of"),
-        (["--prefill", "0", "--mixed", "2", "--group-size", "3"], 2, "--group-size 3: 2 instances compute prompts"),
+        (
+            ["--prefill", "0", "--mixed", "2", "--group-size", "3"],
+            2,
+            "--group-size is 3: only 2 instances compute prompts",
+        ),
         (
             ["--prefill", "2", "--reserved", "2"],
             2,

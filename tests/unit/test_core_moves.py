@@ -367,9 +367,9 @@ def test_a_move_that_takes_too_long_is_taken_back() -> None:
 @pytest.mark.parametrize(
     ("request_id", "target", "reason"),
     [
-        ("b", "d1", "no request 'b' runs"),
-        ("a", "d9", "no instance 'd9' is there"),
-        ("a", "d0", "decodes on d0 already"),
+        ("b", "d1", "request 'b' is not running"),
+        ("a", "d9", "no instance is called 'd9'"),
+        ("a", "d0", "already decodes on d0"),
         ("a", "p0", "has no room on p0"),
         ("a", "d2", "has KV of another model or layout than d2"),
         ("a", "d3", "has no room on d3"),

@@ -300,7 +300,7 @@ def test_who_is_away_is_waited_for_before_the_pools_change(
     machine.instances["mixed-9"] = 1
     machine.report()
     machine.restart("prefill-1")
-    assert machine.bench.operation("x").detail == "waits for mixed-9 to come back"
+    assert machine.bench.operation("x").detail == "waiting for mixed-9 to come back"
     machine.bench.feed(then, at_s)
     assert machine.act_until_over() is state
     assert machine.bench.operation("x").detail == detail
@@ -313,7 +313,7 @@ def test_a_wait_that_has_ended_wakes_the_scheduler_no_more() -> None:
     machine.bench.feed(ROLLING)
     machine.bench.core.desired_processes("a")
     machine.bench.feed(InstanceJoined(machine.profile("prefill-1"), ()))
-    assert machine.bench.operation("x").detail == "waits for prefill-1 to come back"
+    assert machine.bench.operation("x").detail == "waiting for prefill-1 to come back"
     for now_s in (101.0, 102.0):
         assert all(wake.at_s > now_s for wake in of(WakeAt, machine.bench.feed(Tick(), now_s)))
 

@@ -786,7 +786,7 @@ async def test_a_commit_for_another_length_fails(memory: TransportMaker) -> None
         pair.send()
         failed = await pair.b.outcome()
         assert isinstance(failed, FailedTransfer)
-        assert "34 were expected" in failed.reason
+        assert "instead of 34" in failed.reason
         assert isinstance(await pair.a.outcome(), FailedTransfer)
         pair.free_all()
 

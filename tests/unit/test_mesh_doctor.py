@@ -58,7 +58,7 @@ def test_problems_with_one_remedy_stand_above_it_in_a_narrow_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     problems = [
-        PeerProblem(kind=f"kv {way}", peer="decode-1", reason="nothing arrived for 2.5 s") for way in ("to", "from")
+        PeerProblem(kind=f"kv {way}", peer="decode-1", reason="nothing arrived for 2 s") for way in ("to", "from")
     ]
     answer = mesh(checked(*problems, version="2"))
     print_findings(answer, list(findings(answer, NOW)))
@@ -66,8 +66,8 @@ def test_problems_with_one_remedy_stand_above_it_in_a_narrow_terminal(
     assert first == "1 instances, 0 KV paths, 0 token paths: 3 problems"
     assert max(map(len, lines)) <= 60
     assert lines[:3] == [
-        "decode-0 on h1: kv to decode-1: nothing arrived for 2.5 s",
-        "decode-0 on h1: kv from decode-1: nothing arrived for 2.5 s",
+        "decode-0 on h1: kv to decode-1: nothing arrived for 2 s",
+        "decode-0 on h1: kv from decode-1: nothing arrived for 2 s",
         "  → let the two hosts reach each other on UCX's ports",
     ]
     assert lines[-2:] == [

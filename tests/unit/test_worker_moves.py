@@ -447,7 +447,7 @@ async def test_what_outgrows_its_room_on_the_way_stays() -> None:
         await drawn(source, "r", 3)
         fabric.faults = MemoryFaults(gate=anyio.Event())
         source.move("r", target, num_blocks_for(len(PROMPT) + 8, BLOCK))
-        assert "more than" in (await source.reported(TransferFailed, "r")).reason
+        assert "has no room for" in (await source.reported(TransferFailed, "r")).reason
         fabric.faults = MemoryFaults()
         await ends_where_it_was(source, target)
 

@@ -209,7 +209,7 @@ class Steps:
         if not prompt.has_older_plans:
             reason = f"{chunk} after {prompt.num_computed_tokens} tokens, with room for {room or 'all'}"
             self._effects.append(Refused(RunStep(instance_id=self._instance_id, plan=step.plan), reason))
-        self._endings.drop(sequence, "a chunk does not follow the last one")
+        self._endings.drop(sequence, "the chunk does not follow")
         return None
 
     def _end_prompt(self, sequence: Sequence, chunk: ChunkPlan, *, ended_by_first_token: bool) -> None:
