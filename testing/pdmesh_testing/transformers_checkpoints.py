@@ -124,6 +124,9 @@ _VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "olmo2": [{"attention_bias": True}],
     "olmo3": [{"sliding_window": 24}],
+    "qwen3_5_text": [
+        {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 1, "attention_bias": True}
+    ],
     "smollm3": [{"no_rope_layers": [1, 0, 1, 1], "use_sliding_window": True, "sliding_window": 24}],
     "starcoder2": [{"use_bias": False}, {"sliding_window": 24}],
     "mistral": [{"sliding_window": 24}, {"head_dim": 24, "sliding_window": None, "tie_word_embeddings": True}],
@@ -159,6 +162,13 @@ _NEEDED: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_experts": 5},
+    "qwen3_5_text": {
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+    },
     "ministral": {"head_dim": 24},
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16},
 }
@@ -186,6 +196,7 @@ _VISION: dict[str, dict[str, Any]] = {
         "num_attention_heads": 2, "image_size": 16, "patch_size": 4,
     },
     "Qwen2_5_VLForConditionalGeneration": _QWEN_VISION,
+    "Qwen3_5ForConditionalGeneration": _QWEN_VISION,
     "Qwen3VLForConditionalGeneration": _QWEN_VISION,
     "Qwen3VLMoeForConditionalGeneration": _QWEN_VISION,
 }  # fmt: skip

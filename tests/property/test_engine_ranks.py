@@ -77,8 +77,8 @@ def test_bits_do_not_depend_on_ranks_and_stages(
     assert all(each == found[0] for each in found)
 
 
-#: Architectures with convolutions: several ranks are refused.
-UNDIVIDED = {"lfm2", "lfm2_moe"}
+#: Architectures with convolutions or states: several ranks are refused.
+UNDIVIDED = {"lfm2", "lfm2_moe", "qwen3_5_text"}
 
 
 @pytest.mark.slow
@@ -99,7 +99,8 @@ def test_every_architecture_is_divided(model_type: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "num_ranks", "num_stages"), [("gemma4_text", 2, 1), ("gemma4_text", 2, 2), ("lfm2", 1, 2)]
+    ("model_type", "num_ranks", "num_stages"),
+    [("gemma4_text", 2, 1), ("gemma4_text", 2, 2), ("lfm2", 1, 2), ("qwen3_5_text", 1, 2)],
 )
 def test_layers_that_differ_are_divided(model_type: str, num_ranks: int, num_stages: int, tmp_path: Path) -> None:
     """Two ranks share the one key-value head of Gemma 4's layers without a window."""

@@ -114,6 +114,9 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma4ForConditionalGeneration",
         {**model_variants()["gemma4_text"][0], "model_type": "gemma4_text", "use_bidirectional_attention": "vision"},
     ),
+    "qwen3.5": (
+        "Qwen3_5ForConditionalGeneration", {**model_variants()["qwen3_5_text"][0], "model_type": "qwen3_5_text"},
+    ),
     "mistral-3": ("Mistral3ForConditionalGeneration", {"model_type": "mistral", "sliding_window": None}),
     "ministral-3": (
         "Mistral3ForConditionalGeneration",

@@ -115,6 +115,26 @@ def test_kv_behind_windows_is_given_up_where_nothing_needs_it(
     assert (engine.kv.frames is not None) == is_freed
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"speculation": "ngram"}, "verifies no drafts so far: set off"),
+        ({"free_behind_windows": False}, "needs worker.free_behind_windows"),
+        ({"block_size": 16}, "two states a block: set it to 128"),
+        ({}, ""),
+    ],
+)
+def test_what_a_model_with_states_needs_is_said_at_start(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+    checkpoint = write_transformers_checkpoint(tmp_path, "qwen3_5_text", **model_variants()["qwen3_5_text"][0])
+    options = {"device": "cpu", "kv_cache_bytes": 16 << 20, "block_size": 128, "max_model_len": 1024, **settings}
+    config = MeshConfig(model=str(checkpoint), worker=WorkerConfig(**options))
+    if says:
+        with pytest.raises(ConfigError, match=says):
+            build_engine(config, 1)
+    else:
+        assert build_engine(config, 1).kv.frames is not None
+
+
 def test_one_pool_of_ranks_keeps_a_mesh_from_it() -> None:
     """KV moves between the pools, and ranks hold all of it."""
     assert not frees_behind_windows(MeshConfig(prefill=PoolConfig(tensor_parallel_size=2)))

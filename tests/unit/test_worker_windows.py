@@ -54,7 +54,7 @@ def peer_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys.modules[__name__], "CONFIG", replace(CONFIG, peer_reads=request.param == "peer reads"))
 
 
-@pytest.fixture(scope="module", params=["gemma3_text", "gemma4_text", "gpt_oss", "lfm2", "mistral"])
+@pytest.fixture(scope="module", params=["gemma3_text", "gemma4_text", "gpt_oss", "lfm2", "mistral", "qwen3_5_text"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = model_variants()[request.param][0]
     return write_transformers_checkpoint(tmp_path_factory.mktemp(request.param), request.param, seed=1, **options)
@@ -313,7 +313,7 @@ async def test_what_others_needed_the_frames_of_is_not_gone_on_from(
     checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine]
 ) -> None:
     """A refusal says what is kept, so that the request begins where it can."""
-    first, others = prompt_of(600), [prompt_of(200, seed) for seed in range(1, 7)]
+    first, others = prompt_of(600), [prompt_of(200, seed) for seed in range(1, 11)]
     async with instances(checkpoint, nan_in_free_frames, Role.MIXED, max_frames=24) as (instance,):
         await run(instance, a_generation("first", first, params(5)))
         for number, prompt in enumerate(others):

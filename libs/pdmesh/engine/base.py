@@ -34,7 +34,8 @@ class EngineSequence:
     ``block_table`` may only grow. Tokens whose KV is ``elsewhere`` have no blocks here. ``elsewhere`` is set during
     decoding if several instances share the context.
 
-    The engine creates ``guide`` from ``params.grammar`` and the output, and advances it.
+    The engine creates ``guide`` from ``params.grammar`` and the output, and advances it. With ``is_timing``, steps are
+    only timed, and the KV or states of earlier tokens may be anything.
     """
 
     request_id: RequestId
@@ -44,6 +45,7 @@ class EngineSequence:
     block_table: list[int] = field(default_factory=list[int])
     guide: GrammarState | None = None
     elsewhere: RemoteKv | None = None
+    is_timing: bool = False
 
     @property
     def num_remote_tokens(self) -> int:

@@ -87,7 +87,7 @@ def choose_attention(
     if not layout.pages:
         return AttentionChoice(backend(layout), masking)
     return AttentionChoice(
-        AttentionByPage({page: backend(with_pages(layout, page)) for page in layout.distinct_pages}), masking
+        AttentionByPage({page: backend(with_pages(layout, page)) for page in config.attention_pages}), masking
     )
 
 
@@ -114,7 +114,8 @@ def choose_compute(loaded: Loaded, cache: Cache) -> Compute:
         if masking is not None:
             kinds.append(masking.level.kind)
         kernels, name = native_kernels, f"native {library.level}"
-        needs_torch = masking is None or config.has_experts or config.has_sinks or not native_kernels.are_complete
+        uses_torch = config.has_experts or config.has_sinks or config.has_states or config.gates_attention
+        needs_torch = masking is None or uses_torch or not native_kernels.are_complete
     if needs_torch:
         kind = torch_kind(options.device, deterministic=options.deterministic)
         kinds.append(kind if loaded.share.rounds_as_one(loaded.config) else f"{kind}-of-{loaded.share.num_ranks}")
@@ -139,6 +140,7 @@ def choose_compute(loaded: Loaded, cache: Cache) -> Compute:
         device=options.device,
         frames=store.frames,
         max_taps=config.max_taps,
+        has_states=config.has_states,
         any_num_threads=not (needs_torch or options.range_tokens or config.logit_cap),  # torch computes logit caps
     )
     return Compute(

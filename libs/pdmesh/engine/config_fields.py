@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from pdmesh.engine.model_config import (
     DTYPES,
     Activation,
+    DeltaNet,
     ExpertsConfig,
     LayerConfig,
     ModelConfig,
@@ -25,6 +26,7 @@ _MAX_LAYERS = 1024
 _MAX_EXPERTS = 1024
 #: Bounds of the number of heads and of their size, for the lists of reordered query and key rows.
 _MAX_HEADS = _MAX_HEAD_DIM = 4096
+_MAX_TAPS = 64
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
@@ -206,6 +208,27 @@ def experts_of(fields: Fields, *, intermediate_size: str, normalizes: bool) -> E
         intermediate_size=fields.integer(intermediate_size),
         normalizes=normalizes,
     )
+
+
+def delta_net_of(fields: Fields) -> DeltaNet:
+    """Return the gated delta net of the layers that have one."""
+    delta = DeltaNet(
+        num_key_heads=fields.integer("linear_num_key_heads", default=16),
+        num_value_heads=fields.integer("linear_num_value_heads", default=32),
+        key_dim=fields.integer("linear_key_head_dim", default=128),
+        value_dim=fields.integer("linear_value_head_dim", default=128),
+        num_taps=fields.integer("linear_conv_kernel_dim", default=4),
+    )
+    sizes = (delta.num_key_heads, delta.num_value_heads, delta.key_dim, delta.value_dim)
+    if max(sizes) > _MAX_HEADS or delta.num_value_heads % delta.num_key_heads or delta.num_taps > _MAX_TAPS:
+        raise fields.error(
+            f"a delta net has {delta.num_key_heads} and {delta.num_value_heads} heads of {delta.key_dim} and "
+            f"{delta.value_dim} and {delta.num_taps} taps; served are multiples of heads, at most {_MAX_HEADS} of each "
+            f"and {_MAX_TAPS} taps"
+        )
+    if delta.key_dim & (delta.key_dim - 1):
+        raise fields.error(f"linear_key_head_dim is {delta.key_dim}; it must be a power of two")
+    return delta
 
 
 def windowed(config: ModelConfig, window: int | None, windows: Sequence[bool] = ()) -> tuple[LayerConfig, ...]:

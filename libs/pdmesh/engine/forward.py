@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pdmesh.engine.attention import AttentionBackend, AttentionOutput, AttentionPlan, QuerySpan
 from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice
+from pdmesh.engine.delta_net import StateSlice
 from pdmesh.engine.sampler import sample
 from pdmesh.engine.transformer_model import Places, StepInputs
 from pdmesh.kv.frames import FrameMap
@@ -118,11 +119,12 @@ class DirectForward:
         frames: FrameMap | None = None,
         any_num_threads: bool = False,
         max_taps: int = 0,
+        has_states: bool = False,
     ) -> None:
         """``frames`` has the frames of KV in layers with a window; None means that these layers use blocks.
 
         ``any_num_threads``: the bits of the results do not depend on the number of threads. ``max_taps`` is the largest
-        number of taps of a convolution; 0 without convolutions.
+        number of taps of a convolution; 0 without convolutions. ``has_states``: some layers have states instead of KV.
         """
         self.any_num_threads = any_num_threads
         self.decoder = decoder
@@ -132,6 +134,7 @@ class DirectForward:
         self._device = device
         self._frames = frames
         self._max_taps = max_taps
+        self._has_states = has_states
 
     @contextlib.contextmanager
     def step(
@@ -151,7 +154,8 @@ class DirectForward:
         token_ids, positions, num_prompt_tokens, slots = tensors
         rests = self._rests(begun_blocks(batch, self._layout))
         earlier = self._earlier(batch, None) if self._frames is None else None
-        return StepInputs(token_ids, positions, num_prompt_tokens, slots, rests, earlier=earlier)
+        slices = state_slices(batch, self._layout.block_size, self._frames) if self._has_states else ()
+        return StepInputs(token_ids, positions, num_prompt_tokens, slots, rests, earlier=earlier, slices=slices)
 
     def _rests(self, begun: Sequence[BegunBlock]) -> Mapping[int, Tensor]:
         """Return the unfilled rows of blocks that a step begins, by the number of a layer's heads."""
@@ -286,6 +290,22 @@ def earlier_slots(
             blocks = frames.of_block[blocks]
         slots.append(np.where(positions < 0, -1, blocks * block_size + known % block_size))
     return np.concatenate(slots)
+
+
+def state_slices(batch: Sequence[SequenceSlice], block_size: int, frames: FrameMap | None) -> tuple[StateSlice, ...]:
+    """Return each slice's rows, and its pages in layers with states: blocks, or with ``frames`` the blocks' frames."""
+    slices: list[StateSlice] = []
+    row = 0
+    for part in batch:
+        if part.draft:
+            raise ValueError("drafts are not verified by a model with states: a rejected token cannot be taken back")
+        blocks = slice(max(0, part.start - 1) // block_size, num_blocks_for(part.start + part.num_tokens, block_size))
+        pages = part.sequence.block_table[blocks]
+        if frames is not None:
+            pages = frames.of_block[pages].tolist()
+        slices.append(StateSlice(row, part.start, part.num_tokens, pages, part.sequence.is_timing))
+        row += part.num_tokens
+    return tuple(slices)
 
 
 def begun_blocks(batch: Sequence[SequenceSlice], layout: KvLayout) -> list[BegunBlock]:

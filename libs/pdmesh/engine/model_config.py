@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from pdmesh.engine.tensor_names import TensorNames
 from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout, PageShape
 
@@ -189,6 +190,51 @@ class ShortConv:
     has_bias: bool = False
 
 
+#: Window of layers with a state: a token needs the state behind the token before.
+STATE_WINDOW = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """Sizes of a gated delta net (`pdmesh.engine.delta_net`). Each key head serves as many neighbouring value heads."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    num_taps: int
+
+    @property
+    def num_values(self) -> int:
+        """Number of values of a token in all value heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Number of channels of the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_values
+
+    @property
+    def num_matrix_values(self) -> int:
+        """Number of values in the matrices of all heads."""
+        return self.num_values * self.key_dim
+
+    @property
+    def num_input_values(self) -> int:
+        """Number of values in the kept inputs of the convolution."""
+        return (self.num_taps - 1) * self.num_channels
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a state and its position."""
+        return 8 + 4 * (self.num_matrix_values + self.num_input_values)
+
+    def page(self, block_size: int, dtype: str) -> PageShape:
+        """Return the shape of pages that hold two states: one in place of keys, one in place of values."""
+        row_bytes = block_size * (4 if dtype == "float32" else 2)
+        return PageShape(1, -(-self.num_bytes // (8 * row_bytes)) * 8)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
     """Parameters that may differ between layers.
@@ -199,7 +245,8 @@ class LayerConfig:
     number of an earlier layer whose KV this layer reads instead of its own.
 
     ``conv`` is a convolution instead of attention. Its pages hold the inputs of each token: the first half of the
-    channels as keys, the other as values. Its ``window`` is the number of taps.
+    channels as keys, the other as values. Its ``window`` is the number of taps. ``delta`` is a gated delta net instead
+    of attention, whose pages hold states. Its ``window`` is `STATE_WINDOW`.
     """
 
     rope: RopeConfig | None
@@ -210,6 +257,12 @@ class LayerConfig:
     keys_are_values: bool = False
     reads: int | None = None
     conv: ShortConv | None = None
+    delta: DeltaNet | None = None
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layer has attention over keys and values."""
+        return self.conv is None and self.delta is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,60 +271,6 @@ class LayerEmbedding:
 
     vocab_size: int
     size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorNames:
-    """Names of a checkpoint's tensors after the layer's prefix, without ``.weight``.
-
-    None: the model has no such tensor. A single name for several projections is a tensor of all of them, one after the
-    other. ``renames`` has pairs of a prefix in files and its replacement here. Output norms apply before the result is
-    added to the residual stream. ``expert_gate_up`` and ``expert_down`` follow the expert's prefix.
-
-    ``fuses_experts``: a layer's experts are one tensor (experts, inputs, outputs). ``gates_first``: gates of fused
-    experts precede ups; otherwise they alternate. ``outputs_first``: fused experts are (experts, outputs, inputs).
-    """
-
-    renames: tuple[tuple[str, str], ...] = ()
-    embedding: str = "model.embed_tokens"
-    positions: str = ""
-    layer: str = "model.layers.{}"
-    norm: str = "model.norm"
-    lm_head: str = "lm_head"
-    input_norm: str | None = "input_layernorm"
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    q_norm: str = "self_attn.q_norm"
-    k_norm: str = "self_attn.k_norm"
-    output: str = "self_attn.o_proj"
-    attention_output_norm: str | None = None
-    mlp_norm: str | None = "post_attention_layernorm"
-    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    down: str = "mlp.down_proj"
-    mlp_output_norm: str | None = None
-    sinks: str = "self_attn.sinks"
-    router: str = "mlp.gate"
-    preferences: str = "mlp.expert_bias"
-    expert: str = "mlp.experts.{}"
-    expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    expert_down: str = "down_proj"
-    fuses_experts: bool = False
-    gates_first: bool = False
-    outputs_first: bool = False
-    experts_norm: str = "pre_feedforward_layernorm_2"
-    router_scale: str = "router.scale"
-    expert_scales: str = "router.per_expert_scale"
-    mlp_own_norm: str = "post_feedforward_layernorm_1"
-    experts_own_norm: str = "post_feedforward_layernorm_2"
-    conv_in: str = "conv.in_proj"
-    conv: str = "conv.conv"
-    conv_out: str = "conv.out_proj"
-    layer_scale: str = "layer_scalar"
-    layer_embedding: str = "model.embed_tokens_per_layer"
-    layer_input: str = "model.per_layer_model_projection"
-    layer_input_norm: str = "model.per_layer_projection_norm"
-    layer_gate: str = "per_layer_input_gate"
-    layer_output: str = "per_layer_projection"
-    layer_output_norm: str = "post_per_layer_input_norm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,7 +320,18 @@ class DecoderShape:
     @property
     def has_equal_layers(self) -> bool:
         """Whether each layer has the model's key-value heads, and KV and inputs of its own alone."""
-        return all(layer.page is None for layer in self.layers) and not self.reads_across_layers
+        has_equal_kv = all(layer.page is None and layer.delta is None for layer in self.layers)
+        return has_equal_kv and not self.reads_across_layers
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers have states instead of keys and values."""
+        return any(layer.delta for layer in self.layers)
+
+    @property
+    def attention_pages(self) -> tuple[PageShape, ...]:
+        """Different shapes of the pages of layers with attention."""
+        return tuple(dict.fromkeys(self.page(layer) for layer in self.layers if layer.attends))
 
     @property
     def reads_across_layers(self) -> bool:
@@ -336,7 +346,7 @@ class DecoderShape:
     @property
     def masks_more(self) -> bool:
         """Whether attention has windows or capped scores."""
-        has_window = any(layer.window is not None and layer.conv is None for layer in self.layers)
+        has_window = any(layer.window is not None and layer.attends for layer in self.layers)
         return has_window or self.score_cap is not None
 
     @property
@@ -371,6 +381,8 @@ class DecoderShape:
             num_projections = 0 if layer.reads is not None else 1 if layer.keys_are_values else 2
             if layer.conv is not None:
                 columns += 4 * self.hidden_size
+            elif layer.delta is not None:
+                columns += layer.delta.num_channels + 2 * (layer.delta.num_values + layer.delta.num_value_heads)
             else:
                 columns += (2 * self.num_heads + num_projections * page.num_kv_heads) * page.head_dim
             if layer.experts is None or layer.experts.is_beside_mlp:
@@ -404,7 +416,10 @@ class DecoderShape:
         """
         layers = self.kv_layers
         windows = {number: layer.window for number, layer in enumerate(layers) if layer.window and frees_windows}
-        pages = tuple(map(self.page, layers))
+        pages = tuple(
+            self.page(layer) if layer.delta is None else layer.delta.page(block_size, self.compute_dtype(dtype))
+            for layer in layers
+        )
         return KvLayout(
             num_layers=len(layers),
             num_kv_heads=self.num_kv_heads,
@@ -424,7 +439,8 @@ class ModelConfig(DecoderShape):
     ``rotary_dim`` is the rotated part of a head; 0 means all. ``interleaves_rotation``: pairs that rotate are
     neighbours, otherwise from the two halves of the rotated dims. ``activation_limit`` is a clamped activation's.
     ``has_sinks``: each head's softmax has one more score, without a value. ``norms_values``: values are normalised head
-    by head, without weights. ``scales_layers``: a factor of its own multiplies each layer's result.
+    by head, without weights. ``gates_attention``: a sigmoid of one more projection multiplies each head's result.
+    ``scales_layers``: a factor of its own multiplies each layer's result.
 
     ``num_learned_positions`` is the number of position embeddings, which are added to the tokens' embeddings.
     ``transposes_weights``: files have linear layers as (inputs, outputs). ``residual_scale`` multiplies the results of
@@ -439,6 +455,7 @@ class ModelConfig(DecoderShape):
     mlp_bias: bool = False
     qk_norm: QkNorm = QkNorm.NONE
     norms_values: bool = False
+    gates_attention: bool = False
     scales_layers: bool = False
     rotary_dim: int = 0
     interleaves_rotation: bool = False
@@ -451,7 +468,7 @@ class ModelConfig(DecoderShape):
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
-    names: TensorNames = TensorNames()
+    names: TensorNames = field(default_factory=TensorNames)
 
     @property
     def inner_sizes(self) -> frozenset[int]:

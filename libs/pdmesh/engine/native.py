@@ -20,7 +20,8 @@ from pdmesh.model import KvLayout, num_blocks_for
 
 def suits(level: CpuLevel, config: ModelConfig, layout: KvLayout) -> bool:
     """Return whether a level's kernels can compute this model and cache: its dtype, head widths and sizes."""
-    widths = [page.head_dim for page in layout.distinct_pages]
+    pages = config.attention_pages if layout.pages else layout.distinct_pages
+    widths = [page.head_dim for page in pages]
     if layout.dtype not in level.suffixes or max(widths) > 1024:
         return False
     if level.is_ordered:

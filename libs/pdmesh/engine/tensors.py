@@ -17,9 +17,10 @@ from pdmesh.engine.files import weight_files
 from pdmesh.engine.fused_experts import FusedExpertTensors
 from pdmesh.engine.gguf.gguf_tensors import GgufTensors
 from pdmesh.engine.grouped import CODE_BITS, GroupedWeight, grouped, of_float8
-from pdmesh.engine.model_config import ModelConfig, Quantization, QuantizedFormat, TensorNames
+from pdmesh.engine.model_config import ModelConfig, Quantization, QuantizedFormat
 from pdmesh.engine.quantized import Layout, LayoutError, Shape, Stored, Weight, layout_of
 from pdmesh.engine.stored import FileTensors, StoredFiles
+from pdmesh.engine.tensor_names import TensorNames
 from pdmesh.errors import ConfigError
 from pdmesh.model import IndexRange
 

@@ -16,10 +16,11 @@ from torch.nn import functional
 
 from pdmesh.engine.attention import AttentionPlan
 from pdmesh.engine.base import LayerHook
+from pdmesh.engine.delta_net import StateSlice, delta_net
 from pdmesh.engine.experts import Experts, Mlp, mix_experts
 from pdmesh.engine.kernels import Kernels, Rotation, by_value, store_heads
 from pdmesh.engine.linear import Linear
-from pdmesh.engine.model_config import ModelConfig, QkNorm
+from pdmesh.engine.model_config import DeltaNet, ModelConfig, QkNorm
 from pdmesh.engine.rope import RotaryEmbedding, rotate
 from pdmesh.engine.weights import HeadNorm, LayerInput, LayerWeights, ModelWeights, Norm
 from pdmesh.model import IndexRange
@@ -38,7 +39,7 @@ class StepInputs:
     block_size + offset. ``rests`` are the unfilled rows, of head_dim, in blocks that a slice begins, by the number of a
     layer's key-value heads; None if they are wiped already. ``windowed`` has the places in layers with a window, if
     these use frames. ``earlier`` are the slots of each token and of those before, (num_tokens, taps), and -1 before the
-    first; None without convolutions.
+    first; None without convolutions. ``slices`` are the sequences' rows, and their pages in layers with states.
     """
 
     token_ids: Tensor
@@ -48,6 +49,7 @@ class StepInputs:
     rests: Mapping[int, Tensor] | None
     windowed: Places | None = None
     earlier: Tensor | None = None
+    slices: Sequence[StateSlice] = ()
 
 
 class Places(NamedTuple):
@@ -106,7 +108,7 @@ class Transformer:
         self._weights = weights
         self.kernels = kernels
         device, dtype = weights.device, weights.dtype
-        widths = [config.page(layer).head_dim if layer.conv is None else config.head_dim for layer in config.layers]
+        widths = [config.page(layer).head_dim if layer.attends else config.head_dim for layer in config.layers]
         kinds = list(zip([layer.rope for layer in config.layers], widths, strict=True))
         distinct = list(dict.fromkeys(kinds))
         self._rotaries = [
@@ -163,29 +165,56 @@ class Transformer:
         for number, layer in enumerate(self._config.layers):
             has_window, stores = layer.window is not None, layer.reads is None
             cache = caches[self._cache_of[number]]
-            if stores:
+            if stores and layer.delta is None:
                 wipe_rests(cache, windowed if has_window else inputs)
             if self._cache_heads is not None:
                 cache = cache[:, :, slice(*self._cache_heads[number])]
             own = rotations_of_windowed if has_window else rotations
-            hidden, query = self.before_attention(number, hidden, delta, own, cache)
+            if layer.delta is not None:
+                hidden, query = self._through_delta_net(number, layer.delta, hidden, delta, inputs.slices, cache)
+            else:
+                hidden, query = self.before_attention(number, hidden, delta, own, cache)
             if on_layer is not None and stores:
                 on_layer(self._first_layer + self._cache_of[number])
-            if layer.conv is None:
-                attended = self._attend(number, query, cache, attention)
-            else:
+            attended = query
+            if layer.conv is not None:
                 attended = self._convolve(number, query, cache, windowed.earlier)
+            elif layer.delta is None:
+                attended = self._attend(number, query, cache, attention)
             own_input = None if layer_inputs is None else layer_inputs[:, number]
             hidden, delta = self.after_attention(number, hidden, attended, own_input)
         return Carried(hidden, delta)
 
     def _attend(self, number: int, query: Tensor, cache: Tensor, attention: AttentionPlan) -> Tensor:
         sinks, window = self._weights.layers[number].mixer.sinks, self._config.layers[number].window
+        gate = None
+        if self._config.gates_attention:
+            query, gate = query.tensor_split(2, dim=1)
         output, lse = attention.attend(query, cache, window=window, with_lse=sinks is not None)
+        if gate is not None:
+            return (output.float() * by_value(torch.sigmoid, gate.float())).to(output.dtype)
         if sinks is None or lse is None:
             return output
         # The share of a softmax that one more score leaves for the others.
         return (output * by_value(torch.sigmoid, lse - sinks)[..., None]).to(output.dtype)
+
+    def _through_delta_net(
+        self,
+        number: int,
+        config: DeltaNet,
+        hidden: Tensor,
+        delta: Tensor | None,
+        slices: Sequence[StateSlice],
+        cache: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return hidden states and the gated results (num_tokens, values), and write states to the cache."""
+        layer = self._weights.layers[number]
+        weights = layer.mixer.delta
+        assert weights is not None, "the layer has no delta net"
+        hidden, normed = self._add_norm(hidden, delta, layer.input_norm)
+        gate, products = self._linear(normed, layer.mixer.qkv).tensor_split((config.num_values,), dim=-1)
+        results = self.kernels.norm(delta_net(products, cache, slices, config, weights), *weights.norm)
+        return hidden, (results.flatten(1) * by_value(functional.silu, gate.float())).to(self._dtype)
 
     def _convolve(self, number: int, gate: Tensor, cache: Tensor, earlier: Tensor | None) -> Tensor:
         """Return the gated convolution (num_tokens, hidden_size) of the inputs in the cache, summed in fp32."""
@@ -237,6 +266,11 @@ class Transformer:
             return hidden, _store_conv_inputs(qkv, rotation.slots, cache)
         if self._config.layers[number].reads is not None:
             return hidden, rotate(qkv, rotation.cos, rotation.sin)
+        if self._config.gates_attention:
+            num_heads = self._config.num_heads
+            query, gate, others = qkv.tensor_split((num_heads, 2 * num_heads), dim=1)
+            qkv = torch.cat((query, others), dim=1)
+            return hidden, torch.cat((self.kernels.rotate_and_store(qkv, num_heads, rotation, cache), gate), dim=1)
         return hidden, self.kernels.rotate_and_store(qkv, self._config.num_heads, rotation, cache)
 
     def after_attention(
@@ -335,7 +369,9 @@ class Transformer:
         if layer.taps is not None:
             return products
         qkv = products.view(normed.shape[0], -1, head_dim)
-        query, key, value = qkv.tensor_split((config.num_heads, config.num_heads + num_kv_heads), dim=1)
+        num_gated = config.num_heads if config.gates_attention else 0
+        first_key = config.num_heads + num_gated
+        query, gate, key, value = qkv.tensor_split((config.num_heads, first_key, first_key + num_kv_heads), dim=1)
         if config.layers[number].keys_are_values:
             value = key
         if layer.q_norm is not None:
@@ -345,7 +381,7 @@ class Transformer:
         if layer.v_norm is not None:
             value = self.kernels.norm(value.contiguous(), *layer.v_norm)
         is_changed = layer.q_norm is not None or config.layers[number].keys_are_values
-        return torch.cat((query, key, value), dim=1) if is_changed else qkv
+        return torch.cat((query, gate, key, value), dim=1) if is_changed else qkv
 
     def _norm_heads(self, own: Tensor, head_norm: HeadNorm) -> Tensor:
         norm, gathered = head_norm

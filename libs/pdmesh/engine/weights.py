@@ -47,6 +47,15 @@ class ConvTaps(NamedTuple):
     bias: Tensor | None
 
 
+class DeltaWeights(NamedTuple):
+    """Weights of a gated delta net in fp32: factors of the convolution as in `ConvTaps`, decays, and the last norm."""
+
+    taps: Tensor
+    decay_log: Tensor
+    decay_bias: Tensor
+    norm: Norm
+
+
 class LayerInput(NamedTuple):
     """Weights that add a token's embedding for one layer to the layer's result."""
 
@@ -69,7 +78,8 @@ class Mixer:
 
     ``qkv`` fuses queries, keys and values in this order. Rows of queries and keys are in
     `pdmesh.engine.rope.rotation_order`. With ``taps``, it fuses a gate of the convolution's inputs, a gate of its
-    results, and the inputs. ``sinks`` has one value per head, in fp32.
+    results, and the inputs. With ``delta``, it fuses a gate of the results, the convolution's inputs, and inputs of
+    updates and decays. With gated attention, gates follow queries. ``sinks`` has one value per head, in fp32.
     """
 
     qkv: Linear
@@ -79,6 +89,7 @@ class Mixer:
     v_norm: Norm | None = None
     sinks: Tensor | None = None
     taps: ConvTaps | None = None
+    delta: DeltaWeights | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

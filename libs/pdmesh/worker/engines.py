@@ -108,6 +108,7 @@ def build_engine(
     layout = model.kv_layout(
         dtype=worker.dtype, block_size=worker.block_size, frees_windows=frees_behind_windows(config)
     )
+    check_states(config, model)
     max_model_len = worker.max_model_len or model.max_model_len
     max_frames = max_frames_of(config, layout, max_model_len) if layout.window else None
     if device_name(config) == "cpu":
@@ -254,6 +255,24 @@ def max_frames_of(config: MeshConfig, layout: KvLayout, max_model_len: int) -> i
     num_seen = num_blocks_for(layout.window + GRANULE_TOKENS, block_size) + 2
     chunk_tokens = min(max_model_len, max(policy.max_chunk_tokens, policy.chunk_tokens))
     return (3 * worker.max_num_seqs // 2 + 1) * num_seen + num_blocks_for(chunk_tokens, block_size)
+
+
+def check_states(config: MeshConfig, model: DecoderShape) -> None:
+    """Raise ConfigError for settings that are not served for a model whose layers have states."""
+    worker = config.worker
+    if not model.has_states:
+        return
+    name = f"a {model.architecture}, whose layers have states,"
+    if worker.speculation != "off":
+        raise ConfigError(f"worker.speculation is {worker.speculation}, but {name} verifies no drafts so far: set off")
+    if not frees_behind_windows(config):
+        raise ConfigError(
+            f"{name} needs worker.free_behind_windows, one rank, a CPU and no offload tier: every block has its states"
+        )
+    if worker.block_size < GRANULE_TOKENS:
+        raise ConfigError(
+            f"worker.block_size is {worker.block_size}, but {name} has two states a block: set it to {GRANULE_TOKENS}"
+        )
 
 
 def check_ranges(config: MeshConfig) -> None:

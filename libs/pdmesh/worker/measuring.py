@@ -118,6 +118,7 @@ def _batch(shape: StepShape, block_size: int) -> Iterator[SequenceSlice]:
             token_ids=array.array("i", bytes(4 * length)),
             num_prompt_tokens=length,
             block_table=list(range(first_block, first_block + num_blocks)),
+            is_timing=True,
         )
         first_block += num_blocks
         is_decode = number >= len(shape.chunks)

@@ -15,8 +15,9 @@ from typing import Any
 
 from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.config_fields import Fields
-from pdmesh.engine.model_config import ModelConfig, Quantization, QuantizedFormat, TensorNames, UndescribedModel
+from pdmesh.engine.model_config import ModelConfig, Quantization, QuantizedFormat, UndescribedModel
 from pdmesh.engine.quantization import quantization_of
+from pdmesh.engine.tensor_names import TensorNames
 from pdmesh.errors import ConfigError
 
 #: Vision-language models whose text part is served, with the default ``model_type`` of the text part.
@@ -28,6 +29,7 @@ WITH_TEXT_PARTS = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
 }
 

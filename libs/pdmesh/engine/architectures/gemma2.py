@@ -7,7 +7,8 @@ from dataclasses import replace
 from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.architectures.gemma import gemma
 from pdmesh.engine.config_fields import Fields, listed_windows, windowed
-from pdmesh.engine.model_config import ModelConfig, TensorNames
+from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.tensor_names import TensorNames
 
 _NAME = "Gemma2ForCausalLM"
 

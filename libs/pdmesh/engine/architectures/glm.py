@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.config_fields import Fields, dense
-from pdmesh.engine.model_config import ModelConfig, TensorNames
+from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.tensor_names import TensorNames
 
 _NAME = "GlmForCausalLM"
 

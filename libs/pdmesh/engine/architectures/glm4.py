@@ -5,7 +5,8 @@ from __future__ import annotations
 from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.architectures.glm import glm
 from pdmesh.engine.config_fields import Fields
-from pdmesh.engine.model_config import ModelConfig, TensorNames
+from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.tensor_names import TensorNames
 
 _NAME = "Glm4ForCausalLM"
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.config_fields import Fields, dense, experts_of, listed_windows, windowed
-from pdmesh.engine.model_config import Activation, ModelConfig, TensorNames
+from pdmesh.engine.model_config import Activation, ModelConfig
+from pdmesh.engine.tensor_names import TensorNames
 
 _NAME = "GptOssForCausalLM"
 _ALPHA = 1.702

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.config_fields import Fields, dense
-from pdmesh.engine.model_config import LayerConfig, ModelConfig, QkNorm, ShortConv, TensorNames
+from pdmesh.engine.model_config import LayerConfig, ModelConfig, QkNorm, ShortConv
+from pdmesh.engine.tensor_names import TensorNames
 from pdmesh.model import PageShape
 
 _NAME = "Lfm2ForCausalLM"

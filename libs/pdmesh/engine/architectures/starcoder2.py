@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.config_fields import Fields, dense, windowed
-from pdmesh.engine.model_config import Activation, ModelConfig, NormConfig, NormKind, TensorNames
+from pdmesh.engine.model_config import Activation, ModelConfig, NormConfig, NormKind
+from pdmesh.engine.tensor_names import TensorNames
 
 _NAME = "Starcoder2ForCausalLM"
 

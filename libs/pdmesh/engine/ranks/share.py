@@ -20,7 +20,7 @@ _PANEL_OUTPUTS = 32
 
 def check_divisible(model: DecoderShape, num_ranks: int) -> None:
     """Raise ConfigError unless ``num_ranks`` ranks can share the model."""
-    counts = sorted({model.page(layer).num_kv_heads for layer in model.layers if layer.conv is None})
+    counts = sorted({model.page(layer).num_kv_heads for layer in model.layers if layer.attends})
 
     def fits(number: int) -> bool:
         divides = all(kv_heads % number == 0 or number % kv_heads == 0 for kv_heads in counts)
@@ -32,10 +32,10 @@ def check_divisible(model: DecoderShape, num_ranks: int) -> None:
             f"tensor_parallel_size is {num_ranks}, but the model has {model.num_heads} attention heads and "
             f"{' or '.join(map(str, counts))} key-value heads, which divide among {', '.join(possible)} ranks"
         )
-    if num_ranks > 1 and any(layer.conv for layer in model.layers):
+    if num_ranks > 1 and not all(layer.attends for layer in model.layers):
         raise ConfigError(
-            f"tensor_parallel_size is {num_ranks}, but the convolutions of a {model.architecture} are not divided: set "
-            "it to 1"
+            f"tensor_parallel_size is {num_ranks}, but convolutions and states of a {model.architecture} are not "
+            "divided: set it to 1"
         )
     _check_reads(model, "tensor_parallel_size", num_ranks)
     if num_ranks > 1 and isinstance(model, UndescribedModel):
