@@ -10,8 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.model import InstanceId
-from pdmesh.policy.latency import TETRIS_A100_LLAMA_3_8B, LinearLatencyModel
-from pdmesh.policy.sequence_parallel import ElasticPlanner, FreeAt, PlannedChunk, SequenceParallelPlanner
+from pdmesh.policy.latency import TETRIS_A100_LLAMA_3_8B, LinearLatencyModel, StepShape
+from pdmesh.policy.sequence_parallel import (
+    ElasticPlanner,
+    FreeAt,
+    PlannedChunk,
+    SequenceParallelPlanner,
+    tokens_within,
+)
 from pdmesh_lab.studies.planners import ChunkwisePlanner
 
 LATENCY = TETRIS_A100_LLAMA_3_8B
@@ -30,6 +36,19 @@ def after(queues: list[FreeAt], plan: tuple[PlannedChunk, ...]) -> list[FreeAt]:
     """The queues once a plan is dispatched."""
     ends = {name: chunk.end_s for chunk in plan for name in chunk.members}
     return [(ends.get(name, free_s), name) for free_s, name in queues]
+
+
+@pytest.mark.parametrize("weights_s", [0.0, 6e-3])
+@pytest.mark.parametrize(("c_s", "d_s"), [(0.0, 0.0), (3e-9, 1e-9)])
+@given(history=st.integers(0, 100_000), budget_s=st.floats(0.0, 0.2))
+def test_the_longest_chunk_within_a_budget(
+    weights_s: float, c_s: float, d_s: float, history: int, budget_s: float
+) -> None:
+    model = LinearLatencyModel(a_s=1e-3, b_s=5e-5, c_s=c_s, d_s=d_s, weights_s=weights_s)
+    found = tokens_within(model, history, budget_s)
+    step_s = model.with_chunk_s(StepShape((), 0, 0), history)
+    assert found == 0 or step_s(found) <= budget_s + 1e-9
+    assert step_s(found + 1) > budget_s - 1e-9
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,14 @@ def test_a_profile_is_read_as_it_was_written(file: Path) -> None:
     assert dict(zip(COEFFICIENTS, profile.latency.coefficients, strict=True)) == COEFFICIENTS
 
 
+def test_a_profile_of_an_earlier_pdmesh_is_read_as_a_sum(file: Path) -> None:
+    content = json.loads(file.read_text())
+    del content["coefficients"]["weights_s"]
+    file.write_text(json.dumps(content))
+    latency = load_profile(str(file)).latency
+    assert latency.coefficients == (*list(COEFFICIENTS.values())[:-1], 0.0)
+
+
 def test_built_in_profiles_are_of_gpus() -> None:
     for name in PROFILES:
         profile = load_profile(name)
