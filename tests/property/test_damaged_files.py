@@ -225,7 +225,7 @@ def test_damaged_model_configurations() -> None:
     def read() -> None:
         config = parse_model_config(raw, "config.json")
         assert config.num_weights >= config.num_parameters > 0
-        assert config.kv_layout(dtype="auto", block_size=16).num_layers == len(config.layers)
+        assert config.kv_layout(dtype="auto", block_size=16).num_layers == len(config.kv_layers)
 
     judge(make, read)
 
