@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from pdmesh.model import SessionName
 from pdmesh_gateway.session_names import HEADERS, MAX_NAME_CHARS, SessionNames
 
 NAMES = SessionNames("secret")
 
 
-def find(headers: dict[str, str], *fields: str | None, tenant: str = "t"):  # type: ignore[no-untyped-def]
-    return NAMES.find(tenant, headers.get, *fields)
+def find(headers: dict[str, str], *fields: str | None, tenant: str = "t") -> SessionName:
+    found = NAMES.find(tenant, headers.get, *fields)
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("header", [own for own, _ in HEADERS])
@@ -22,7 +25,8 @@ def test_headers_precede_fields_and_the_first_of_each_counts() -> None:
     headers = {"x-correlation-id": "c", "x-session-affinity": "a"}
     assert find(headers, "key").key == NAMES.key("t", "a")
     assert find({}, None, "response", "user").key == NAMES.key("t", "response")
-    assert find({}, None, "", None) is None
+    nothing: dict[str, str] = {}
+    assert NAMES.find("t", nothing.get, None, "", None) is None
 
 
 def test_a_parent_and_the_last_request_are_named_too() -> None:
