@@ -27,6 +27,7 @@ from pdmesh.core.events import (
     TransferLanded,
     TransferSent,
 )
+from pdmesh.engine.files import load_model_config
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.kv.frames import WindowFrames
 from pdmesh.model import GRANULE_TOKENS, Epoch, KvLayout, Role, SamplingParams, TransferId, num_blocks_for
@@ -313,7 +314,10 @@ async def test_what_others_needed_the_frames_of_is_not_gone_on_from(
     checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine]
 ) -> None:
     """A refusal says what is kept, so that the request begins where it can."""
-    first, others = prompt_of(600), [prompt_of(200, seed) for seed in range(1, 11)]
+    layout = load_model_config(checkpoint).kv_layout(dtype="auto", block_size=BLOCK, frees_windows=True)
+    if layout.window < WINDOW:
+        pytest.skip("so short a window leaves the frames of the first prompt")
+    first, others = prompt_of(600), [prompt_of(200, seed) for seed in range(1, 7)]
     async with instances(checkpoint, nan_in_free_frames, Role.MIXED, max_frames=24) as (instance,):
         await run(instance, a_generation("first", first, params(5)))
         for number, prompt in enumerate(others):
