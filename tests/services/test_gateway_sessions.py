@@ -80,6 +80,7 @@ async def test_grpc_takes_names_as_metadata(model: Path) -> None:
 
 async def test_a_client_ends_its_session(model: Path) -> None:
     async with served(model) as (mesh, _, client):
+        await client.post("/v1/completions", json=TEXT)  # the gateway is connected then
         answer = await client.delete("/v1/sessions/my/agent")
         assert answer.json() == {"id": "my/agent", "object": "session", "deleted": True}
         await mesh.until(lambda: mesh.ended_sessions == [NAMES.key("", "my/agent")])
