@@ -368,6 +368,8 @@ DECIDED_ANEW: Sequence[str] = (
     "workloads, 129 of pdmesh, at its event 52, where a prompt that began without room now begins with it",
     "what has one token left to draw ends where its prompt is computed, and no instance decodes it: some of each "
     "bundle's random workloads, and mooncake's first 300 requests, two of which have one output token",
+    "of instances with equally few queued tokens, pdmesh and pecsched take the one with the fewest seats taken: their "
+    "traces, and random workloads of any bundle that switch to them",
 )
 
 

@@ -46,6 +46,13 @@ def test_a_short_prompt_goes_to_no_long_one_then_to_a_decode_then_to_a_prefill(
     assert chosen_by(PLACE, SHORT, *candidates) == chosen
 
 
+def test_of_two_idle_instances_the_one_with_fewer_decodes_computes_the_prompt() -> None:
+    """Else one of several mixed instances would decode most requests: only queued tokens are counted otherwise."""
+    busy = a_view("a", num_decoding=3, num_seats_taken=3)
+    assert chosen_by(PLACE, SHORT, busy, a_view("b", num_decoding=1, num_seats_taken=1)) == "b"
+    assert chosen_by(PLACE, SHORT, busy, replace(QUEUED, num_seats_taken=0)) == "a"
+
+
 def test_without_preemption_a_short_prompt_waits() -> None:
     patient = replace(PLACE, preempts=False)
     assert chosen_by(patient, SHORT, COMPUTING) is None

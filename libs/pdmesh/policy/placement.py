@@ -26,8 +26,8 @@ class ShortAroundLong:
     """Placement of PecSched (§5): first instances without long work, then with a long decode, then with a long prefill.
 
     An instance with ``colocate_tokens`` or more queued tokens counts as one with a long prefill. Within a kind, the
-    instance with the fewest queued tokens comes first. Without ``preempts``, a short prompt waits while all instances
-    compute long ones.
+    instance with the fewest queued tokens comes first, and among equals the one with the fewest seats taken. Without
+    ``preempts``, a short prompt waits while all instances compute long ones.
 
     A long prompt waits for its turn, because a second one on an instance helps neither. The exception is a prompt that
     is ``give_way`` times shorter, which preempts the other.
@@ -41,7 +41,7 @@ class ShortAroundLong:
     def key(self, instance: InstanceView) -> tuple[float, ...]:
         full = instance.num_queued_tokens >= self.colocate_tokens
         tier = 2 if full or instance.num_long_prefilling else bool(instance.num_long_decoding)
-        return tier, instance.num_queued_tokens
+        return tier, instance.num_queued_tokens, instance.num_seats_taken
 
     def takes(self, request: Request, instance: InstanceView, num_reused_tokens: int = 0) -> bool:
         num_tokens = request.num_prompt_tokens - num_reused_tokens
