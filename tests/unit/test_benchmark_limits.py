@@ -12,7 +12,7 @@ from pdmesh_testing.scripts import load_script
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 #: They state no limit: what is to be compared is beside each other in what they print.
-FIGURES_ONLY = {"decision_cost", "engine_gpu", "group_rates", "kv_transport", "parts"}
+FIGURES_ONLY = {"decision_cost", "engine_gpu", "group_rates", "kv_transport"}
 
 
 def test_every_benchmark_with_a_limit_exits_by_it() -> None:

@@ -1,0 +1,1 @@
+"""Scenarios of the papers' evaluations, simulated: the rows of docs/results/papers.md."""
