@@ -36,7 +36,7 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import Event, InstanceEvent, KvExpected, LoadReported
-from pdmesh.core.requests.histories import RequestHistories
+from pdmesh.core.requests.request_histories import RequestHistories
 from pdmesh.decisions import Decision
 from pdmesh.eventlog import EventLogReader, EventLogWriter, Header, replay
 from pdmesh.model import (

@@ -7,7 +7,7 @@ import pytest
 from pdmesh.core.commands import AdmitPrefill, ExpectCopy, Reject
 from pdmesh.core.events import DrainRequested, InstanceJoined, InstanceLost, RequestArrived
 from pdmesh.core.instances.arithmetic import several_classes, why_not_joins
-from pdmesh.core.requests.histories import CrossedClass, RequestHistories
+from pdmesh.core.requests.request_histories import CrossedClass, RequestHistories
 from pdmesh.model import InstanceId, InstanceProfile
 from pdmesh_testing.core import CoreBench, a_request, named_profile, of
 

@@ -21,7 +21,7 @@ from pdmesh.core.events import (
     Tick,
     TransferSent,
 )
-from pdmesh.core.requests.histories import RequestHistories
+from pdmesh.core.requests.request_histories import RequestHistories
 from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, Request, RequestId, SamplingParams, TransferId
 from pdmesh.plans import ChunkDone, ChunkPlan, PrefillGroup, StepPlan

@@ -25,7 +25,7 @@ from pdmesh.core.events import (
     Tick,
     TransferSent,
 )
-from pdmesh.core.requests.histories import RequestHistories
+from pdmesh.core.requests.request_histories import RequestHistories
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.frames import FrameMap, WindowFrames

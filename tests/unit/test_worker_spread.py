@@ -431,7 +431,7 @@ async def test_a_range_that_is_not_there_or_not_wanted_is_not_sent(instances: li
     await scheduler.hand_on(one, two, 0)  # another time
     scheduler.members.append((two, 0))
     scheduler.set_members()  # of a range that has not been computed
-    assert "cannot" in (await one.reported(RequestDropped, KEY[0])).reason
+    assert "does not have" in (await one.reported(RequestDropped, KEY[0])).reason
     two.free(KEY[0])
     await two.reported(KvReleased, KEY[0], count=3)
     for instance in (one, two):

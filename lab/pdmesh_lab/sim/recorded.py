@@ -19,7 +19,7 @@ from pdmesh.core.events import (
     RequestFinished,
     StepDone,
 )
-from pdmesh.core.requests.histories import Life, RequestHistories
+from pdmesh.core.requests.request_histories import Life, RequestHistories
 from pdmesh.decisions import Decision
 from pdmesh.model import InstanceId, InstanceProfile, OwnDecodeSteps, RequestId
 from pdmesh.plans import ChunkPlan, StepPlan

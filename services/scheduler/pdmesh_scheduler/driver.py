@@ -39,7 +39,7 @@ from pdmesh.core.events import (
     Tick,
 )
 from pdmesh.core.operator_events import ActuatorLost, ActuatorReported
-from pdmesh.core.requests.histories import RequestHistories
+from pdmesh.core.requests.request_histories import RequestHistories
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.eventlog import EventLogWriter
 from pdmesh.model import GatewayId, InstanceId, InstanceProfile

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from pdmesh.config import MeshConfig
 from pdmesh.core.config import CoreConfig, KvReservation, LatencyLearning
-from pdmesh.core.requests.histories import RequestHistories
+from pdmesh.core.requests.request_histories import RequestHistories
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError
 from pdmesh.eventlog import EventLogWriter, Header

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from pdmesh.core.commands import Command
 from pdmesh.core.events import Event
-from pdmesh.core.requests.histories import Milestone
+from pdmesh.core.requests.request_histories import Milestone
 from pdmesh.wire.messages import Generation
 
 

@@ -12,7 +12,7 @@ import msgspec
 from pdmesh.core.commands import AdmitPrefill
 from pdmesh.core.events import RequestArrived
 from pdmesh.core.record_line import RecordLine, ms
-from pdmesh.core.requests.histories import Chunk, Forgotten, Happening, Life, Milestone
+from pdmesh.core.requests.request_histories import Chunk, Forgotten, Happening, Life, Milestone
 from pdmesh.metrics import NO_SLO, Slo, keeps_slo, tpot_between_s
 from pdmesh.model import RequestId
 from pdmesh.wire.messages import RecordEntry, RequestRecord
@@ -71,7 +71,7 @@ class _Record:
 
 
 class RequestRecords:
-    """Records of all requests that `pdmesh.core.requests.histories.RequestHistories` keeps."""
+    """Records of all requests that `pdmesh.core.requests.request_histories.RequestHistories` keeps."""
 
     def __init__(self, wall_time: Callable[[float], float]) -> None:
         self._wall_time = wall_time

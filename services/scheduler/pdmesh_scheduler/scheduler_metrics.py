@@ -21,7 +21,7 @@ from pdmesh.core.events import (
     TransferFailed,
     TransferLanded,
 )
-from pdmesh.core.requests.histories import Attempt, Chunk, CrossedClass
+from pdmesh.core.requests.request_histories import Attempt, Chunk, CrossedClass
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.core.sessions.session_state import SessionState
 from pdmesh.model import InstanceId, OwnDecodeSteps

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pdmesh.core.commands import AdmitPrefill, ForgetRequest, Outcome
 from pdmesh.core.events import RequestArrived
-from pdmesh.core.requests.histories import Attempt
+from pdmesh.core.requests.request_histories import Attempt
 from pdmesh.model import Request, RequestKey
 from pdmesh.telemetry.tracing import AttributeValue, Tracing
 from pdmesh_scheduler.observing import Handled

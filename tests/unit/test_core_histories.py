@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pdmesh.core.commands import AdmitPrefill, Command, ExpectCopy, ForgetRequest, FreeKv, Outcome, Reject
 from pdmesh.core.events import Event, KvReleased, RequestArrived, RequestCancelled, RequestFinished, StepDone, Tick
-from pdmesh.core.requests.histories import Chunk, Forgotten, Milestone, RequestHistories
+from pdmesh.core.requests.request_histories import Chunk, Forgotten, Milestone, RequestHistories
 from pdmesh.model import (
     Epoch,
     FinishReason,
