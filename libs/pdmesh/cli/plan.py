@@ -20,9 +20,9 @@ from pdmesh.operations import PoolCounts, PoolMember
 
 
 def make_pools(prefill: int | None, decode: int | None, mixed: int) -> PoolCounts:
-    """Return the pools: by default one instance each of prefill and decode; only mixed ones if no others are named.
+    """Return the pools. None counts as one instance, but as zero if only ``mixed`` instances are named.
 
-    Raises ConfigError if the pools could not serve a request.
+    Raise ConfigError if no instance could prefill, or none could decode.
     """
     default = 0 if mixed and prefill is None and decode is None else 1
     pools = PoolCounts(

@@ -66,7 +66,11 @@ class Backoff:
     _delay_s: float = 0.0
 
     def after(self, served_s: float) -> float:
-        """Return the delay after a child that served for ``served_s``: 0 if that was long, else twice the last one."""
+        """Return the delay before the next start of a child that served for ``served_s``.
+
+        0 after `SERVED_WELL_S` and twice the last delay. Otherwise twice the last delay, at least `FIRST_DELAY_S` and
+        at most `MAX_DELAY_S`.
+        """
         if served_s >= max(SERVED_WELL_S, 2 * self._delay_s):
             self._delay_s = 0.0
         else:

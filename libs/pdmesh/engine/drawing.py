@@ -39,7 +39,8 @@ class DrawKernels:
     ) -> list[int]:
         """Draw the next token of each row of logits, -1 for rows that only torch can draw.
 
-        ``settings`` are `pdmesh.engine.sampler.row_settings`.
+        ``row_addresses`` are addresses of contiguous fp32 rows. ``settings`` and ``step_weights`` are the results of
+        `row_settings` and `step_weights` in `pdmesh.engine.sampler`.
         """
         token_ids = np.empty(len(row_addresses), dtype=np.int64)
         self._draw(

@@ -86,7 +86,11 @@ def stand_in_identity(*facts: str) -> str:
 
 
 def files_digest(paths: Sequence[Path]) -> bytes:
-    """Return a digest of the content of weight files, independent of their names and order. Raise ConfigError."""
+    """Return a digest of the content of weight files, independent of their names and order.
+
+    Above `WHOLE_BYTES` in total, only headers, sizes and samples of the tensors count. Raise ConfigError if a file
+    cannot be read.
+    """
     try:
         sizes = [path.stat().st_size for path in paths]
         if sum(sizes) <= WHOLE_BYTES:

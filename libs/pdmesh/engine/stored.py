@@ -62,7 +62,7 @@ class FileTensors:
         return None
 
     def read_stored(self, name: str, rows: IndexRange | None = None) -> Tensor:
-        """Return a checked tensor, or some of its rows. Raise ConfigError if it cannot be read."""
+        """Return a tensor that was checked before, or some of its rows. Raise ConfigError if it cannot be read."""
         file, own_name = self._files[name]
         try:
             tensor: Tensor = file.get_tensor(own_name) if rows is None else file.get_slice(own_name)[slice(*rows)]

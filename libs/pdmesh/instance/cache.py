@@ -30,7 +30,7 @@ class CachedPrefix:
         self.cached: list[PrefixHash] = []
 
     def clear(self) -> None:
-        """Forget the chain, because its blocks were freed."""
+        """Forget the prompt's granules, because their blocks were freed. No further granules are cached."""
         self.chain = ()
 
 

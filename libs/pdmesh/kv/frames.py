@@ -152,7 +152,7 @@ class WindowFrames:
         return block_id not in besides and not self._pool.is_pinned(block_id)
 
     def _drop(self, block_id: int) -> None:
-        """Free a block's frame, if it has one."""
+        """Free the frame of a block that no table holds, if the block has one."""
         assert block_id not in self._holders, f"block {block_id} is free, and somebody sees it"
         self._passed.pop(block_id, None)
         self._resumable.pop(block_id, None)

@@ -240,7 +240,7 @@ class UcxTransport:
         self._links.reroute(link)
 
     def _wake(self) -> None:
-        """Drive UCX soon, because a send or receive was posted."""
+        """Drive UCX soon, unless that is due already. Does nothing without UCX."""
         if self._soon is None and self._api is not None:
             self._soon = self._loop.call_soon(self._progress)
 

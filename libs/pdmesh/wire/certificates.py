@@ -52,7 +52,10 @@ class CertificateFiles:
         self.current = self._read()
 
     def renewed(self) -> Certificates | None:
-        """Return the files' contents if they are new and usable; else None. Log unusable files."""
+        """Return the files' contents if they changed and are usable, and make them `current`; else None.
+
+        Log unusable files. Within `LOOK_S` of the last look, return None.
+        """
         with self._lock:
             if not any(file.has_changed() for file in self._files):
                 return None

@@ -36,9 +36,10 @@ class PromptLookup:
         return self.continuation(request.sequence.token_ids, min(self.num_tokens, most_drafted(request)))
 
     def continuation(self, token_ids: array.array[int], most: int) -> tuple[int, ...]:
-        """Return at most ``most`` tokens that followed the last earlier occurrence of the longest n-gram at the end.
+        """Return ``most`` tokens that followed the last earlier occurrence of the longest n-gram at the end.
 
-        If these reach the end, they are repeated, so a loop is drafted as a whole.
+        Return none if no n-gram of ``min_ngram`` to ``max_ngram`` tokens occurs earlier. Tokens that reach the end are
+        repeated, so a loop is drafted as a whole.
         """
         last = len(token_ids) - 1
         if most <= 0 or last < 1:

@@ -103,7 +103,11 @@ class RequestFloor:
         return True
 
     def _refuse(self, sequence: Sequence, error: PdmeshError) -> None:
-        """Report that a sequence is refused and holds no room here, and why."""
+        """Report that a sequence is refused, and why.
+
+        Unless the key is held here already, report that the sequence holds no room. After `StalePrefix`, report the
+        cache, too.
+        """
         key, reason = sequence.key, str(error)
         log.warning("request refused", request_id=key[0], epoch=key[1], reason=reason)
         self._context.metrics.refused_requests.inc()

@@ -163,7 +163,7 @@ class Plans:
 
     @property
     def _has_range(self) -> bool:
-        """Whether a chunk of a lost range can be computed now: a range is due, and its request is in no step."""
+        """Whether a chunk of the oldest due range can be computed now: there is one, and its request is in no step."""
         sequence = self.lost_ranges.next
         request = None if sequence is None else self._sequences.get(*sequence.key)
         return request is not None and not request.in_step

@@ -262,9 +262,11 @@ def _choice(choices: Sequence[str], param: str) -> str:
 
 
 def _structural_tag(given: Any, param: str) -> str:
-    """Return the grammar of text with tagged parts. Raise RequestRejected if it is malformed.
+    """Return the grammar of text with tagged parts.
 
-    ``given`` has vLLM's first form: ``structures`` of begin, schema and end, and ``triggers``.
+    ``given`` has vLLM's first form, as an object or JSON text: ``structures`` of begin, schema and end, and
+    ``triggers``. Each begin must start with a trigger. Raise RequestRejected, which names ``param``, if ``given`` is
+    malformed, too large or without structures.
     """
     try:
         tag = msgspec.convert(json.loads(given) if isinstance(given, str) else given, _StructuralTag, strict=False)

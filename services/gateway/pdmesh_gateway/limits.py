@@ -36,7 +36,10 @@ class Upload:
         return max(0, self.num_bytes - SMALL_BODY_BYTES)
 
     def add(self, num_bytes: int) -> None:
-        """Count an arrived part. Raises RequestRejected if there is no room for it."""
+        """Count an arrived part; cancel the longest-running other uploads if it needs their room.
+
+        Raise RequestRejected if there is still no room. Ignored if this upload was cancelled.
+        """
         self._admission.grow(self, num_bytes)
 
 

@@ -289,9 +289,10 @@ class MeshHistory:
         )
 
     def gone(self, silent: Collection[InstanceId], now_s: float) -> tuple[GoneInstance, ...]:
-        """Return the instances that were lost or left, but forget any that left more than `LEFT_S` ago.
+        """Return the instances that were lost or left.
 
-        The processes of ``silent`` instances may still run.
+        Forget instances that left more than `LEFT_S` ago, unless an actuator starts them again. ``silent`` are
+        instances whose processes may still run: their notes say that requests wait for them.
         """
         told: list[GoneInstance] = []
         for instance_id, instance in list(self._gone.items()):

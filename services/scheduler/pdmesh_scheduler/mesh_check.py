@@ -75,9 +75,11 @@ class MeshCheck:
         )
 
     async def why_unreached(self, scheduler: str) -> str:
-        """Return which connected instances do not reach the scheduler at this address; empty if all do.
+        """Return a text that names the connected instances that do not reach the scheduler at this address; empty if
+        none.
 
-        Return `BUSY` if another check runs.
+        Ask each instance, and name also each one without an answer within `LIMIT_S`. Return `BUSY` if another check
+        runs.
         """
         if self._check_id:
             return BUSY

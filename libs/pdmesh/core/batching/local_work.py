@@ -28,9 +28,10 @@ class LocalWork:
         self._decoding: dict[InstanceId, None] = {}
 
     def look_at(self, bundle: Bundle) -> None:
-        """Update the local work of changed instances, or of all if the bundle's rules changed. Call before packing.
+        """Update whether each instance may prefill or decode locally. Call before packing.
 
-        A change regroups the mesh and unparks waiting requests.
+        Only changed instances are updated, or all if the bundle's rules changed. If what an instance may do changes,
+        regroup the mesh and unpark waiting requests.
         """
         mesh, allowed = self._mesh, (bundle.local_prefill is not None, bundle.local_decode is not None)
         changed = mesh.changed if allowed == self._allowed else mesh.instances

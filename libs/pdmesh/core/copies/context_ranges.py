@@ -334,7 +334,10 @@ class ContextRanges:
 
 
 def _is_full(instance: InstanceState, allocation: Allocation) -> bool:
-    """Whether the resident holds a complete range and more; its last token has no KV yet."""
+    """Whether the resident has KV of more than ``max_kv_tokens`` tokens here. The last token has no KV yet.
+
+    False if contexts are not spread.
+    """
     return allocation.kind is AllocationKind.RESIDENT and allocation.num_own_tokens - 1 > instance.max_kv_tokens > 0
 
 

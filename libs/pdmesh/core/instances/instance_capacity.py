@@ -82,7 +82,11 @@ class InstanceCapacity:
         return (request.max_total_tokens - 1) // self.max_kv_tokens
 
     def num_first_blocks(self, request: Request) -> int:
-        """Return the blocks that a request is admitted with on its decode instance."""
+        """Return how many blocks a request holds on its decode instance when it is admitted, without shard holders'
+        ranges.
+
+        With growth on demand these are the prompt's and a few more, otherwise `num_decode_blocks`.
+        """
         if not self._growth.on_demand:
             return self.num_decode_blocks(request)
         num_blocks = num_blocks_for(first_tokens(request, self.block_size), self.block_size)
@@ -121,7 +125,11 @@ class InstanceCapacity:
         return self.role_decodes and self._could_hold(request)
 
     def could_finish(self, request: Request) -> bool:
-        """Whether prompt and output fit the empty instance, and it may decode its own prompts."""
+        """Whether prompt and output fit the empty instance, and it may decode them: by its role or by
+        ``decodes_locally``.
+
+        Whether it may compute the prompt does not count. False for a request that other weights began.
+        """
         return (self.role_decodes or self.decodes_locally) and self._could_hold(request)
 
     def _could_hold(self, request: Request) -> bool:

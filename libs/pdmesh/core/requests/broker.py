@@ -278,7 +278,10 @@ class TransferBroker:
     # --- internals ---
 
     def _line_up(self, copy: Copy) -> list[Copy]:
-        """Put a copy in line if only backends are missing, and grant copies of its first receiver."""
+        """Put a copy in line if only backends are missing.
+
+        In either case grant the copies that may begin at its first receiver, and return them.
+        """
         if copy.is_waiting:
             self._join_line(copy)
         return self._grant(copy.plan.destinations[0].instance_id)

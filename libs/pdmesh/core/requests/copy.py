@@ -144,7 +144,7 @@ class Copy:
         self.backends = dict.fromkeys(self.destination_ids)
 
     def ask_back(self) -> None:
-        """Note that the sources are told to stop."""
+        """Note that the sources of this granted copy are told to stop. The copy is returning until all have stopped."""
         assert self.state is CopyState.GRANTED, f"{self.key} is asked to stop, and is {self.state.name}"
         self._unstopped = set(self.source_ids)
 

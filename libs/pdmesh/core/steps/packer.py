@@ -73,7 +73,10 @@ class Packer:
             step_slots.update(bundle)
 
     def _help(self, bundle: Bundle, now_s: float) -> bool:
-        """Let helpers compute chunks of other instances' prompts. Return whether a chunk was planned."""
+        """Ask instances for help, and let helpers compute chunks of other instances' prompts.
+
+        Return whether a chunk was planned.
+        """
         has_helped = self.prefill_groups.help(self._step_slots, bundle, now_s)
         if has_helped:
             self._step_slots.update(bundle)

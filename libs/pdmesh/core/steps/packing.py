@@ -407,7 +407,10 @@ class Round:
             self._plan_chunk(step_slot, state)
 
     def _num_tokens(self, step_slot: StepSlot, state: RequestState, start: int, *, num_reused: int) -> int:
-        """Return how many tokens of the request go into the step, from ``start`` on; 0 for none."""
+        """Return how many tokens of the request go into the step, from ``start`` on; 0 for none.
+
+        The first ``num_reused`` tokens of the prompt are reused, not computed.
+        """
         beside = self._modes.beside(step_slot.instance)
         most = self._bundle.packing.num_tokens(
             beside,

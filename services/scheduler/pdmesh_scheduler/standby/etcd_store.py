@@ -28,7 +28,7 @@ class EtcdStore:
     async def read(self) -> StoredRecord:
         """Return the record and its revision; two Nones if the key does not exist.
 
-        Raise StoreUnavailable if etcd does not answer.
+        Raise StoreUnavailable if etcd does not answer, or if the key has no valid record.
         """
         answer = await self._call("range", {"key": self._key})
         match answer:

@@ -237,9 +237,10 @@ class ResponsesRendering(ItemRendering):
 
 
 def _status(item: Item, finish_reason: str | None) -> Status:
-    """Return whether an item is complete. ``finish_reason`` is the answer's if it ended with this item.
+    """Return "incomplete" if the answer ended with this item at its length limit, else "completed".
 
-    A call is complete if its arguments can be read.
+    ``finish_reason`` is the answer's if it ended with this item, else None. A call whose arguments are a JSON object is
+    complete in any case.
     """
     if finish_reason != "length" or (item.kind is ItemKind.CALL and is_json_object(item.text)):
         return "completed"
