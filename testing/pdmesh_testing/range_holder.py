@@ -52,7 +52,7 @@ def random_engine(model: Path, num_tokens: int, range_tokens: int) -> TorchEngin
 
 
 @dataclass(frozen=True, slots=True)
-class DataPlane:
+class RangeDataPlane:
     """What an instance has beside its engine."""
 
     transport: UcxTransport
@@ -61,7 +61,7 @@ class DataPlane:
 
 
 @asynccontextmanager
-async def data_plane(engine: TorchEngine) -> AsyncIterator[DataPlane]:
+async def data_plane(engine: TorchEngine) -> AsyncIterator[RangeDataPlane]:
     config = TransferConfig()
     async with EngineThread() as thread, UcxTransport(config) as transport:
         mover = KvMover(
@@ -74,7 +74,7 @@ async def data_plane(engine: TorchEngine) -> AsyncIterator[DataPlane]:
             wakeup=thread.wakeup,
         )
         async with mover:
-            yield DataPlane(transport, mover, thread)
+            yield RangeDataPlane(transport, mover, thread)
 
 
 def decode(engine: TorchEngine, length: int, kv: SpreadKv | None = None) -> list[float]:
@@ -123,7 +123,7 @@ class RangeHolder:
         cpu_s: float = (await anyio.to_thread.run_sync(self._say, {}))["cpu_s"]
         return cpu_s
 
-    async def hold(self, name: str, owner: DataPlane) -> SpreadKv:
+    async def hold(self, name: str, owner: RangeDataPlane) -> SpreadKv:
         """Let the process hold a context's first range, and ``owner`` the rest."""
         await anyio.to_thread.run_sync(self._say, {"request": name, "owner": owner.transport.address.hex()})
         members = [PartHolder(self.address, _CAPABILITY)]

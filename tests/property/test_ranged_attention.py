@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pdmesh.engine.attention import AttentionOutput, PartialBackend, QuerySpan, TorchAttention
 from pdmesh.engine.levels import load_library, processor_levels
-from pdmesh.engine.merging import Part, load_merge_kernel, merge_by_torch, merge_kernel
+from pdmesh.engine.merging import RangeResult, load_merge_kernel, merge_by_torch, merge_kernel
 from pdmesh.engine.native import NativeAttention
 from pdmesh.engine.ranged_attention import RangedAttention
 from pdmesh.engine.tiled_attention import TiledAttention
@@ -137,7 +137,9 @@ def test_who_holds_a_range_that_a_window_ends_in_changes_no_bit(
         assert expected.lse is not None
         tolerance = 1e-4 if dtype == "float32" else 2e-2
         torch.testing.assert_close(alone.output.float(), expected.output, atol=tolerance, rtol=tolerance)
-        torch.testing.assert_close(alone.lse, expected.lse, atol=1e-4, rtol=1e-4)
+        # Dot kernels sum the weights as they multiply them, rounded to bf16.
+        tolerance = 1e-4 if dtype == "float32" else 4e-3
+        torch.testing.assert_close(alone.lse, expected.lse, atol=tolerance, rtol=tolerance)
 
         blocks = case.range_tokens // BLOCK_SIZE
         tables = [table[number * blocks : (number + 1) * blocks] for number in range(case.num_elsewhere)]
@@ -166,7 +168,7 @@ def test_kernels_merge_as_torch_does_with_the_same_bits_at_every_level(
     num_rows: int, num_parts: int, shape: tuple[int, int], dtype: torch.dtype, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    parts: list[Part] = []
+    parts: list[RangeResult] = []
     for number in range(num_parts):
         size = num_rows if number == 0 else int(torch.randint(1, num_rows + 1, (), generator=generator))
         rows = torch.randperm(num_rows, generator=generator)[:size].sort().values
@@ -174,7 +176,7 @@ def test_kernels_merge_as_torch_does_with_the_same_bits_at_every_level(
         lse = 20 * torch.randn(num_rows - first, shape[0], generator=generator)
         if number:
             lse[torch.rand(lse.shape, generator=generator) < 0.2] = -torch.inf
-        parts.append(Part(rows.numpy(), first, torch.randn(*lse.shape, shape[1], generator=generator), lse))
+        parts.append(RangeResult(rows.numpy(), first, torch.randn(*lse.shape, shape[1], generator=generator), lse))
     query = torch.empty(num_rows, *shape, dtype=dtype)
     expected = merge_by_torch(parts, query, with_lse=True)
     kernels = [load_merge_kernel(level) for level in processor_levels() if level.is_ordered]

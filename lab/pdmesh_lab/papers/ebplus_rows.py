@@ -8,9 +8,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from pdmesh_lab.papers.saturation import (
+    InstanceSplit,
     Law,
-    Part,
-    Pools,
+    LoadPart,
     Saturation,
     StepConstants,
     gamma,
@@ -74,16 +74,16 @@ SWITCH_OF_TABLE_10 = 17.8
 THRESHOLD_HEADS = ("mean output", *(f"N {seats}" for seats in SEATS), "mean", "paper's mean", "like the paper's")
 
 
-def exclusive(seats: int, part: Part, threshold: float | None = None) -> Saturation:
+def exclusive(seats: int, part: LoadPart, threshold: float | None = None) -> Saturation:
     """Return the study of exclusive batching with ``seats`` seats; ``threshold`` None: found by the core."""
     costs = replace(GPUS[H200], switch_steps=SWITCH_OF_TABLE_10)
     return Saturation(costs=costs, parts=[part], batching="eb", max_num_seqs=seats, changes={"eb_threshold": threshold})
 
 
-def saturated(seats: int, prompt: float, output: float, law: Law = geometric, turnovers: int = 8) -> Part:
+def saturated(seats: int, prompt: float, output: float, law: Law = geometric, turnovers: int = 8) -> LoadPart:
     """Return a load with twice as many clients as seats, so that a request always waits."""
     number = max(1500, turnovers * seats)
-    return Part(num_clients=2 * seats, num_requests=number, prompt=prompt, output=output, law=law)
+    return LoadPart(num_clients=2 * seats, num_requests=number, prompt=prompt, output=output, law=law)
 
 
 def thresholds() -> Iterator[Sequence[str]]:
@@ -95,7 +95,7 @@ def thresholds() -> Iterator[Sequence[str]]:
         yield (str(output), *(f"{share:.2f}" for share in ours), f"{fmean(ours):.3f}", f"{fmean(theirs):.3f}", verdict)
 
 
-def sweep(seats: int, part: Part, tried: Sequence[float]) -> dict[float, float]:
+def sweep(seats: int, part: LoadPart, tried: Sequence[float]) -> dict[float, float]:
     """Return tokens a second by threshold."""
     return {share: exclusive(seats, part, share).run().steady_tokens_per_s for share in tried}
 
@@ -139,19 +139,21 @@ class Regime(NamedTuple):
     """A row of Table 3: tokens a second of mixed batching, exclusive batching and EB+, by GPU."""
 
     name: str
-    parts: Sequence[Part]
+    parts: Sequence[LoadPart]
     theirs: Mapping[str, Sequence[float]]
     is_steady: bool
 
 
-def chat(clients: int, number: int) -> Part:
+def chat(clients: int, number: int) -> LoadPart:
     """Lengths like ShareGPT's: two thirds of the tokens are output, with Table 9's spread."""
-    return Part(num_clients=clients, num_requests=number, prompt=140, output=280, law=gamma(3.35), prompt_law=geometric)
+    return LoadPart(
+        num_clients=clients, num_requests=number, prompt=140, output=280, law=gamma(3.35), prompt_law=geometric
+    )
 
 
-def mix(clients: int, number: int, prompt: float, output: float) -> Part:
+def mix(clients: int, number: int, prompt: float, output: float) -> LoadPart:
     """Return a load with uniform lengths."""
-    return Part(num_clients=clients, num_requests=number, prompt=prompt, output=output, law=uniform)
+    return LoadPart(num_clients=clients, num_requests=number, prompt=prompt, output=output, law=uniform)
 
 
 REGIMES = (
@@ -255,9 +257,12 @@ def pools(gpu: str) -> Iterator[Sequence[str]]:
         part = mix(clients, NUM_REQUESTS, prompt, output)
         rates = {
             each: pool_rate(gpu, each, part)
-            for each in (*(Pools(size, number - size, 0) for size in range(1, number)), Pools(mixed=number))
+            for each in (
+                *(InstanceSplit(size, number - size, 0) for size in range(1, number)),
+                InstanceSplit(mixed=number),
+            )
         }
-        of_mixed = rates.pop(Pools(mixed=number))
+        of_mixed = rates.pop(InstanceSplit(mixed=number))
         of_paper = next(each for each in rates if str(each) == name)
         best = max(rates, key=rates.__getitem__)
         theirs, ours = mixed / split - 1, of_mixed / rates[of_paper] - 1
@@ -266,7 +271,7 @@ def pools(gpu: str) -> Iterator[Sequence[str]]:
         yield (str(number), str(clients), lengths, name, str(best), *found)
 
 
-def pool_rate(gpu: str, counts: Pools, part: Part) -> float:
+def pool_rate(gpu: str, counts: InstanceSplit, part: LoadPart) -> float:
     """Return the tokens a second of a mesh whose steps have at most 8,192 prompt tokens."""
     changes = {"max_chunk_tokens": 8192, **(APART if counts.prefill else {})}
     return Saturation(costs=GPUS[gpu], parts=[part], pools=counts, changes=changes).run().steady_tokens_per_s

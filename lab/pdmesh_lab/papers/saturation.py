@@ -87,7 +87,7 @@ def gamma(shape: float) -> Law:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class LoadPart:
     """Some requests of a closed loop, with the number of clients and the mean lengths."""
 
     num_clients: int
@@ -108,7 +108,7 @@ class Part:
         ]
 
 
-class Pools(NamedTuple):
+class InstanceSplit(NamedTuple):
     """Number of instances of each role."""
 
     prefill: int = 0
@@ -119,11 +119,11 @@ class Pools(NamedTuple):
         return f"{self.prefill}P+{self.decode}D" if self.prefill else f"{self.mixed} mixed"
 
 
-ONE_MIXED = Pools()
+ONE_MIXED = InstanceSplit()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedLoad:
     """Figures of a run. Latencies are means over requests; ``steady_tokens_per_s`` leaves out start and end.
 
     ``idle_share`` is the mean threshold in force, and ``exclusive_share`` the share of time in exclusive mode.
@@ -142,13 +142,13 @@ class Saturation:
     """A mesh, its policy and its load. ``changes`` are fields of `PolicyConfig`."""
 
     costs: StepConstants
-    parts: Sequence[Part]
+    parts: Sequence[LoadPart]
     batching: str = "ebplus"
-    pools: Pools = ONE_MIXED
+    pools: InstanceSplit = ONE_MIXED
     max_num_seqs: int = 1024
     changes: dict[str, Any] = field(default_factory=dict[str, Any])
 
-    def run(self, seed: int = 0) -> Served:
+    def run(self, seed: int = 0) -> ServedLoad:
         policy = PolicyConfig(
             latency=self.costs.prefill_model if self.pools.prefill else self.costs.model,
             batching=self.batching,
@@ -184,7 +184,7 @@ class Saturation:
         result = Simulator(core, instances, arrivals, config, closed_loop=loop).run(on_ended)
         ends_s = sorted(_end_s(run) for run in result.requests)
         shares = views or [(0.0, False)]
-        return Served(
+        return ServedLoad(
             tokens_per_s=sum(a.num_prompt_tokens + a.num_output_tokens for a in arrivals) / ends_s[-1],
             steady_tokens_per_s=_tokens_per_s(result, ends_s[from_], ends_s[until]),
             ttft_s=fmean([run.ttft_s or 0.0 for run in result.requests]),

@@ -24,7 +24,7 @@ MERGE_KIND = "merge-1"
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
-class Part(NamedTuple):
+class RangeResult(NamedTuple):
     """Attention of some rows of a step over one range of keys, in fp32.
 
     ``output`` is (n, heads, head_dim), and ``lse`` (n, heads). The results of row ``rows[i]`` of the step are at
@@ -40,12 +40,12 @@ class Part(NamedTuple):
 class Merge(Protocol):
     """Merging of the parts of each row, in their order."""
 
-    def __call__(self, parts: Sequence[Part], query: Tensor, *, with_lse: bool) -> AttentionOutput:
+    def __call__(self, parts: Sequence[RangeResult], query: Tensor, *, with_lse: bool) -> AttentionOutput:
         """Return results of the shape and dtype of ``query``. Each row sees a key of some part."""
         ...
 
 
-def merge_by_torch(parts: Sequence[Part], query: Tensor, *, with_lse: bool) -> AttentionOutput:
+def merge_by_torch(parts: Sequence[RangeResult], query: Tensor, *, with_lse: bool) -> AttentionOutput:
     """Merge as `Merge` describes: the reference."""
     peak = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
     total, output = torch.zeros_like(peak), query.new_zeros(query.shape, dtype=torch.float32)
@@ -66,7 +66,7 @@ class MergeKernel:
 
     functions: dict[torch.dtype, Callable[..., None]]
 
-    def __call__(self, parts: Sequence[Part], query: Tensor, *, with_lse: bool) -> AttentionOutput:
+    def __call__(self, parts: Sequence[RangeResult], query: Tensor, *, with_lse: bool) -> AttentionOutput:
         output = torch.empty(query.shape, dtype=query.dtype)
         lse = torch.empty(query.shape[:2], dtype=torch.float32) if with_lse else None
         fields = np.array(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.attention import AttentionOutput, AttentionPlan, PartialBackend, PartialPlan, QuerySpan
-from pdmesh.engine.merging import Merge, Part, merge_by_torch
+from pdmesh.engine.merging import Merge, RangeResult, merge_by_torch
 from pdmesh.kv.remote_kv import RangeQuestion, RemoteKv, RemoteKvLost
 
 _Rows = npt.NDArray[np.int64]
@@ -117,7 +117,7 @@ class _RangedPlan:
         self._layer += 1
         if window not in self._here:
             self._here[window] = self._ranged.by_range(self._spans, window)
-        here = [Part(rows, 0, *_attended(plan, query, cache, window)) for rows, plan in self._here[window]]
+        here = [RangeResult(rows, 0, *_attended(plan, query, cache, window)) for rows, plan in self._here[window]]
         # Other instances have the first ranges of a context.
         there = [_part(rows, answer, query, each) for rows, each in asked for answer in each.answers()]
         return self._ranged.merge([*there, *here], query, with_lse=with_lse)
@@ -138,7 +138,7 @@ def _rows(spans: Iterable[QuerySpan]) -> _Rows:
     return np.concatenate([np.arange(span.row, span.row + span.num_tokens) for span in spans])
 
 
-def _part(rows: slice, answer: bytes, query: Tensor, elsewhere: RemoteKv) -> Part:
+def _part(rows: slice, answer: bytes, query: Tensor, elsewhere: RemoteKv) -> RangeResult:
     """Return the parsed result of `RangedAttention.attend_part`. Raise RemoteKvLost if its size is wrong."""
     num_heads, head_dim = query.shape[1:]
     num_rows = rows.stop - rows.start
@@ -147,4 +147,4 @@ def _part(rows: slice, answer: bytes, query: Tensor, elsewhere: RemoteKv) -> Par
         raise RemoteKvLost(elsewhere, f"a shard holder's answer has {len(answer)} bytes for {num_rows} query rows")
     values = torch.frombuffer(bytearray(answer), dtype=torch.float32)
     output, lse = values[:size].view(num_rows, num_heads, head_dim), values[size:].view(num_rows, num_heads)
-    return Part(np.arange(rows.start, rows.stop), rows.start, output, lse)
+    return RangeResult(np.arange(rows.start, rows.stop), rows.start, output, lse)

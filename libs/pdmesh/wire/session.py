@@ -1,6 +1,6 @@
 """A long-lived stream between two services: registration, welcome, heartbeats, loss.
 
-The client's end is a `Session`: it registers, is welcomed, sends heartbeats, and connects again, after a pause,
+The client's end is a `PeerSession`: it registers, is welcomed, sends heartbeats, and connects again, after a pause,
 whenever the stream ends. The server's end is served by `registration` and `converse`. Every wait for the other side has
 a time limit.
 """
@@ -96,7 +96,7 @@ class Talk(Protocol[SaysT, HearsT]):
         ...
 
 
-class Session(Generic[SendT, RecvT]):
+class PeerSession(Generic[SendT, RecvT]):
     """A stream that reconnects whenever it ends. Only `run` and `finish` wait.
 
     ``was_silent`` is set if the last stream was closed because the peer was silent.

@@ -30,7 +30,7 @@ from pdmesh.wire.messages import (
     WorkerUp,
 )
 from pdmesh.wire.scheduler_channel import SchedulerChannel
-from pdmesh.wire.session import Session, Terms
+from pdmesh.wire.session import PeerSession, Terms
 from pdmesh.worker.instance import Instruction
 
 log = structlog.get_logger()
@@ -68,7 +68,7 @@ class WorkerSession:
         self._check = check
         self._lost = lost
         self._channel = channel
-        self._session: Session[WorkerUp, WorkerDown] = Session(
+        self._session: PeerSession[WorkerUp, WorkerDown] = PeerSession(
             channel, METHOD, WorkerDown, self, answer_limit_s=channel.answer_limit_s
         )
         self._prepare = prepare

@@ -34,7 +34,7 @@ from pdmesh.wire.messages import (
     TokensHeartbeat,
     TokensUp,
 )
-from pdmesh.wire.session import Session, Terms
+from pdmesh.wire.session import PeerSession, Terms
 
 log = structlog.get_logger()
 
@@ -141,7 +141,7 @@ class _GatewayLink:
         self._num_unconfirmed = 0
         #: For each unanswered heartbeat: the number of messages sent between it and the next one.
         self._asked: deque[int] = deque()
-        self._session: Session[TokensUp, TokensDown] = Session(
+        self._session: PeerSession[TokensUp, TokensDown] = PeerSession(
             channel, METHOD, TokensDown, self, max_queued=max_queued, interval_s=FRAME_INTERVAL_S
         )
         self._limit = anyio.CancelScope()

@@ -36,7 +36,7 @@ from pdmesh.wire.messages import (
     WelcomeGateway,
 )
 from pdmesh.wire.scheduler_channel import SchedulerChannel, open_scheduler_channel
-from pdmesh.wire.session import Session, Terms
+from pdmesh.wire.session import PeerSession, Terms
 from pdmesh_gateway.page_activity import ActivityHub
 
 log = structlog.get_logger()
@@ -94,7 +94,7 @@ class GatewaySession:
         self._token_address = token_address
         self._address = address
         self._security = security
-        self._session: Session[GatewayUp, GatewayDown] | None = None
+        self._session: PeerSession[GatewayUp, GatewayDown] | None = None
         self.is_connected = False
         self._changed = anyio.Event()
         #: Number of streams made so far; the last one may have ended.
@@ -192,7 +192,7 @@ class GatewaySession:
         """Connect, and reconnect whenever the stream ends, until cancelled."""
         async with open_scheduler_channel(self._address, self._security) as channel:
             talk = _Talk(self, channel, waiting, watchers)
-            self._session = Session(channel, METHOD, GatewayDown, talk, answer_limit_s=channel.answer_limit_s)
+            self._session = PeerSession(channel, METHOD, GatewayDown, talk, answer_limit_s=channel.answer_limit_s)
             await self._session.run()
 
     # Methods for `_Talk`.

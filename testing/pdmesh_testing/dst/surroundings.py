@@ -32,7 +32,7 @@ from pdmesh.core.events import Event
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.kv.mover import KvMover
 from pdmesh.wire.link import FrameLink
-from pdmesh.wire.session import Session
+from pdmesh.wire.session import PeerSession
 from pdmesh.worker.instance import Instance
 from pdmesh_scheduler.driver import Driver
 from pdmesh_testing.dst.engine import SimulatedCallThreads, SimulatedCopyThread, run_for
@@ -112,7 +112,7 @@ def simulated_surroundings(
         for defaults, name, value in (
             (KvMover.__init__, "clock", monotonic),
             (FrameLink.__init__, "max_queued", max_outbox),
-            (Session.__init__, "max_queued", max_outbox),
+            (PeerSession.__init__, "max_queued", max_outbox),
         ):
             stack.enter_context(mock.patch.dict(defaults.__kwdefaults__, {name: value}))
         stack.enter_context(_quiet_log())
