@@ -105,6 +105,18 @@ def test_a_session_is_forgotten_after_it_was_idle() -> None:
     assert len(sessions) == 2
 
 
+def test_a_forgotten_parent_keeps_no_ancestors_in_memory() -> None:
+    sessions = Sessions()
+    a_turn(sessions, 1, 0.0)
+    a_turn(sessions, 2, 1.0, parent=1)
+    a_turn(sessions, 3, IDLE_S - 1.0, parent=2)
+    a_turn(sessions, 4, IDLE_S + 2.0)
+    child = sessions.find(a_key(3))
+    assert child is not None
+    assert child.parent is not None
+    assert (child.parent.key, child.parent.parent) == (a_key(2), None)
+
+
 def test_pauses_are_learnt_and_a_late_session_is_expected_later() -> None:
     sessions = Sessions()
     at_s = 0.0

@@ -174,6 +174,8 @@ class Sessions:
             del self._tenants[session.tenant]
         if session.parent is not None:
             session.parent.num_children -= 1
+            # A child may still refer to this session. Its ancestors need not stay in memory for that.
+            session.parent = None
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the indexes of sessions differ."""
