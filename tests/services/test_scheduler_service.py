@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import grpc
 import grpc.aio
@@ -338,10 +339,21 @@ async def test_every_instance_is_sent_the_others_addresses_before_it_needs_them(
             await d.expect(ExpectCopy)
             assert (await p.expect(PeersHere)).data_addresses == {"d": b"d", "p": b"p"}
             await p.expect(AdmitPrefill)
+        await until_missed(mesh, prefill().instance_id)
         async with mesh.worker(replace(prefill(), data_address=b"another")):
             assert (await d.expect(PeerGone)).data_address == b"p"
             g.post(submit("t.g"))
             assert (await d.expect(PeersHere)).data_addresses == {"p": b"another"}
+
+
+async def until_missed(mesh: Mesh, instance_id: InstanceId) -> None:
+    """Wait until the scheduler has noticed that an instance's stream broke: before, another process is refused."""
+    with anyio.fail_after(10):
+        while any(
+            each.instance_id == instance_id and each.state == "up"
+            for each in (await mesh.ask(GetStatus(), MeshStatus)).instances
+        ):
+            await anyio.lowlevel.checkpoint()
 
 
 async def test_the_others_are_told_of_a_data_address_that_is_gone() -> None:
@@ -352,6 +364,7 @@ async def test_the_others_are_told_of_a_data_address_that_is_gone() -> None:
         assert (await d.expect(PeerGone)).data_address == prefill().data_address
         async with mesh.worker(prefill()):
             pass  # it is killed
+        await until_missed(mesh, prefill().instance_id)
         async with mesh.worker(replace(prefill(), data_address=b"started again")) as p:
             assert (await d.expect(PeerGone)).data_address == prefill().data_address
             p.post(Goodbye())
