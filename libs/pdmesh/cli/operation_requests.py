@@ -86,7 +86,10 @@ def resize(
 
 
 def restart_all(asked: Asked, *, timeout_s: float, start_timeout_s: float, force: bool, wait: bool) -> int:
-    """Restart every process, one after the other, as `start` does an operation."""
+    """Restart every process, one after the other, and return the exit code, if ``wait`` once that is over.
+
+    Raise PdmeshError as `start` does.
+    """
     question = StartRolling(
         operation_id=new_operation_id(), timeout_s=timeout_s, start_timeout_s=start_timeout_s, force=force
     )

@@ -47,7 +47,7 @@ class Endings:
         self.forget(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """End a sequence without a report."""
+        """End a sequence without reporting its end. `KvReleased` follows once its blocks are free."""
         self._effects.append(Forget(sequence))
         self._floor.end(sequence)
 

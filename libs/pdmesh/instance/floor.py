@@ -146,7 +146,7 @@ class PlanQueue(Protocol):
 
     @property
     def under_way(self) -> list[StepPlan]:
-        """Plans that have not ended."""
+        """Queued plans, oldest first. Running plans may be missing, and urgent ones that can begin at once."""
         ...
 
     def queue(self, plan: StepPlan) -> bool:

@@ -27,7 +27,10 @@ def pack_question(home: bytes, question: RangeQuestion) -> bytes:
 
 
 def unpack_question(sent: bytes, layer: int) -> tuple[bytes, RangeQuestion]:
-    """Return the owner's address and the question. Raises ValueError if ``sent`` is too short."""
+    """Return the owner's address and the question. Raise ValueError if ``sent`` is shorter than its head.
+
+    Neither address nor rows are checked: both are cut off, or empty, where ``sent`` ends early.
+    """
     if len(sent) < _START_AND_LENGTH.size:
         raise ValueError(f"a question of {len(sent)} bytes")
     start, length = _START_AND_LENGTH.unpack_from(sent)

@@ -269,7 +269,10 @@ class Transcript:
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     def suspect(self, grace_s: float) -> None:
-        """Resume the request after ``grace_s`` if nothing arrives: a token may be lost."""
+        """Resume the request after ``grace_s`` unless its next token is delivered before: that token may be lost.
+
+        An earlier deadline stays, and a finished request is not resumed.
+        """
         resume_at_s = self.clock() + grace_s
         if not self.finished and (self.resume_at_s is None or resume_at_s < self.resume_at_s):
             self.resume_at_s = resume_at_s

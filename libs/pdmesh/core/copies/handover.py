@@ -116,7 +116,7 @@ class HandOvers:
     # --- ahead of room to decode ---
 
     def holds_back(self, prefill: InstanceState, bundle: Bundle) -> bool:
-        """Whether the largest allowed amount of waiting KV is on the instance."""
+        """Return whether more KV waits on the instance than is allowed, so that no prompt may begin there."""
         return not prefill.may_add_waiting(0, bundle.waiting_kv_share)
 
     def begins_ahead(

@@ -64,8 +64,8 @@ class WaitingQueue:
     def defer(self, head: RequestState, *, as_long: bool) -> None:
         """Pass over the head's bucket until `call_all`.
 
-        ``as_long``: also pass over every tenant's buckets whose first prompt is at least as long, so that no request
-        for the same room overtakes the head.
+        ``as_long``: also pass over every tenant's buckets whose first request has at least as many tokens to compute,
+        so that no request for the same room overtakes the head.
         """
         self._lets_wait = True
         self._lines[head.request.tenant].defer(head.rank.bucket)

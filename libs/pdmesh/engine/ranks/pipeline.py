@@ -65,7 +65,10 @@ class Stages(Protocol):
         ...
 
     def reports(self) -> Iterator[tuple[int, Report]]:
-        """Yield the stages' reports with the stage's number, as they arrive."""
+        """Yield the stages' reports with the stage's number, as they arrive, without end.
+
+        Raise InstanceUnavailable once a stage is gone.
+        """
         ...
 
     def open_cache(self, num_bytes: int, num_blocks: int) -> Tensor:
