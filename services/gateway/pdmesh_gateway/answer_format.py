@@ -58,7 +58,7 @@ class AnswerFormat:
     textless_ids: Mapping[str, int]
 
     def reasoning_after(self, prompt: str) -> ReasoningStart:
-        """Return how the answer to a prompt, given as text, begins."""
+        """Return how the answer to a prompt, given as text, begins; NONE if the model does not reason."""
         return self.reasoning.begins_after(prompt) if self.reasons else ReasoningStart.NONE
 
     def shown_ids(self, begins: ReasoningStart, calls: Calls | None) -> frozenset[int]:

@@ -97,7 +97,7 @@ class GrammarChecker:
     async def grammar_of(self, asked: AnswerConstraint) -> tuple[str, list[str]]:
         """Return the grammar of a constraint, unchecked, and warnings of dropped constraints.
 
-        Raises RequestRejected for a schema that is malformed, or strict with parts that cannot be obeyed.
+        Raises RequestRejected if it is malformed, takes too long, or is strict and has parts that cannot be obeyed.
         """
         if asked.text:
             return await self._converted(asked.text, asked.param), []
@@ -114,7 +114,7 @@ class GrammarChecker:
         return grammar, [f"`{asked.param}` is not checked against {each}" for each in found.dropped[:MAX_WARNINGS]]
 
     async def obeyed(self, schema: Any, param: str) -> Obeyed:
-        """Return the part of a schema that can be obeyed. Raises RequestRejected naming ``param``."""
+        """Return the part of a schema that can be obeyed. Raises RequestRejected if that takes too long."""
         text = json.dumps(schema)
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass")).digest()
         found = self._obeyed.get(digest)
@@ -174,7 +174,7 @@ class GrammarChecker:
 def asked_for(fields: SamplingFields) -> AnswerConstraint | None:
     """Return the constraint that a request sets on its answer; None without one.
 
-    Raise RequestRejected for several constraints, or one of an unknown type.
+    Raise RequestRejected for several constraints, or one that is malformed, too large or of an unknown type.
     """
     options, wanted = fields.structured_outputs, fields.response_format
     if options is not None and (asked := _of_options(options)) is not None:

@@ -101,7 +101,7 @@ class Client:
 
     @contextmanager
     def generating(self, *, num_choices: int, num_prompt_tokens: int) -> Generator[Callable[[int], None]]:
-        """Count one request of ``num_choices`` choices as running within the block.
+        """Charge one request and its prompt tokens, and count ``num_choices`` choices as running within the block.
 
         Yields a function that charges output tokens; call it with their number. Raises RequestRejected (429) if a limit
         is reached.
@@ -162,7 +162,7 @@ class ApiKeys:
     def check(self, authorization: str | None, api_key: str | None = None) -> Client:
         """Return the client of an ``Authorization`` header or, without one, of an ``x-api-key``.
 
-        Raise RequestRejected (401) for an unknown key. Without keys, all callers are one client.
+        Raise RequestRejected (401) for a missing or unknown key. If no key is required, all callers are one client.
         """
         if not self:
             return self._anybody

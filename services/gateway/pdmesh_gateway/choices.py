@@ -76,7 +76,7 @@ class Choice:
         return self.finish_reason is not None
 
     def advance(self, tokens: list[TokenOut]) -> Delta:
-        """Turn delivered tokens into text. Raise GenerationFailed, or GrammarFailed for a failed grammar."""
+        """Turn tokens into text, up to the choice's end. Raise GenerationFailed, or GrammarFailed for a failed grammar."""
         delta = Delta(index=self.index)
         params = self.transcript.params
         for token in tokens:

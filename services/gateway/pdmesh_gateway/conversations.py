@@ -90,7 +90,7 @@ class Prepared:
 
 
 async def prompt_of(serving: Serving, conversation: Conversation) -> list[int]:
-    """Return a conversation as token ids, of any number. Raises RequestRejected if it cannot be rendered."""
+    """Return a conversation's token ids, perhaps too many. Raises RequestRejected if it is invalid or far too long."""
     _, token_ids = await _rendered(serving, conversation)
     return token_ids
 

@@ -122,7 +122,7 @@ class GatewaySession:
 
     @property
     def max_model_len(self) -> int:
-        """The longest context that the mesh serves, in tokens; 0 if unknown."""
+        """Longest context in tokens that the mesh serves, or lately served under another scheduler; 0 if unknown."""
         if self.state is None or not self.state.max_model_len:
             return 0
         return max(self.state.max_model_len, self._longest_of_before)

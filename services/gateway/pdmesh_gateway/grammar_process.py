@@ -77,7 +77,7 @@ class GrammarProcess:
         return TOO_MUCH if answer is None else msgspec.json.decode(answer, type=str | None)
 
     def obeyed(self, schema: Any) -> Obeyed | None:
-        """Return the part of a schema that can be obeyed; None if this takes too much time or memory."""
+        """Return the part of a schema that can be obeyed; None if it takes too much time or memory, or is too large."""
         answer = self._ask([schema])
         if answer is None or len(answer) > MAX_ANSWER_BYTES:
             return None

@@ -61,7 +61,7 @@ class RequestLimiter:
 
     @contextmanager
     def upload(self) -> Generator[Upload]:
-        """Receive a body within the block."""
+        """Yield an arriving body, whose bytes count until the block ends or the body is cancelled."""
         upload = Upload(self)
         self._uploads[upload] = None
         try:

@@ -168,7 +168,7 @@ async def _end_streams(context: ServiceContext, transcripts: Transcripts) -> Non
 def token_host_of(config: MeshConfig) -> str:
     """Return the host by which workers reach the token port.
 
-    A wildcard is replaced by this machine's address towards the scheduler. Raises ConfigError if there is none.
+    A wildcard becomes this machine's address towards the scheduler, if workers need it. Raises ConfigError without one.
     """
     gateway = config.gateway
     if gateway.token_address is not None or not is_wildcard(gateway.token_host):

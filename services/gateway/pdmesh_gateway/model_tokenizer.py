@@ -96,7 +96,7 @@ class ModelTokenizer:
     def load(cls, directory: Path, request_templates: RequestTemplates | None = None) -> ModelTokenizer:
         """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
 
-        Raise ConfigError if one is missing or malformed.
+        Raise ConfigError if ``tokenizer.json`` is missing or a file is malformed.
         """
         path = directory / "tokenizer.json"
         if not path.is_file():

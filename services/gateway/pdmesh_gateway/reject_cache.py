@@ -57,11 +57,11 @@ class RejectCache:
 
     @property
     def is_open(self) -> bool:
-        """Whether no request is refused."""
+        """Whether surely no request is refused now."""
         return self._clock() >= self._some_until_s
 
     def check(self, kind: RequestKind) -> None:
-        """Raise RequestRejected (429) if this kind is refused now. The first request after a refusal's time passes."""
+        """Raise the cached refusal if this kind is refused now. The first request after a refusal's time passes."""
         closed = self._closed.get(kind)
         if closed is None:
             return

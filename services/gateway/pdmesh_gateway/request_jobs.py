@@ -84,7 +84,7 @@ def job_of(
     shown_ids: frozenset[int] = frozenset(),
     call_parser: Callable[[ItemWriter], ItemParser] | None = None,
 ) -> GenerationJob:
-    """Return the job of prompts with given parameters. Raises RequestRejected if the key does not allow its targets."""
+    """Return the job of prompts with given parameters. Raises RequestRejected for a bad target, stop string or salt."""
     client, priority = caller.client, fields.priority or 0
     client.check_service_level(priority, caller.slo)
     return GenerationJob(

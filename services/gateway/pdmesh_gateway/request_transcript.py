@@ -301,7 +301,7 @@ class Transcript:
         return True
 
     def fail(self, error: RequestRejected) -> None:
-        """Fail the request with an error for its client."""
+        """Fail the request with an error for its client, unless it is finished."""
         if not self.finished:
             self.failure = error
             self.finished = True

@@ -124,7 +124,7 @@ class Serving:
         return max(1, self.config.max_concurrent_requests // 4)
 
     def parts_of(self, prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-        """Split a request's prompts into parts that `check_load` accepts one by one."""
+        """Split a request's prompts into parts that `check_load` accepts, unless one prompt alone is too large."""
         part: list[Sequence[int]] = []
         num_tokens = 0
         for prompt in prompts:

@@ -119,5 +119,5 @@ class Transcripts:
         return tuple(t.request_id for t in self.unopened() if t.submitted_to == scheduler_id)
 
     def unopened(self) -> list[Transcript]:
-        """Return the transcripts that no instance is known to have begun to answer."""
+        """Return the unfinished transcripts that no instance is known to have begun to answer in their epoch."""
         return [t for t in self._by_id.values() if not t.finished and t.source is None]

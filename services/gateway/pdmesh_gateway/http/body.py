@@ -61,7 +61,7 @@ async def receive_body(
     timeout_s: float,
     content_encoding: str | None = None,
 ) -> bytes:
-    """Return the whole body, decompressed. Raises RequestRejected (413, 408, 415, 429) and ClientGone."""
+    """Return the whole body, decompressed. Raises RequestRejected (400, 408, 413, 415, 429) and ClientGone."""
     inflater = inflater_of(content_encoding)
     if content_length is not None and content_length > max_bytes:
         raise _too_big(max_bytes)
@@ -98,7 +98,7 @@ async def decode_body(kind: type[T], body: bytes, *, max_values: int) -> tuple[T
     """Decode a body to a struct; return the struct and the names of ignored fields.
 
     Half a surrogate pair, such as a text that was cut within an emoji, is read as U+FFFD. Raises RequestRejected naming
-    the wrong field, or with status 413 if the body may hold more than ``max_values`` values.
+    the wrong field, or with status 413 if a body over `INLINE_BYTES` may hold more than ``max_values`` values.
     """
     if len(body) <= INLINE_BYTES:
         return _decode(kind, body)

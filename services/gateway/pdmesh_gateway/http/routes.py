@@ -162,7 +162,7 @@ class _Endpoint:
             exchange.client.check_scope(self._scope)
 
     async def _answered_preflight(self, exchange: Exchange) -> bool:
-        """Add the headers that allow an origin's pages to read the answer. Return whether this was a preflight.
+        """Add the headers that let an allowed origin's pages read the answer; return whether this was its preflight.
 
         A preflight is answered here. The headers of an origin that may not read are left out.
         """

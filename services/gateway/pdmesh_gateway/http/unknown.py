@@ -172,7 +172,7 @@ def ignored_in_objects(request: Any) -> tuple[str, ...]:
 
 
 def header_value(names: Iterable[str]) -> bytes:
-    """Return names for `HEADER`; names that a header cannot hold are only counted."""
+    """Return names for `HEADER`; names beyond `MAX_NAMED`, or that a header cannot hold, are only counted."""
     every = list(names)
     shown = [name for name in every[:MAX_NAMED] if _PRINTABLE.fullmatch(name)]
     rest = [f"{len(every) - len(shown)} more"] if len(shown) < len(every) else []
@@ -347,7 +347,7 @@ def _unsupported(path: str, name: str, kind: StructType) -> RequestRejected:
 def _resembling(name: str, kind: StructType) -> tuple[str, ...]:
     """Return the fields that change an answer and whose names equal ``name`` except for case, dashes or one letter.
 
-    None for a name shorter than 4 letters or longer than 40.
+    Empty for a name shorter than 4 letters or longer than 40.
     """
     key = _key(name)
     if not 4 <= len(key) <= 40:

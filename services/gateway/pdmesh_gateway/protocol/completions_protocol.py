@@ -31,7 +31,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 
     @property
     def asked_tokens(self) -> int | msgspec.UnsetType | None:
-        """The limit of the completion, by whichever name it is given; None or UNSET without a limit."""
+        """The limit of the completion, by whichever name it is given; None for no limit, UNSET if absent."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 

@@ -60,7 +60,7 @@ def conversation_of(request: CountTokensRequest) -> Conversation:
 
 
 def fields_of(request: MessagesRequest) -> SamplingFields:
-    """Return the sampling fields of a request. Raise RequestRejected for a blank stop sequence."""
+    """Return the sampling fields of a request. Raise RequestRejected for a wrong stop sequence or format."""
     stops = [stop for stop in request.stop_sequences or [] if stop.strip()]
     if len(stops) < len(request.stop_sequences or []):
         raise invalid("stop_sequences", "`stop_sequences` must not contain blank strings.")

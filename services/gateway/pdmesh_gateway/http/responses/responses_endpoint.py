@@ -82,7 +82,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
     async def _begin(self, request: ResponsesRequest, exchange: Exchange) -> None:
         """Begin an answer in the background, and send its events or its first state.
 
-        Raise RequestRejected if nothing is stored.
+        Raise RequestRejected if responses are not stored, or the answer cannot begin.
         """
         if request.store is False or not self._stored.kept.keeps:
             raise invalid("background", "`background` requires `store`: the response is retrieved later.")

@@ -74,7 +74,7 @@ def num_top_logprobs_of(request: ResponsesRequest) -> int | None:
 
 
 def fields_of(request: ResponsesRequest) -> SamplingFields:
-    """Return the sampling fields of a request. Raise RequestRejected for an invalid one."""
+    """Return the sampling fields of a request, unchecked."""
     return sampling_fields_of(
         request, response_format=_response_format(None if request.text is None else request.text.format)
     )

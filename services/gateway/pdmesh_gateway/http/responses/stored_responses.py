@@ -108,7 +108,7 @@ class StoredResponses:
         )
 
     async def tell(self, exchange: Exchange, log: EventLog, number: int) -> None:
-        """Send a response's events from ``number`` on. Raises RequestRejected if these were dropped."""
+        """Send a response's events from ``number`` on, until its end. Raises RequestRejected if they were dropped."""
         async for events in log.read(number, idle_s=self._serving.config.sse_keep_alive_s or math.inf):
             if not exchange.started:
                 await exchange.start_events()
