@@ -50,7 +50,7 @@ class CallThreads:
         return not any(thread.is_alive() for thread in self._threads)
 
     def put(self, call: Callable[[], object]) -> None:
-        """Make a call in its turn. The call must not raise. Any thread may use this method."""
+        """Queue a call and return at once. The call must not raise. Any thread may use this method."""
         self._calls.put(call)
 
     async def run(self, call: Callable[[], T], *, on_cancel: Callable[[], object] = lambda: None) -> T:

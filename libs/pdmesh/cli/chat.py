@@ -25,7 +25,7 @@ Message = dict[str, Any]
 def run_chat(target: Target, options: ChatOptions, message: str | None) -> int:
     """Converse until the end of input, or print one answer to ``message``. Return the exit code.
 
-    Raise PdmeshError if the gateway cannot be reached.
+    Raise PdmeshError if the gateway cannot be reached, or refuses ``message``.
     """
     fields: dict[str, Any] = {"max_tokens": options.max_tokens, "stream": True}
     if options.temperature is not None:

@@ -71,7 +71,7 @@ class ForkServer:
         self._one_at_a_time = anyio.Lock()
 
     async def run(self) -> None:
-        """Run a server, and another one when it ends, until cancelled. Return if one ends before it serves."""
+        """Run a server, and another one when it ends, until cancelled. Return if one never serves."""
         try:
             os.close(os.pidfd_open(os.getpid()))  # forked workers need pidfds
             while await self._run_once():  # noqa: ASYNC110  # returns when a server ends

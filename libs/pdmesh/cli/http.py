@@ -113,7 +113,7 @@ class Target:
             raise PdmeshError(f"cannot read security.api_keys_file {security.api_keys_file}: {error}") from error
 
     def client(self, *, read_timeout_s: float) -> httpx.Client:
-        """Return an HTTP client for the gateway. Raises PdmeshError if there is no such gateway."""
+        """Return an HTTP client for the gateway. Raises PdmeshError if no URL is given and no mesh serves here."""
         import httpx
 
         url, security = self.url, self.config.security

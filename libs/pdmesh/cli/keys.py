@@ -101,7 +101,7 @@ def _parse(key: ApiKey | Operator, text: str, where: str) -> Mapping[str, ApiKey
 def add_entry(file: Path, key: ApiKey | Operator, entry: str) -> None:
     """Append an entry to a file that only its owner can read.
 
-    Raise ConfigError if the name is in use or the file cannot be written.
+    Raise ConfigError if the name is in use, or the file is no ``.toml`` or cannot be written.
     """
     if file.suffix != ".toml":
         raise ConfigError(f"{file}: the name of the file must end in .toml")

@@ -74,7 +74,7 @@ def _pid(asked: Asked, name: str) -> int | None:
 def resize(
     asked: Asked, sizes: Mapping[Role, int | None], *, timeout_s: float, start_timeout_s: float, wait: bool
 ) -> int:
-    """Resize the pools as `start` does an operation; a pool without a size keeps its size."""
+    """Resize the pools with a size; wait for the end if ``wait``. Return the exit code, and raise, as `start` does."""
     question = StartResize(
         operation_id=new_operation_id(),
         pools=PoolCounts(**{str(role): sizes[role] or 0 for role in Role}),

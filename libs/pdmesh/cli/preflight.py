@@ -69,7 +69,7 @@ def check_access(config: MeshConfig) -> None:
 
 
 def check_machine(config: MeshConfig, *, num_processes: int) -> None:
-    """Raise ConfigError if a mesh of ``num_processes`` could start here, but not run."""
+    """Lift the limit of open files. Raise ConfigError if a mesh of ``num_processes`` could start here, but not run."""
     raise_descriptor_limit()
     check_thread_limit(num_processes, num_startable_threads())
     hosts = {config.scheduler.host, config.telemetry.metrics_host, config.gateway.token_host, config.gateway.host}

@@ -133,7 +133,7 @@ def run_profile(config: MeshConfig, options: ProfileOptions) -> None:
 def measure(
     engine: Engine, shapes: Sequence[StepShape], limit_s: float, on_progress: Callable[[float], None]
 ) -> dict[StepShape, float]:
-    """Return the median seconds of each step that fits the engine. Stops at the limit, even in the first round."""
+    """Return the median seconds of each step that fits the engine and was measured before ``limit_s``."""
     from pdmesh.worker.measuring import fits, step_s
 
     _fill(engine)

@@ -52,7 +52,7 @@ def progress_line(output: Output = Output.TABLE) -> Iterator[Callable[[str], Non
 
 
 def advance(progress: Progress, task: TaskID) -> Callable[[int], None]:
-    """Return a simulator's callback, which updates the bar by the number of ended requests."""
+    """Return a simulator's callback, which sets the bar to the number of ended requests, a hundred at a time."""
 
     def on_ended(num_ended: int) -> None:
         if num_ended % 100 == 0:

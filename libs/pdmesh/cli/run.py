@@ -19,8 +19,8 @@ from pdmesh.errors import ConfigError
 def run_model(config: MeshConfig, state: StateFolder, message: str | None) -> int:
     """Chat, or print the answer to ``message``, and return the exit code.
 
-    Start a mesh if none of that name runs, and leave it running. Raises ConfigError if the mesh serves another model,
-    PdmeshError if no mesh can start.
+    Start a mesh if none of that name runs, and leave it running; if it does not start, return its supervisor's exit
+    code. Raises ConfigError if the mesh serves another model, PdmeshError as `run_chat` does.
     """
     record = state.read()
     if record is None:

@@ -50,7 +50,7 @@ class MeshRecord:
     services: tuple[ServiceRecord, ...]
 
     def security(self, given: SecurityConfig) -> SecurityConfig:
-        """Return the secrets and certificates for a command: the given ones, else the mesh's own."""
+        """Return the given secrets with the mesh's token, and with the mesh's certificates in place of missing ones."""
         own: dict[str, str | None] = self.config.get("security", {})
         names = ("tls_cert", "tls_key", "tls_ca")
         missing: dict[str, Any] = {

@@ -168,7 +168,7 @@ class ReceiveRing:
             self._posted[slot] = self._api.worker.tag_recv(self._arrays[slot], self._api.tag, self._api.any_tag)
 
     def reap(self) -> bool:
-        """Queue the pieces that have arrived for the consumer. Return whether there were any."""
+        """Queue the pieces that have arrived for the consumer. Return whether a message, even a malformed one, came."""
         arrived = [slot for slot, request in self._posted.items() if request.completed]
         for slot in arrived:
             self._stalled.discard(slot)

@@ -76,7 +76,7 @@ class Choice:
         return self.finish_reason is not None
 
     def advance(self, tokens: list[TokenOut]) -> Delta:
-        """Turn tokens into text, up to the choice's end. Raise GenerationFailed, or GrammarFailed for a failed grammar."""
+        """Turn tokens into text until the choice ends. Raise GenerationFailed or, for its grammar, GrammarFailed."""
         delta = Delta(index=self.index)
         params = self.transcript.params
         for token in tokens:

@@ -269,7 +269,7 @@ class Generator:
         self._tell(command, drawn)
 
     def _tell(self, command: GatewayCommand, what: Callable[[Transcript], None]) -> None:
-        """Call ``what`` with the transcript that a command names, if it is current. An error fails this request alone."""
+        """Call ``what`` with a command's transcript if that is current. An error fails this request alone."""
         transcript = self._transcripts.current(command.request_id, command.epoch)
         if transcript is not None:
             try:

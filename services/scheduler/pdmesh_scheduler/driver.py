@@ -146,7 +146,7 @@ class Driver:
         self._put(_Queued(event, generation, first=first))
 
     async def submit(self, event: Event, generation: Generation | None = None) -> None:
-        """Queue an event, waiting while more than `MAX_INBOX` are queued. ``generation``: the request of an arrival."""
+        """Queue an event, then wait while more than `MAX_INBOX` are queued. ``generation``: the arrived request."""
         self.post(event, generation)
         while len(self._inbox) > MAX_INBOX:
             await self._emptied.wait()

@@ -116,7 +116,10 @@ class Leases(Generic[IdT]):
         self._deadlines[peer_id] = anyio.current_time() + self._lease_s
 
     def silent_s(self, peer_id: IdT) -> float:
-        """Return a lower bound of the seconds since the peer was heard from; infinity without a lease."""
+        """Return the seconds since the peer was heard from, more after its stream broke; infinity without a lease.
+
+        A pause of this process counts as hearing from all peers.
+        """
         return anyio.current_time() + self._lease_s - self._deadlines.get(peer_id, -math.inf)
 
     def stream_broke(self, peer_id: IdT) -> None:

@@ -74,7 +74,7 @@ class WorkerStreams:
             tasks.start_soon(self.absences.run, self._stays_away)
 
     async def serve(self, link: FrameLink[WorkerDown, WorkerUp], peer: str) -> None:
-        """Serve one stream, from its registration to its end.
+        """Serve one stream, from its registration to its end. Raise ProtocolError for a registration that is refused.
 
         Raise InstanceUnavailable if its lease runs out or a newer stream of the instance replaces it.
         """

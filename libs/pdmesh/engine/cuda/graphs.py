@@ -169,7 +169,7 @@ class DecodeGraphs:
             self._graph(size)
 
     def step(self, parts: Sequence[SequenceSlice]) -> GraphOutput:
-        """Start a step. The next step overwrites the output."""
+        """Start a step and return its output, which the next step overwrites."""
         batch = _Batch([part.sequence for part in parts], [part.start for part in parts])
         graph, decode, replay = self._graph(graph_batch_size(len(parts)))
         prepared, self._prepared = self._prepared, None

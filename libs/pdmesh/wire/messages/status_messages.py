@@ -147,7 +147,7 @@ PlacedT = TypeVar("PlacedT", bound=_Placed)
 
 
 def in_order(instances: Iterable[PlacedT]) -> list[PlacedT]:
-    """Sort instances by role and name for people to read, ``decode-10`` after ``decode-9``.
+    """Return instances by role and name, for people to read, ``decode-10`` after ``decode-9``.
 
     The scheduler lists instances as they joined, so a restarted instance would change its place.
     """
