@@ -250,7 +250,7 @@ def grouped(
 def of_float8(values: Tensor, scales: Tensor, group_of: Tensor) -> GroupedWeight | None:
     """Return values * scales for E4M3's floats (outputs, inputs). ``scales`` are (outputs, groups).
 
-    None means that kernels do not serve the groups' sizes, or that scales are too large for them.
+    None means that kernels do not serve the groups' sizes or order, or that scales are too large for them.
     """
     form = _grouping(group_of, scales.shape[1])
     if form is None or form[2] is not None or bool((scales.abs() >= _FLOAT8_SCALES).any()):

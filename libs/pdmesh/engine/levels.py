@@ -132,7 +132,7 @@ def choose_kernels(dtype: str, *, cpu_level: str = "auto", ordered: bool = False
 
 
 def load_library(level: CpuLevel, dtype: str = "bfloat16", folder: Path = FOLDER) -> KernelLibrary | None:
-    """Load one level's kernels. Return None if they were not compiled, or the system grants no AMX.
+    """Load one level's kernels. Return None if they were not compiled, or the system does not grant the level.
 
     The processor must have the level. Kernels that were compiled from an earlier interface version count as not
     compiled.

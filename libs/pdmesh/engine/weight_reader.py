@@ -354,7 +354,7 @@ class WeightReader:
         return fastest_linear(weight, bias, self.memory, self.library) if self.packed else PlainLinear(weight, bias)
 
     def _packed(self, places: Sequence[_Place], num_inputs: int, bias: Tensor | None, order: Order) -> Linear | None:
-        """Return the projections with their weights still quantised, or None if one of them is stored plainly."""
+        """Return the projections with their weights still quantised; None if one is plain, or no kernel takes it."""
         if not self.keeps_packed:
             return None
         weights: list[GroupedWeight] = []
