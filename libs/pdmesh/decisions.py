@@ -93,7 +93,10 @@ class RecentDecisions:
         self._before = MeshMembers(bundle)
 
     def record(self, now_s: float, event: Event, commands: Sequence[Command]) -> None:
-        """Keep a decision, without the hashes of prompts, which may be large. Drop the oldest beyond the limits."""
+        """Keep a decision, without the hashes of prompts, which may be large. Drop the oldest beyond the limits.
+
+        A tick or a report of load or cache is kept as a `Tick`, and only if commands answer it.
+        """
         commands = [_without_hashes(command) for command in commands if not isinstance(command, WakeAt)]
         if isinstance(event, _PLAIN):
             if not commands:

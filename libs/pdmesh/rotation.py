@@ -25,8 +25,8 @@ def set_aside(path: Path, keep: int) -> None:
 def cut_off(path: Path, *, max_bytes: int, keep: int) -> None:
     """Empty ``path``, which other processes append to, once it is larger than ``max_bytes``; copy it to ``path.1``.
 
-    A line written during the copy is lost. So is the whole content if there is no room for the copy: the purpose is to
-    free a full disk. Raises OSError if the file cannot be emptied.
+    With ``keep`` 0, nothing is copied. A line written during the copy is lost. So is the whole content if there is no
+    room for the copy: the purpose is to free a full disk. Raises OSError if the file cannot be emptied.
     """
     try:
         if path.stat().st_size <= max_bytes:

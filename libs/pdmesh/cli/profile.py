@@ -152,7 +152,7 @@ def measure(
 
 
 def relative_errors(model: LinearLatencyModel, measured: Sequence[tuple[StepShape, float]]) -> list[float]:
-    """Return each prediction's error relative to the measured time."""
+    """Return each prediction's error relative to the measured time, without its sign."""
     return [abs(model.step_s(shape) / seconds - 1) for shape, seconds in measured]
 
 

@@ -310,7 +310,10 @@ class MeshRun:
 
 
 def resolved(config: MeshConfig, say: Callable[[str], None] | None = None) -> MeshConfig:
-    """Return the configuration with the model as a directory, its served name, and absolute paths of certificates."""
+    """Return the configuration with the model as a directory, its served name, and absolute paths of certificates.
+
+    A model that is neither local nor cached is downloaded. Raises ConfigError if there is no such model.
+    """
     from pdmesh.engine.files import resolve_model, served_name, with_adapter
 
     if config.model is None:

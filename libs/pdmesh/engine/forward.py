@@ -293,7 +293,10 @@ def earlier_slots(
 
 
 def state_slices(batch: Sequence[SequenceSlice], block_size: int, frames: FrameMap | None) -> tuple[StateSlice, ...]:
-    """Return each slice's rows, and its pages in layers with states: blocks, or with ``frames`` the blocks' frames."""
+    """Return each slice's rows, and its pages in layers with states: blocks, or with ``frames`` the blocks' frames.
+
+    Raises ValueError if a slice has a draft.
+    """
     slices: list[StateSlice] = []
     row = 0
     for part in batch:
