@@ -254,7 +254,7 @@ class MeshState(CommandOutbox):
             self.grant(self.broker.offer_again(state.incoming))
 
     def take_back_backends(self) -> None:
-        """Ask the sources of preempted requests to return the backends that others wait for."""
+        """Grant copies whose turn has come, and ask preempted requests' sources for backends that others wait for."""
         self.grant(self.broker.unblock())
         for copy in self.broker.take_back():
             self.stop(copy, Stop.PAUSE)
@@ -369,7 +369,7 @@ class MeshState(CommandOutbox):
         target.settle(state.key)
 
     def drop_plans(self, instance: InstanceState) -> None:
-        """Drop the plans in flight on an instance that was lost or restarted, because no report will follow."""
+        """End the chunks in flight on an instance that was lost or restarted, because no report will follow."""
         for plan in instance.plans.values():
             for chunk in plan.chunks:
                 if state := self.find((chunk.request_id, chunk.epoch)):

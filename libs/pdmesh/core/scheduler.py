@@ -211,7 +211,7 @@ class SchedulerCore:
 
     @property
     def helped(self) -> list[RequestView]:
-        """Requests whose prompts several instances compute in turn, in the order of placement."""
+        """Requests whose prompts several instances compute and have not fully planned, in the order of placement."""
         return [state.view for state in self._packer.prefill_groups.helped]
 
     def request(self, request_id: RequestId) -> RequestView | None:
@@ -301,7 +301,7 @@ class SchedulerCore:
         return state is not None and (state.phase is Phase.WAITING or self._packer.prefill_groups.may_be_helped(key))
 
     def may_change_receiver(self, key: RequestKey) -> bool:
-        """Whether the KV has not landed, so that it may still go to another instance."""
+        """Whether a placed request's KV has not landed, so that it may still go to another instance."""
         state = self._mesh.find(key)
         return state is not None and state.is_in_prefill
 

@@ -161,7 +161,7 @@ _NEARLY = 0.45
 
 
 def phase_end_s(choice: ModeChoice, phase: DecodePhase) -> float:
-    """Return when a decode phase ends, by the ratio form of EB(k), which also serves queues shorter than k.
+    """Return when a decode phase ends, by the ratio form of EB(k); infinite if no waiting request has room.
 
     A phase with waiting requests ends when fillable / busy >= idle share / (1 - idle share), to the nearest seat. Three
     further conditions end a phase. No seat is busy, so nothing else frees memory. The first request in line must begin
@@ -381,7 +381,7 @@ class ModePrediction(NamedTuple):
 
 
 def safe_seats(load: Load, threshold: Threshold, risk: float) -> int:
-    """Return N: the most requests that decode at once with a chance of at most ``risk`` to run out of KV in a phase."""
+    """Return N, at least 1: the most decodes at once with a chance of at most ``risk`` to run out of KV in a phase."""
     most = load.max_num_seqs
     lengths = load.held or load.lengths
     return max(1, max_safe_slots(load.num_kv_tokens, risk, threshold, lengths, at_most=most))

@@ -34,7 +34,7 @@ class Decoding(NamedTuple):
     def room_s(self, num_requests: int, num_blocks: int) -> float:
         """Return the predicted seconds until ``num_requests`` more have room for ``num_blocks`` in all.
 
-        Each request that ends is taken to free the mean number of blocks.
+        At least one request must end. Each is taken to free the mean number of blocks.
         Infinite if no request runs that could end.
         """
         if not self.num_requests or self.ends_per_s <= 0:

@@ -35,6 +35,7 @@ class LocalPrefill:
         """Whether to compute the prompt on ``decode``; ``prefill`` has the fewest queued tokens of the other instances.
 
         On ``prefill`` the prompt waits for the queued prompts and is computed; then the KV of the last layer moves.
+        If ``prefill`` is None, any room in the steps of ``decode`` is enough.
         ``num_reused_tokens`` of the prompt are cached on ``decode``, and ``num_reused_there`` on ``prefill``.
         """
         there_s = inf

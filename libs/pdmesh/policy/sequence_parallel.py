@@ -92,7 +92,10 @@ class ElasticPlanner:
     def plan(
         self, num_tokens: int, num_done_tokens: int, held: Collection[InstanceId], pool: Sequence[FreeAt]
     ) -> tuple[PlannedChunk, ...]:
-        """Return the plan that ends first among the group sizes that reach the improvement rate."""
+        """Return the plan that ends first among the group sizes that reach the improvement rate.
+
+        Raises ValueError if no size is possible.
+        """
         line = line_of(held, pool)
         num_instances, num_least = len(line), len(held) or 1
         held_s = line[num_least - 1][0]

@@ -413,7 +413,7 @@ def _phase_left_s(instance: InstanceState) -> float:
 
 
 def can_switch(instance: InstanceState) -> bool:
-    """Whether an instance has modes to choose from: it has one stage, and prefills and decodes by role or locally.
+    """Whether an instance has modes to choose from: it has one stage, decodes by role, and prefills by role or locally.
 
     An instance of several stages runs steps of both kinds at once.
     """

@@ -205,7 +205,7 @@ class StepSlots:
 
     @property
     def any_long(self) -> bool:
-        """Whether some instance computes or decodes a long request."""
+        """Whether some instance computes a long prompt, still has its KV, or decodes a long request."""
         return bool(self._with_long)
 
     def computing(self) -> list[InstanceState]:
@@ -274,7 +274,7 @@ class StepSlots:
         return bool(self._spare.members)
 
     def idle(self) -> Iterable[InstanceState]:
-        """Return instances with room for a regular plan, and no prompt for it."""
+        """Return instances that prefill by role, with room for a regular plan and no prompt for it."""
         return self._idle.values()
 
     def is_idle(self, instance: InstanceState) -> bool:

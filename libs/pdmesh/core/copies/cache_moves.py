@@ -40,7 +40,7 @@ class CacheMoves:
         self._left: dict[InstanceId, list[Sequence[PrefixHash]]] = {}
 
     def advance(self, source: InstanceState, until_s: float, now_s: float) -> int:
-        """Begin the copies that may run now, and return how many prefixes are left, or on their way from the source.
+        """Begin the copies that may run now. Return how many prefixes are left, or under way from or to the source.
 
         The first call lists the prefixes. ``until_s`` is the time limit.
         """

@@ -272,7 +272,7 @@ class ContextRanges:
         return True
 
     def released(self, instance_id: InstanceId, key: RequestKey) -> None:
-        """Handle a target that released its room for a range under way."""
+        """End a copy whose target released its room; restart the request if the range has landed there."""
         state = self._mesh.find(key)
         if state is not None and state.range_copy is not None and state.range_copy.target_id == instance_id:
             self._lose_target(state, state.range_copy)
@@ -295,7 +295,7 @@ class ContextRanges:
         return [(state, copy) for state, copy in self._mesh.copies_of(instance_id) if copy.plan.is_of_range]
 
     def lost(self, instance_id: InstanceId) -> None:
-        """End the copies to or from a lost instance."""
+        """End copies to or from a lost instance that have not landed; restart requests with a range landed there."""
         for state, copy in self._of_instance(instance_id):
             if copy.target_id == instance_id:
                 self._lose_target(state, copy)

@@ -69,7 +69,7 @@ class Fetches:
         return source.sends_cached and self.num_of(source.instance_id) < MAX_AT_ONCE
 
     def may_receive(self, destination: InstanceState) -> bool:
-        """Whether another fetch to ``destination`` may start: it takes new work, has room, and has few fetches."""
+        """Whether another fetch to ``destination`` may start: it takes new work, lacks no blocks, has few fetches."""
         return destination.takes_new and not destination.low and self.num_of(destination.instance_id) < MAX_AT_ONCE
 
     def num_of(self, instance_id: InstanceId) -> int:
@@ -77,7 +77,7 @@ class Fetches:
         return sum([instance_id in (each.copy.source_id, each.copy.target_id) for each in self._all.values()])
 
     def brings(self, destination: InstanceState, granule: PrefixHash) -> bool:
-        """Whether a fetch under way brings a granule that the destination lacks, and perhaps later ones."""
+        """Whether a fetch is under way to ``destination`` whose first new granule is ``granule``."""
         coming = self._coming.get(granule, ())
         return any(fetch.copy.target_id == destination.instance_id for fetch in coming)
 

@@ -189,9 +189,10 @@ class GroupPlanner:
     def leader_tokens(
         self, leader: InstanceState, step: PartialStep, state: RequestState, most: int, bundle: Bundle
     ) -> int:
-        """Return how many of ``most`` tokens go into a step of the leader; 0 if the next chunk must wait.
+        """Return how many of ``most`` tokens go into the leader's step; 0 if the next chunk may not join the step.
 
-        The chunk waits for a recovery, for answers of asked helpers, for a parallel step, or for another member's turn.
+        A step has at most one chunk of a group. The next chunk may also wait for a recovery, for answers of asked
+        helpers, for a parallel step, or for another member's turn.
         """
         if any(self._mesh.requests[chunk.request_id].group is not None for chunk in step.chunks):
             return 0
@@ -246,7 +247,7 @@ class GroupPlanner:
     # --- the helpers' ---
 
     def help(self, step_slots: StepSlots, bundle: Bundle, now_s: float) -> bool:
-        """Ask instances for help, and plan one more chunk for each helper without work of its own.
+        """Ask instances for help, and plan a parallel step, or a chunk for each helper with the fewest plans in flight.
 
         Returns whether a chunk was planned. Only instances with a step slot and no prompt of their own help.
         """

@@ -66,9 +66,10 @@ class CutPairs:
 
 
 def have_way(request: Request, instances: Collection[InstanceState], cut: CutPairs) -> bool:
-    """Whether usable instances for a request reach each other and its gateway, as far as is known.
+    """Whether a usable prefill and decode instance of one class reach each other and the request's gateway.
 
-    Without a usable instance whose role decodes, one that decodes locally is enough.
+    Both may be one instance unless the context is spread. Without a usable instance whose role decodes, one that
+    decodes locally and reaches the gateway is enough.
     """
     unreachable = cut.of(request.gateway_id)
     reachable = [each for each in instances if each.is_usable and each.instance_id not in unreachable]

@@ -12,7 +12,7 @@ from pdmesh.model import Request
 
 
 def could_place(request: Request, instances: Collection[InstanceState], *, by_number: bool = True) -> bool:
-    """Whether some pair of the instances could take the request if they were empty.
+    """Whether some pair of the instances, or one alone, could take the request if they were empty.
 
     If contexts are spread, there must be as many instances as the request may need after a resumption, when its output
     is part of the prompt. Without ``by_number``, one instance of each kind is enough, since a lost one soon returns.
@@ -27,7 +27,7 @@ def is_held_whole(request: Request, instances: Collection[InstanceState]) -> boo
 
 
 def as_placed(request: Request, instances: Collection[InstanceState]) -> Request:
-    """Return the request, changed to always move if it ends with its prompt and no instance could hold that whole."""
+    """Return the request, changed to always move if it ends with its prompt and no usable instance could hold that."""
     if request.ends_with_prompt and not is_held_whole(request, instances):
         return replace(request, always_moves=True)
     return request

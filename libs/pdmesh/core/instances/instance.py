@@ -68,7 +68,7 @@ class InstanceState(InstanceLoad):
         return len(self.plans) - (self.urgent_plan_id is not None)
 
     def has_step_slot(self, plans_in_flight: int) -> bool:
-        """Whether another regular plan may be sent. An instance of one stage may have ``plans_in_flight``."""
+        """Whether another regular plan may be sent: fewer than ``plans_in_flight``, plus one per further stage, are."""
         return self.num_regular_plans < plans_in_flight + self.num_stages - 1
 
     def begin_plan(self, plan: StepPlan, now_s: float) -> None:

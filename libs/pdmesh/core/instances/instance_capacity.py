@@ -121,7 +121,7 @@ class InstanceCapacity:
         )
 
     def could_decode(self, request: Request) -> bool:
-        """Whether prompt and output fit the empty instance, and its role decodes KV of other instances."""
+        """Whether the empty instance could decode the request, by role, weights, length and room."""
         return self.role_decodes and self._could_hold(request)
 
     def could_finish(self, request: Request) -> bool:

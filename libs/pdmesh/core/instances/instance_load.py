@@ -304,7 +304,7 @@ class InstanceLoad(InstanceCapacity):
         return self._room
 
     def can_stay(self, request: Request) -> bool:
-        """Whether the whole context of the request fits now, with a seat, without other shard holders."""
+        """Whether the instance `can_decode` the request, and its context needs no other shard holders."""
         return not self.num_parts(request) and self.can_decode(request)
 
     def can_decode(self, request: Request) -> bool:
@@ -388,7 +388,10 @@ class InstanceLoad(InstanceCapacity):
         return not waiting or waiting + num_blocks <= share * self.num_blocks
 
     def can_prefill(self, request: Request) -> bool:
-        """Whether the prompt fits now: all of it, or the ranges that the instance holds at once if it streams out."""
+        """Whether the prompt may be placed here now: by role, state, weights, length and room.
+
+        Of a prompt that streams out, only the ranges held at once must fit. False if the request is here already.
+        """
         if not self._knows_room:
             self._count_room()
         return (
@@ -405,7 +408,7 @@ class InstanceLoad(InstanceCapacity):
 
     @property
     def has_long(self) -> bool:
-        """Whether the instance computes or decodes a long request."""
+        """Whether the instance computes a long prompt, still has its KV, or decodes a long request."""
         return self.allocated.num_long_decoding > 0 or bool(self.allocated.long_prefill_tokens)
 
     @property

@@ -48,7 +48,10 @@ class LatencyLearner:
         return {device_class: refinement.model for device_class, refinement in self._of_device_class.items()}
 
     def estimate(self, device_class: str) -> LinearLatencyModel:
-        """Return the latest estimate for a device class. `model` changes only when predictions have moved by enough."""
+        """Return the latest estimate for a device class, or `model` while nothing is known of the class.
+
+        `model` changes only when predictions have moved by enough.
+        """
         refinement = self._of_device_class.get(device_class)
         return self.model if refinement is None else refinement.estimate
 

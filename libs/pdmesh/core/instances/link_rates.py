@@ -90,7 +90,7 @@ class MeasuredLinks:
     ) -> None:
         """Record a transfer of KV.
 
-        Ignored if it is small, ``duration_s`` is 0, or an instance or its host is unknown.
+        Ignored if it is small, ``duration_s`` is 0, or an instance is unknown or None.
         """
         if destination_id is None or num_bytes < MIN_BYTES or duration_s <= 0.0:
             return

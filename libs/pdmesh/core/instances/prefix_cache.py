@@ -248,7 +248,7 @@ class PrefixCache:
         return line.tenant, line.share
 
     def last_use(self, granule: PrefixHash) -> int:
-        """Return the number of the last use of a cached granule, among all uses in the mesh."""
+        """Return the number of a cached granule's last use in the mesh; the latest number while a request uses it."""
         return self._idle.last_use(granule)
 
     def num_older(self, number: int, most: int) -> int:
@@ -272,7 +272,7 @@ class PrefixCache:
     # --- eviction ---
 
     def make_room(self, num_granules: int) -> Evictions:
-        """Evict ``num_granules`` idle granules, or all if there are fewer, and all orphans; return them.
+        """Evict ``num_granules`` idle granules, or all if there are fewer, and orphans without a user; return them.
 
         With an offload tier, evicted granules are offloaded as far as there is room.
         """

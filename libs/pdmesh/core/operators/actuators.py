@@ -89,7 +89,7 @@ class Actuators:
         return {name for name in named if name not in self._mesh.instances or not self._mesh.instances[name].reachable}
 
     def may_run(self, instance_id: InstanceId) -> bool:
-        """Whether a process of the instance may exist: then its memory is not free, though it has left."""
+        """Whether a process of the instance may exist, so that its memory is not free. True before any report."""
         reports = self._reports.values()
         named = (instance_id in report.unsettled or _runs(report, instance_id) for report in reports)
         return not reports or any(named)
@@ -136,7 +136,7 @@ class Actuators:
         return max(fitting, key=lambda report: len(report.name_prefix), default=None)
 
     def prefixes(self) -> Iterator[str]:
-        """Yield the name prefix of each further instance: always where most memory is left."""
+        """Yield the name prefix of each further instance, without end: always where most memory is left."""
         left = {report.name_prefix: report.available_bytes for report in self.there} or {"": 0}
         while True:
             prefix = max(left, key=lambda each: left[each])

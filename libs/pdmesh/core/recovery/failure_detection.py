@@ -31,9 +31,10 @@ MAX_EPOCH = 1
 
 
 def start_elsewhere(mesh: MeshState, bundle: Bundle) -> None:
-    """Replace suspected instances for requests in prefill that lose nothing and can be placed on others.
+    """Let requests in prefill continue without suspected instances, if other instances could take them.
 
-    A request whose KV the instance should receive gets another receiver. Each other one starts again.
+    A receiver is replaced, unless all KV may have landed there and was much work. Any other request starts again if
+    that loses almost nothing and its epoch is at most `MAX_EPOCH`.
     """
     suspected = [mesh.instances[instance_id] for instance_id in mesh.suspected]
     having_prompts = [each for each in suspected if len(each.allocations) > each.allocated.num_decoding]
@@ -92,7 +93,7 @@ def _may_have_landed(state: RequestState) -> bool:
 
 
 def _loses_nothing(state: RequestState, members: Sequence[InstanceState | None]) -> bool:
-    """Whether none of the prompt is known to be computed, or its work is at most `CHEAP_US`.
+    """Whether none of the prompt is known to be computed or reused, or its work is at most `CHEAP_US`.
 
     The leader, the first of ``members``, may be gone once it has sent all KV.
     """

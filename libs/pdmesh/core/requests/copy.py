@@ -93,7 +93,7 @@ class Copy:
 
     @property
     def is_returning(self) -> bool:
-        """Whether its sources were asked to stop so that its backends return, also after it was withdrawn."""
+        """Whether a source that was asked to stop has not confirmed, also after the copy was withdrawn."""
         return bool(self._unstopped)
 
     @property
@@ -149,7 +149,7 @@ class Copy:
         self._unstopped = set(self.source_ids)
 
     def stop(self, source_id: InstanceId) -> bool | None:
-        """Note that a source has stopped. Return whether all have; None if it was not asked to stop.
+        """Note that a source has stopped. Return whether all have; None if no stop was expected from this source.
 
         After the last one the backends are free.
         """
@@ -171,7 +171,7 @@ class Copy:
         return not self._unlanded
 
     def give_back(self, destination_id: InstanceId) -> bool:
-        """Free this destination's backend. Return whether the copy had it."""
+        """Free this destination's backend, and expect no source to stop any more. Return whether there was one."""
         self._unstopped.clear()
         if destination_id not in self.backends:
             return False

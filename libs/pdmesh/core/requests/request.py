@@ -151,7 +151,7 @@ class RequestState:
 
     @property
     def first_granule(self) -> PrefixHash | None:
-        """First whole granule of the prompt that is computed rather than reused; None if there is none."""
+        """First granule of the request's chain that is computed rather than reused; None if there is none."""
         prefix, index = self.request.prefix, self.num_reused_tokens // GRANULE_TOKENS
         # Read at each placement: `Request.chain` would copy the prefix.
         is_computed = index < len(prefix) and (index + 1) * GRANULE_TOKENS < self.request.num_prompt_tokens
@@ -197,7 +197,7 @@ class RequestState:
         return self.group is not None and instance_id in self.group.living_ids[1:]
 
     def needs(self, instance_id: InstanceId) -> bool:
-        """Whether the request stops without this instance, which decodes it, holds a range or computes its prompt.
+        """Whether this instance decodes the request, holds a range of its context, or leads or helps with its prompt.
 
         False for the holder of a lost range.
         """
@@ -279,7 +279,7 @@ class RequestState:
         self.num_ranges_away = max(self.num_ranges_away, num_ranges)
 
     def draw_first_token(self) -> None:
-        """Check that the request may draw its first token: the leader has computed the prompt's last chunk."""
+        """Raise IllegalTransition unless the prompt is being computed, so that its first token may come."""
         self._go("draw_first_token", Phase.PREFILLING)
 
     def end_prompt(self) -> None:
@@ -399,7 +399,10 @@ class RequestState:
         return None if self.lost_range is None else self.members[self.lost_range].instance_id
 
     def may_lose(self, instance_id: InstanceId) -> bool:
-        """Whether the request survives the loss of this instance: another one can compute its range again."""
+        """Whether this instance holds a range of the context that another instance may compute again if it is lost.
+
+        False while the request moves or another range is lost, and after `MAX_LOST_PARTS` losses.
+        """
         return (
             self.phase is Phase.DECODING
             and instance_id in self.decode_ids[1:]

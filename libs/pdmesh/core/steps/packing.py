@@ -278,7 +278,7 @@ class Round:
     def _place_beside_decodes(
         self, head: RequestState, depths: Mapping[int, int], reuse: ReuseCost
     ) -> Placement | None:
-        """Place the head where its last turn decoded, on an instance that only decodes; None if others are cheaper."""
+        """Place the head where its last turn decoded, on an instance that only decodes; None if none fits or pays."""
         if not self._for_waiting or self._bundle.local_prefill is None:
             return None
         spare = [

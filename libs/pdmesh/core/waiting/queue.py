@@ -114,16 +114,16 @@ class WaitingQueue:
 
     @property
     def least_work_tokens(self) -> int:
-        """Least number of tokens to compute among the waiting prompts."""
+        """Least number of tokens to compute among the waiting prompts; 0 if none waits."""
         return self._work_tokens.least
 
     @property
     def first(self) -> RequestState | None:
-        """The longest waiting request; None if none waits."""
+        """The waiting request with the earliest deadline; None if none waits."""
         return next(iter(self._deadlines.values()))[1] if self._deadlines else None
 
     def first_due(self, now_s: float) -> RequestState | None:
-        """Return the longest waiting request if its deadline has passed, else None."""
+        """Return the request with the earliest deadline if that has passed, else None."""
         if not self._deadlines:
             return None
         deadline_s, state = next(iter(self._deadlines.values()))
