@@ -8,7 +8,7 @@ from pdmesh.plans import TransferPlan
 
 
 def range_at(transfer: TransferPlan, instance_id: InstanceId) -> int | None:
-    """Return the number of the range that a transfer brings to an instance; None if the sequence decodes there."""
+    """Return the number of the range that a transfer brings to an instance; None if it brings no range there."""
     if transfer.is_of_range:
         blocks = transfer.destinations[0].part.blocks
         return blocks.start // blocks.size

@@ -82,7 +82,7 @@ class CountedMachine(InstanceMachine):
         return self.done()
 
     def make_own_steps(self, num_steps: int, *, duration_s: float, began_s: float, ended_s: float) -> list[Effect]:
-        """Make decode steps without a plan, at most as many as residents and reports allow at once."""
+        """Make decode steps without a plan: at most `Residents.steps_left`, and at most `OwnSteps.num_left`."""
         self.steps.make_own(num_steps, duration_s=duration_s, began_s=began_s, ended_s=ended_s)
         return self.done()
 
@@ -98,7 +98,7 @@ class CountedMachine(InstanceMachine):
         num_output_tokens: int | None = None,
         drawn: PrefixHashes | None = None,
     ) -> list[Effect]:
-        """End a generation with its full length, unless ``num_output_tokens`` or ``drawn`` say otherwise."""
+        """End a generation with its full length, or with ``num_output_tokens`` (`Steps.finish`)."""
         self.steps.finish(sequence, reason, num_output_tokens, drawn)
         return self.done()
 

@@ -52,7 +52,7 @@ class Endings:
         self._floor.end(sequence)
 
     def free(self, command: FreeKv) -> None:
-        """Free a request in this epoch and older ones. If no blocks are held, report them as released at once."""
+        """Free a request in this epoch and older ones. If this epoch has no blocks here, report its release at once."""
         key = (command.request_id, command.epoch)
         if key not in self._floor.sequences and not self._floor.is_leaving(key):
             self._effects.append(KvReleased(self._instance_id, *key, command.transfer_id))

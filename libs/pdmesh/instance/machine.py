@@ -176,7 +176,7 @@ class InstanceMachine:
         return self.done()
 
     def lose_members(self, sequence: Sequence, numbers: Collection[int]) -> list[Effect]:
-        """Handle shard holders of a context that do not answer."""
+        """Pause or drop a context whose shard holders ``numbers`` do not answer (`Spreading.lose_members`)."""
         self._spreading.lose_members(sequence, numbers)
         return self.done()
 

@@ -226,7 +226,7 @@ class Steps:
     # --- decode steps ---
 
     def make_own(self, num_steps: int, *, duration_s: float, began_s: float, ended_s: float) -> None:
-        """Make decode steps without a plan, at most as many as residents and reports allow at once."""
+        """Make decode steps without a plan: at most `Residents.steps_left`, and at most `OwnSteps.num_left`."""
         residents = self._holding.residents
         num_decodes = len(residents)
         self._own.made(
@@ -257,7 +257,10 @@ class Steps:
         num_output_tokens: int | None = None,
         drawn: PrefixHashes | None = None,
     ) -> None:
-        """End a generation with its full length, unless ``num_output_tokens`` or ``drawn`` say otherwise."""
+        """End a generation with its full length, or with ``num_output_tokens``.
+
+        At its full length, the granules that the output completes are cached, or ``drawn`` instead; otherwise none.
+        """
         if num_output_tokens is None:
             assert sequence.length is not None, f"{sequence.key} ends, and how long it is is not known"
             num_output_tokens = sequence.length.num_output_tokens

@@ -130,7 +130,7 @@ class Residents:
         self.num_spread = 0
 
     def __len__(self) -> int:
-        """Number of residents that decode in the next step."""
+        """Number of decoding residents. Joining and leaving take effect in `seat`."""
         return len(self._decoding)
 
     def __contains__(self, key: RequestKey) -> bool:
@@ -174,7 +174,10 @@ class Residents:
             self._expect(resident)
 
     def grow(self, key: RequestKey, num_blocks: int) -> bool:
-        """Set a resident's number of blocks. Return whether it was paused and may continue; False if it is unknown."""
+        """Set a resident's number of blocks. Return whether it was not decoding, so that it joins the next step.
+
+        False if it decodes, or is unknown.
+        """
         resident = self._all.get(key)
         if resident is None:
             return False

@@ -61,7 +61,10 @@ class Spreading:
         return number is not None and (members == before or members[number : number + 1] != before[number : number + 1])
 
     def lose_members(self, sequence: Sequence, numbers: Collection[int]) -> None:
-        """Pause a context if one holder of a range does not answer, and drop it if several do not or it moves."""
+        """Pause a decoding context if one holder of a range does not answer. Ignored if its range is lost already.
+
+        Drop the context if several holders do not answer, or if it moves or does not decode.
+        """
         if sequence.has_lost_range:
             # The loss was reported already.
             return

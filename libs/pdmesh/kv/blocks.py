@@ -133,7 +133,7 @@ class BlockPool:
     def free(self, block_ids: Sequence[int], *, on_released: Callable[[], None] | None = None) -> None:
         """Remove held blocks from one table. Blocks in no other table become free unless they are cached.
 
-        ``on_released`` is called when the last of them is free: at once, unless one is pinned.
+        ``on_released`` is called when none of the freed blocks is pinned any more: at once, unless one is.
         """
         self._check_held(block_ids)
         release = _Release(on_released)

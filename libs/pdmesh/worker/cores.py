@@ -106,7 +106,7 @@ class LentCores:
         busy_clock_ns: Callable[[], int] = time.thread_time_ns,
         state_of: Callable[[int, int], str] = process_state,
     ) -> None:
-        """Take a row of the table ``words`` that is free or whose worker has ended. Raises ConfigError.
+        """Take a row of the table ``words`` that is free or whose worker has ended. Raises ConfigError if none is.
 
         ``busy_clock_ns`` returns the processor time of the calling thread.
         """

@@ -33,7 +33,7 @@ class PrefillGroups:
             raise ProtocolError("a group member that is not the leader got a transfer")
 
     def check_members(self, group: PrefillGroup) -> None:
-        """Raise ProtocolError if this instance is no member of a group, or does not know another member."""
+        """Raise ProtocolError if a group is too large, lacks this instance, or has a member of unknown address."""
         self._own_number(group)
         self._addresses(group)
 

@@ -45,7 +45,7 @@ class Intake:
         self.last_prompt: Prompt | None = None
 
     def chain_of(self, key: RequestKey) -> PrefixHashes:
-        """Return the granules of a prompt that may be cached; none if the hashes belong to other weights."""
+        """Return the last prompt's cacheable granules; none for another request, or for hashes of other weights."""
         prompt = self.last_prompt
         if prompt is None or key != (prompt.generation.request_id, prompt.generation.epoch):
             return ()

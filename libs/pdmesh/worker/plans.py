@@ -144,7 +144,7 @@ class Plans:
             self.release_decodes()
 
     def next_batch(self) -> Batch | None:
-        """Return an urgent plan, the next plan, or a decode step over the residents; None if there is nothing to do."""
+        """Return an urgent plan, a lost range's chunk, the next plan, or a decode step; None without work."""
         urgent = self.take_urgent()
         if urgent is not None:
             return urgent

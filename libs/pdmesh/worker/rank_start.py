@@ -67,7 +67,7 @@ def start_ranks(
     """Start the other ranks of this process's instance, which load their parts of the model.
 
     Yields None for an instance without other ranks. The ranks end with the block, or with the thread that enters the
-    block, however it ends. Raises ConfigError.
+    block, however it ends. Raises ConfigError if the system gives no shared memory.
     """
     if degrees.num_ranks == 1 or config.worker.engine != "torch":
         yield None

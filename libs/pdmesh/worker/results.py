@@ -98,7 +98,7 @@ class Results:
         return any(request.phase is SeqPhase.PAUSED for request in decoding)
 
     def fail(self, batch: Batch, error: Exception) -> None:
-        """End the batch's requests with an error, because the engine broke."""
+        """End the batch's requests with an error, because the engine broke. Drop ranges, which others then compute."""
         for request in [*(chunk.request for chunk in batch.chunks), *(decode.request for decode in batch.decodes)]:
             if not self._context.sequences.step_ended(request):
                 continue

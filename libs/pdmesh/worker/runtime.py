@@ -76,7 +76,7 @@ async def run_worker(
 ) -> None:
     """Serve as one instance until told to stop. ``preloaded`` as in `build_engine`.
 
-    Raises InstanceUnavailable if the engine breaks.
+    Raises ConfigError for settings that cannot be served, and InstanceUnavailable if the engine or a rank fails.
     """
     started_at = time.time()
     if not config.scheduler_address:

@@ -200,8 +200,8 @@ async def run_steps(
 ) -> Exception:
     """Execute batches until cancelled. If the engine breaks, end the requests of its batches and return its error.
 
-    While a step runs on the engine's thread, the event loop serves the links. ``cores`` is this worker's row of the
-    table, if workers lend each other cores.
+    If a rank is lost, no requests end here: they restart elsewhere. While a step runs on the engine's thread, the event
+    loop serves the links. ``cores`` is this worker's row of the table, if workers lend each other cores.
     """
     # anyio has no call from a thread that returns without waiting for the result.
     call_soon = asyncio.get_running_loop().call_soon_threadsafe

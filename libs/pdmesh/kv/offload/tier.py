@@ -208,7 +208,7 @@ class OffloadTier:
     # --- what the scheduler asks for ----------------------------------------------------------------------------------
 
     def offload(self, granule: PrefixHash, block_ids: Sequence[int]) -> bool:
-        """Copy a granule from ``block_ids``, which will be freed, into the tier. Return False without a free slot.
+        """Copy a granule from ``block_ids``, which will be freed, into the tier. False if stuck, or no slot is free.
 
         A full tier evicts its longest unused granule and reports it as lost.
         """
