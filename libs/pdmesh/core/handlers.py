@@ -21,7 +21,7 @@ class Handlers:
         self._untimed[kind] = handle
 
     def on_timed(self, kind: type[_EventT], handle: Callable[[_EventT, float], None]) -> None:
-        """Call ``handle`` with each event of ``kind`` and its time in seconds. Raises TypeError as `on` does."""
+        """Call ``handle`` with each event of ``kind`` and its time in seconds. Raises TypeError if another does."""
         self._claim(kind)
         self._timed[kind] = handle
 

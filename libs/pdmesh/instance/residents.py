@@ -174,10 +174,7 @@ class Residents:
             self._expect(resident)
 
     def grow(self, key: RequestKey, num_blocks: int) -> bool:
-        """Set a resident's number of blocks. Return whether it was not decoding, so that it joins the next step.
-
-        False if it decodes, or is unknown.
-        """
+        """Set a resident's number of blocks. Return whether it joins the next step: not if it decodes or is unknown."""
         resident = self._all.get(key)
         if resident is None:
             return False

@@ -179,7 +179,7 @@ class Sequence:
 
     @property
     def received_by(self) -> TransferId:
-        """Id of the transfer that brings the KV here, or takes cached blocks from here."""
+        """Id of the transfer that brings the KV here, or takes cached blocks from here; else `NO_TRANSFER`."""
         return NO_TRANSFER if self.incoming is None else self.incoming.transfer_id
 
     @property

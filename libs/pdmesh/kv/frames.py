@@ -83,7 +83,7 @@ class WindowFrames:
         return all(self._has(block_id) for block_id in block_ids)
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Hold blocks for one more table; allocate missing frames. Raises OutOfFrames, and changes nothing."""
+        """Hold blocks and frames for one more table. Raises OutOfFrames, and changes nothing, if too few are free."""
         num_missing = sum(not self._has(block_id) for block_id in block_ids)
         victims = self._victims(num_missing - len(self._free), besides=set(block_ids))
         if num_missing > len(self._free) + len(victims):

@@ -83,7 +83,7 @@ class Blocks(NamedTuple):
         return piece, [left for left in (beside, below) if left.num_pages]
 
     def cut(self, size: int, max_blocks: int | None = None) -> Iterator[Blocks]:
-        """Yield pieces as `split` makes them; nothing if there are no pages."""
+        """Yield pieces of at most ``size`` pages, and ``max_blocks`` blocks of a layer; nothing without pages."""
         left: list[Blocks] = [self] if self.num_pages else []
         while left:
             piece, rest = left.pop().split(size, max_blocks)

@@ -245,7 +245,7 @@ class PartLine:
 def wait_for_lines(lines: Iterable[PartLine], bell: Bell, until_s: float) -> list[Said]:
     """Wait, and return the next answers from ``lines``.
 
-    Return none if ``bell`` rings, if a line has ended, or at ``until_s`` of the monotonic clock.
+    Return none if a line has ended, if ``bell`` rings before an answer comes, or at ``until_s`` of the monotonic clock.
     """
     by_fileno = {line.fileno: line for line in lines}
     if not all(line.is_open for line in by_fileno.values()):

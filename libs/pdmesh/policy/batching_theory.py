@@ -255,7 +255,7 @@ def _mean_mixing(starts: float, num_decodes: float, mean_tokens: float) -> float
 
 
 def _chunk_tokens(num_decodes: float, costs: StepCosts, limit: StepLimit) -> float:
-    """Return how many prompt tokens a mixed step of ``num_decodes`` decodes has room for."""
+    """Return how many prompt tokens, at least `LEAST_TOKENS`, a mixed step of ``num_decodes`` decodes has room for."""
     left_s = limit.seconds - costs.mixed_step_s - costs.decode_token_s * num_decodes
     if left_s <= 0 or left_s == math.inf:
         return LEAST_TOKENS if left_s <= 0 else limit.num_tokens

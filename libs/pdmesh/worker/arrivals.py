@@ -129,7 +129,7 @@ class Arrivals:
             self._growth.tell([request])
 
     def _check(self, request: LocalRequest, outcome: LandedTransfer) -> None:
-        """Take over the transcript, if one came. Raises ProtocolError unless the next token came."""
+        """Take over the transcript, if any. Raises ProtocolError if it is wrong, or if the next token did not come."""
         if outcome.transcript:
             self._take_transcript(request, outcome.transcript)
             self._context.gateways.open(request)

@@ -182,7 +182,7 @@ def _ranks_of(ranks: Followers | Stages | None, num_stages: int) -> dict[str, An
 def with_decided_dtype(config: MeshConfig, num_threads: int) -> MeshConfig:
     """Return settings that name the dtype, so that the ranks need not each load the whole model to choose one.
 
-    Blocking. Raises ConfigError.
+    Settings that name a dtype, no model, or another engine are returned unchanged. Blocking. Raises ConfigError.
     """
     worker = config.worker
     if worker.engine != "torch" or worker.dtype != "auto" or config.model is None:
@@ -371,7 +371,7 @@ def engine_facts(config: MeshConfig) -> EngineFacts:
 
 
 def hardware_name(device: str) -> str:
-    """Return the vendor's name of the device, or of this host's processor."""
+    """Return the vendor's name of the device or of this host's processor; its architecture if the name is unknown."""
     if device.startswith("cuda"):
         import torch
 

@@ -357,7 +357,7 @@ class Instance:
         return self._sequences.num_decoding
 
     def num_of_stage(self) -> dict[str, int]:
-        """See `Sequences.num_of_stage`."""
+        """Return the number of requests by stage (`Sequences.num_of_stage`)."""
         return self._sequences.num_of_stage()
 
     def load(self) -> LoadReported:

@@ -33,7 +33,7 @@ class KnownSteps:
     file: Path
 
     def read(self) -> tuple[MeasuredStep, ...]:
-        """Return the steps that were timed."""
+        """Return the steps that were timed; none if the file cannot be read."""
         try:
             with self.file.open("rb") as file:
                 return msgspec.json.decode(file.read(MAX_BYTES), type=tuple[MeasuredStep, ...])
@@ -41,7 +41,7 @@ class KnownSteps:
             return ()
 
     def write(self, steps: Collection[MeasuredStep]) -> None:
-        """Replace the file, and remove the oldest files beyond `MAX_FILES`."""
+        """Replace the file, and remove the oldest files beyond `MAX_FILES`. Failures are ignored."""
         folder = self.file.parent
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ class KnownSteps:
 
 
 def known_steps(config: MeshConfig, engine: Engine, hardware: str, num_threads: int) -> KnownSteps | None:
-    """Return the file for the steps of an engine; None for an engine without model files."""
+    """Return the file for the steps of an engine; None for an engine without model files, or if they cannot be read."""
     if config.worker.engine != "torch":
         return None
     from pdmesh.engine.preloaded import file_versions

@@ -52,7 +52,7 @@ class RecomputedRanges:
         self._context.wake()
 
     def ended(self, chunk: BatchChunk, *, is_computed: bool) -> None:
-        """Handle the end of a chunk, or fail if it was not computed.
+        """Handle the end of a chunk. If it was not computed, fail the copy.
 
         After the last one, begin to answer for the range.
         """

@@ -74,7 +74,7 @@ CONTAINER_INITS = frozenset({"catatonit", "docker-init", "dumb-init", "tini"})
 async def run_worker(
     config: MeshConfig, context: ServiceContext, role: Role, preloaded: PreloadedModel | None = None
 ) -> None:
-    """Serve as one instance until told to stop. ``preloaded`` as in `build_engine`.
+    """Serve as one instance until told to stop. ``preloaded`` is a model in memory, used if it is the one to serve.
 
     Raises ConfigError for settings that cannot be served, and InstanceUnavailable if the engine or a rank fails.
     """
@@ -134,7 +134,7 @@ async def serve_instance(
     cores: LentCores | None = None,
     started_at: float = 0.0,
 ) -> None:
-    """Do what `run_worker` does, given an engine, the processes that compute with it, and a transport.
+    """Serve as one instance until told to stop, with a given engine, the processes of its ranks, and a transport.
 
     ``started_at`` is the Unix time at which this process began, before it read its weights. Raise InstanceUnavailable
     if the engine fails or a rank is lost.
@@ -339,7 +339,7 @@ async def _drain(
 def reserve_cores(config: MeshConfig, degrees: InstanceDegrees, num_threads: int) -> LentCores | None:
     """Take a row for this worker in the table of cores and mark its cores as in use.
 
-    Returns None if workers do not lend each other cores, or if the table cannot be used.
+    Returns None if workers do not lend cores, for another engine or several ranks, or if the table cannot be used.
     """
     worker = config.worker
     if worker.cores_file is None or not worker.lend_cores or worker.engine != "torch" or degrees.num_ranks > 1:

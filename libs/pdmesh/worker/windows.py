@@ -41,7 +41,7 @@ class Windows:
         return 0 if self.frames is None else self.frames.num_available
 
     def begin(self, held: HeldBlocks, block_table: Sequence[int], num_tokens: int) -> None:
-        """Hold the frames that token ``num_tokens`` sees, whether their KV is there or will come."""
+        """Hold the frames that token ``num_tokens`` sees, whether their KV is there or comes. Raises OutOfFrames."""
         first, end = self._layout.first_held_block(num_tokens), num_blocks_for(num_tokens, self._layout.block_size)
         held.first = held.end = first
         self.extend(held, block_table, IndexRange(first, end))
@@ -54,7 +54,7 @@ class Windows:
         )
 
     def take(self, held: HeldBlocks, block_table: Sequence[int], num_tokens: int) -> None:
-        """Hold frames for the blocks of the first ``num_tokens``, from ``held.end`` on, before they are written."""
+        """Hold frames for the first ``num_tokens`` from ``held.end`` on; if too few are free, raise OutOfFrames."""
         end = num_blocks_for(num_tokens, self._layout.block_size)
         if end > held.end:
             self.extend(held, block_table, IndexRange(held.end, end))
@@ -64,7 +64,7 @@ class Windows:
         return max(0, num_blocks_for(num_tokens, self._layout.block_size) - held.end) if self.are_freed else 0
 
     def extend(self, held: HeldBlocks, block_table: Sequence[int], blocks: IndexRange) -> None:
-        """Hold the frames of these blocks, too."""
+        """Hold the frames of these blocks, too. Raises OutOfFrames, and changes nothing, if there are too few."""
         if self.frames is not None:
             new = [place for place in range(*blocks) if place not in held.places]
             self.frames.hold([block_table[place] for place in new])

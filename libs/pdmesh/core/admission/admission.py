@@ -167,7 +167,7 @@ class Admission:
         return None
 
     def when_full(self, state: RequestState, order: PrefillOrder, now_s: float) -> tuple[float, float]:
-        """Return when a request that finds the queue full may come again, and how long to refuse similar ones."""
+        """Return the seconds until a request that finds the queue full may come again, and to refuse similar ones."""
         if not self._config.refuses_early:
             return self._config.retry_after_s, 0.0
         work_before_s = self._mesh.queue.work_before_s(state, order, now_s)

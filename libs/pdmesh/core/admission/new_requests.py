@@ -112,8 +112,8 @@ class NewRequests:
     def expire(self, now_s: float) -> None:
         """Reject or postpone each request whose time limit has passed.
 
-        A resumed request is postponed while an instance can serve it or may still come, unless the weights of its
-        answer are gone. Each other one is rejected with the reason why it found no place.
+        While the mesh can serve, a resumed request is postponed as long as an instance can serve it or may still come,
+        unless the weights of its answer are gone. Each other one is rejected with the reason why it found no place.
         """
         retry_after_s = self._config.retry_after_s
         while (state := self._mesh.queue.first_due(now_s)) is not None:

@@ -210,7 +210,7 @@ class Modes:
                 batching.chosen_by = policy
 
     def mode_of(self, instance: InstanceState) -> Mode:
-        """Return the current mode: mixed if a separate prefill phase would stall decodes for too long.
+        """Return the chosen mode, or mixed if a separate prefill phase would stall decodes for too long.
 
         Also mixed while the instance computes a prompt that is too long for the choice, or cannot switch.
         """
@@ -375,7 +375,7 @@ class Modes:
 
 
 def _max_stall_s(instance: InstanceState) -> float:
-    """Return the longest allowed prefill phase: the smallest TPOT target of a resident.
+    """Return the longest allowed prefill phase: the smallest TPOT target of a resident; infinite without a limit.
 
     A resident without a target counts with the choice's limit, which also bounds instances that decode by role alone.
     """

@@ -342,7 +342,7 @@ def _is_full(instance: InstanceState, allocation: Allocation) -> bool:
 
 
 def can_resume(mesh: MeshState, state: RequestState, num_held_tokens: int) -> bool:
-    """Whether some instances could compute ``num_held_tokens`` of the request as a prompt, and decode on."""
+    """Whether the mesh, if empty, could compute ``num_held_tokens`` of the request as a prompt, and decode on."""
     num_tokens = min(state.request.max_total_tokens, num_held_tokens)
     num_more = max(0, num_tokens - state.request.num_prompt_tokens)
     resumed = replace(

@@ -49,7 +49,7 @@ class Rebalancer:
         self._look_s = -inf
 
     def timed(self, event: TransferSent) -> None:
-        """Learn the links' rate from a move that was sent."""
+        """Learn the links' rate from a move that was sent, unless it was too small to time."""
         if event.num_bytes >= MIN_TIMED_BYTES and event.duration_s > 0:
             rate = event.num_bytes / event.duration_s
             before = rate if self._bytes_per_s is None else self._bytes_per_s

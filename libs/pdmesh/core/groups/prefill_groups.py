@@ -191,8 +191,7 @@ class GroupPlanner:
     ) -> int:
         """Return how many of ``most`` tokens go into the leader's step; 0 if the next chunk may not join the step.
 
-        A step has at most one chunk of a group. The next chunk may also wait for a recovery, for answers of asked
-        helpers, for a parallel step, or for another member's turn.
+        A step has one chunk of a group. Chunks wait for recoveries, asked helpers, parallel steps, and others' turns.
         """
         if any(self._mesh.requests[chunk.request_id].group is not None for chunk in step.chunks):
             return 0

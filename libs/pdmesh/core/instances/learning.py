@@ -48,10 +48,7 @@ class LatencyLearner:
         return {device_class: refinement.model for device_class, refinement in self._of_device_class.items()}
 
     def estimate(self, device_class: str) -> LinearLatencyModel:
-        """Return the latest estimate for a device class, or `model` while nothing is known of the class.
-
-        `model` changes only when predictions have moved by enough.
-        """
+        """Return the latest estimate for a device class, or `model` while nothing is known of the class."""
         refinement = self._of_device_class.get(device_class)
         return self.model if refinement is None else refinement.estimate
 

@@ -52,7 +52,7 @@ class BundleChoice:
             self.policy = self._configured
 
     def change_batching(self, event: BatchingChangeRequested) -> None:
-        """Switch to another batching mode, whatever the bundle; an unknown name is ignored."""
+        """Switch to another batching mode, whatever the bundle; an unknown name or an invalid threshold is ignored."""
         policy = replace(self.policy, batching=event.batching, eb_threshold=event.threshold)
         try:
             self._build(self.bundle.name, policy)
@@ -76,7 +76,7 @@ class BundleChoice:
     def _build(self, name: str, policy: PolicyConfig) -> None:
         """Build the bundle and rank all requests by its order.
 
-        Raises ConfigError for an unknown name, and then changes nothing.
+        Raises ConfigError for an unknown name or an invalid batching mode, and then changes nothing.
         """
         learner = self.learner
         links = LinksAsMeasured(self._mesh.links, policy.link_bytes_per_s)

@@ -71,7 +71,7 @@ class Membership:
             receive_elsewhere(self._mesh, instance)
 
     def suspected(self, event: InstanceSuspected) -> None:
-        """Restart requests elsewhere that a suspected instance has not begun; one that reports again takes others'."""
+        """Note that an instance is suspected or reports again; then requests on suspected ones may begin elsewhere."""
         if instance := self._mesh.instance_of(event):
             self._mesh.suspect(instance, event.suspected)
             if event.suspected:

@@ -49,7 +49,7 @@ class SpreadResidents:
     def joined(self, instance_id: InstanceId, resident: Resident, deadline_s: float) -> None:
         """Note an instance that registered with a decoding context, or with a range of one.
 
-        If the request is known and runs, it continues at once.
+        If the request is known and runs, the two are compared at once: it continues or restarts, or the part is freed.
         """
         key = (resident.request_id, resident.epoch)
         known = self._mesh.requests.get(key[0])

@@ -226,7 +226,7 @@ class RequestState:
         return request
 
     def use_weights(self, weights: str) -> Request:
-        """Return the request for placement on ``weights``, without granule hashes made for other weights."""
+        """Drop the granule hashes if they were made for other weights than ``weights``, and return the request."""
         if self.request.prefix and self.request.prefix_weights != weights:
             self.request = replace(self.request, prefix=())
         return self.request

@@ -137,7 +137,7 @@ def _place(
     slow_from: SlowFrom | None = None,
     avoided: Collection[str] = (),
 ) -> Placement | Wait:
-    """Return a placement as `place` does, with the first decode instance of each arithmetic class in ``firsts``.
+    """Return a placement, or why to wait, with the first decode instance of each arithmetic class in ``firsts``.
 
     A request that ends with its prompt needs none. ``may_be_ahead``: the prompt may begin without room to decode.
     """
