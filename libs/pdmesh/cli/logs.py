@@ -170,7 +170,10 @@ def _merged(parts: Iterable[Sequence[LogLine]]) -> list[LogLine]:
 
 @contextmanager
 def _watching(folder: Path) -> Iterator[BinaryIO]:
-    """Yield a file that becomes readable once a file in ``folder`` has changed. Raise OSError without inotify."""
+    """Yield a file that becomes readable once a file in ``folder`` has changed. Ctrl-C only ends the block.
+
+    Raises OSError without inotify.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     fd = int(libc.inotify_init1(os.O_CLOEXEC))
     if fd < 0 or libc.inotify_add_watch(fd, os.fsencode(folder), _IN_MODIFY | _IN_MOVED_TO | _IN_CREATE) < 0:

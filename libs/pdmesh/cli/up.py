@@ -396,7 +396,8 @@ def up_detached(
 ) -> int:
     """Start a supervisor in its own session. Return 0 once its mesh can serve, else the supervisor's exit code.
 
-    The supervisor's messages are passed to ``say``, and the reason of a failure is printed to standard error.
+    Raises ConfigError if a mesh of this name runs. The supervisor's messages are passed to ``say``, and the reason of a
+    failure is printed to standard error.
     """
     with state.lock():  # fail here if one runs; the supervisor takes the lock later
         log_file = state.fresh_log("supervisor", config.supervisor.log_keep)

@@ -421,7 +421,7 @@ def _store_conv_inputs(products: Tensor, slots: Tensor, cache: Tensor) -> Tensor
 
 
 def _caches_of(config: ModelConfig) -> list[int]:
-    """Return the number of the cache that each layer attends to. Layers that read another layer's KV have none."""
+    """Return the number of each layer's cache. A layer that reads another layer's KV has the same number."""
     caches: list[int] = []
     num_caches = 0
     for layer in config.layers:

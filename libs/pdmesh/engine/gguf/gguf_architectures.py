@@ -245,7 +245,7 @@ def _starcoder2(model: GgufModel) -> dict[str, Any]:
 
 
 def _lfm2(model: GgufModel) -> dict[str, Any]:
-    """Return which layers attend: all layers with key-value heads."""
+    """Return the fields of LFM2 alone. Layers with key-value heads attend; the others are convolutions."""
     listed = model.of("attention.head_count_kv")
     fields = {
         "norm_eps": model.of("attention.layer_norm_rms_epsilon"),
