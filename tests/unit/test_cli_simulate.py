@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec import structs
 
 from pdmesh.profiles import save_profile
+from pdmesh_lab.weka_generator import draw_session
 from pdmesh_testing.command import pdmesh_here
 from pdmesh_testing.profiles import COEFFICIENTS, SUBJECT, profile_file
 
@@ -73,6 +75,23 @@ def test_a_trace_and_its_timeline(tmp_path: Path) -> None:
     assert steps[0]["args"]["chunks"] == ["r0000000 0+374"]
 
 
+def test_agent_sessions(tmp_path: Path) -> None:
+    for number in range(2):
+        session = draw_session(number, seed=0, scale=64, block_size=16)
+        tmp_path.joinpath(f"{number}.json").write_bytes(msgspec.json.encode(session))
+    mesh = ("--prefill", "0", "--decode", "0", "--mixed", "1", "--bundle", "pdmesh")
+    arguments = ("simulate", "--trace", tmp_path, "--clients", "1", *mesh)
+    done = pdmesh_here(*arguments)
+    assert done.returncode == 0, done.stderr
+    rows = [row.split() for row in done.stdout.splitlines()]
+    assert ["of", "the", "possible", "ones", "100.0%"] in rows
+    assert {"turns:", "turns", "tokens/s/user", "TTFT"} <= {row[0] for row in rows if row}
+    for option in (("--think", "1"), ("--deaths", "1"), ("--max-tokens", "5")):
+        assert f"{option[0]} cannot be combined with agent sessions" in pdmesh_here(*arguments, *option).stderr
+    refused = pdmesh_here("plan", "--trace", tmp_path, "--slo-ttft", "2", "--slo-tpot", "0.05")
+    assert "--trace is a folder: agent sessions have no times of arrival" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
@@ -105,6 +124,9 @@ def test_a_trace_and_its_timeline(tmp_path: Path) -> None:
         (["--long-range", "many"], 2, "--long-range 'many': must be LOW,HIGH"),
         (["--long-range", "9,1"], 2, "--long-range '9,1': must have 1 <= LOW <= HIGH"),
         (["--trace", "missing.csv"], 2, "cannot read the trace missing.csv"),
+        (["--trace", "/dev", "--limit", "1"], 2, "the folder /dev has no file *.json with an agent session"),
+        (["--trace", "/dev", "--rate-scale", "2"], 2, "--rate-scale cannot be combined with agent sessions"),
+        (["--duration", "5"], 2, "--duration needs a --trace of agent sessions"),
         (["--limit", "5", "--perfetto", "/missing/x.json"], 1, "cannot write /missing/x.json"),
     ],
 )

@@ -36,6 +36,8 @@ def run_plan(options: PlanOptions, output: Output) -> None:
     if not 0 < options.attainment <= 1:
         raise ConfigError(f"--attainment is {options.attainment}: must be a share, more than 0 and at most 1")
     study = make_study(options, (options.bundle,))
+    if study.sessions:
+        raise ConfigError("--trace is a folder: agent sessions have no times of arrival; use `pdmesh simulate`")
     if options.spread:
         options = replace(options, max_kv_tokens=_longest_alone(options, study.profile))
         study = replace(study, instances=replace(study.instances, max_kv_tokens=options.max_kv_tokens))

@@ -36,9 +36,11 @@ PerfettoFile = Annotated[
 class StudyOptions:
     """Options of every simulation: the workload and the instances."""
 
-    trace: Annotated[str, _workload(metavar="FILE|synthetic", help="A trace file, or drawn requests.")] = "synthetic"
+    trace: Annotated[
+        str, _workload(metavar="FILE|FOLDER|synthetic", help="A trace, a folder of agent sessions, or drawn requests.")
+    ] = "synthetic"
     limit: Annotated[
-        int | None, _workload(min=1, help="Use only the first N requests. [default: all; drawn: 1000]")
+        int | None, _workload(min=1, help="Use only the first N requests or sessions. [default: all; drawn: 1000]")
     ] = None
     rate_scale: Annotated[float, _workload(help="Multiply the arrival rate.")] = 1.0
     rate: Annotated[float, _workload(help="Arrival rate of drawn requests, per second.")] = 5.5
@@ -126,7 +128,15 @@ class SimulateOptions(StudyOptions):
     ] = None
     clients: Annotated[
         int | None,
-        _workload(min=1, help="Closed loop: number of clients with one request each; ignores arrival times."),
+        _workload(
+            min=1, help="Closed loop: number of clients with one request or session each; ignores arrival times."
+        ),
+    ] = None
+    duration_s: Annotated[
+        float | None,
+        _workload(
+            "--duration", min=0.001, parser=parse_seconds, help="Agent sessions: no turn begins later. [default: all]"
+        ),
     ] = None
     think_s: Annotated[
         float, _workload("--think", min=0, parser=parse_seconds, help="Pause of a client between two requests.")

@@ -20,7 +20,7 @@ from pdmesh.cli.progress import advance, progress_bar
 from pdmesh.core.config import KvReservation
 from pdmesh.errors import ConfigError
 from pdmesh.garbage import rare_collections
-from pdmesh.metrics import Slo
+from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import InstanceProfile, Role
 from pdmesh.operations import PoolCounts
 from pdmesh.policy.batching import NOTHING_EXCLUSIVE
@@ -28,14 +28,18 @@ from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LatencyModel
 from pdmesh_lab.cli.options import SimulateOptions
-from pdmesh_lab.cli.study import described, make_study, write_file
+from pdmesh_lab.cli.study import Study, described, make_study, write_file
+from pdmesh_lab.sim.agents import AgentLoop
 from pdmesh_lab.sim.faults import Death, NoisyModel, random_deaths
 from pdmesh_lab.sim.mesh import study_core
 from pdmesh_lab.sim.perfetto import chrome_trace
 from pdmesh_lab.sim.report import GroupReport, Percentiles, SimReport, report
 from pdmesh_lab.sim.result import SimResult
 from pdmesh_lab.sim.simulator import Simulator
-from pdmesh_lab.sim.workload import Arrival, ClosedLoop
+from pdmesh_lab.sim.workload import Arrival, ClosedLoop, Loop
+
+#: Target for the first token of an agent's turn, if no target is set.
+TURN_TTFT_S = 2.0
 
 Instances = Sequence[tuple[InstanceProfile, LatencyModel]]
 
@@ -75,7 +79,7 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
     if options.group_size > 1 or options.reserved:
         policy = replace(policy, long_prompt_tokens=study.long_tokens)
     instances = mesh.instances(policy.latency)
-    arrivals, closed_loop = _asked(options, study.arrivals)
+    arrivals, closed_loop = _agents(options, study) if study.sessions else _asked(options, study.arrivals)
     config = replace(study.config, deaths=_deaths(options, instances, arrivals))
     cores = {
         f"{bundle} {batching}".strip(): study_core(
@@ -91,7 +95,7 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
     results: dict[str, SimResult] = {}
     with rare_collections(), progress_bar(output) as progress:
         for name, core in cores.items():
-            task = progress.add_task(name, total=len(arrivals))
+            task = progress.add_task(name, total=len(arrivals) + sum(map(len, study.sessions)))
             simulator = Simulator(
                 core,
                 _noisy(options, instances),
@@ -102,6 +106,8 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
             results[name] = simulator.run(advance(progress, task))
 
     slo = Slo(ttft_s=options.slo_ttft_s, tpot_s=options.slo_tpot_s)
+    if study.sessions and slo == NO_SLO:
+        slo = Slo(ttft_s=TURN_TTFT_S)
     reports = {name: report(result, long_tokens=study.long_tokens, slo=slo) for name, result in results.items()}
     if options.perfetto is not None:
         write_file(options.perfetto, json.dumps(chrome_trace(results)).encode())
@@ -118,7 +124,7 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
     else:
         console = Console()
         console.print(f"{described(study.profile)}: {pools}", highlight=False)
-        console.print(figures_table(reports))
+        console.print(figures_table(reports, has_sessions=bool(study.sessions)))
 
 
 def _reserved(options: SimulateOptions, pools: PoolCounts) -> int:
@@ -144,8 +150,10 @@ def _has_modes(profile: InstanceProfile, bundles: Sequence[str], policy: PolicyC
     return any(make_bundle(bundle, policy).local_prefill is not None for bundle in bundles)
 
 
-def _asked(options: SimulateOptions, arrivals: Sequence[Arrival]) -> tuple[Sequence[Arrival], ClosedLoop | None]:
+def _asked(options: SimulateOptions, arrivals: Sequence[Arrival]) -> tuple[Sequence[Arrival], Loop | None]:
     """Return the requests with the tokens they ask for, and the closed loop of clients if there is one."""
+    if options.duration_s is not None:
+        raise ConfigError("--duration needs a --trace of agent sessions")
     most = options.max_tokens
     if most is not None:
         arrivals = [
@@ -157,6 +165,19 @@ def _asked(options: SimulateOptions, arrivals: Sequence[Arrival]) -> tuple[Seque
             raise ConfigError("--think needs --clients")
         return arrivals, None
     return arrivals, ClosedLoop(num_clients=((0, options.clients),), think_s=options.think_s)
+
+
+def _agents(options: SimulateOptions, study: Study) -> tuple[Sequence[Arrival], Loop]:
+    """Return no requests, and the closed loop of the sessions' agents. Raises ConfigError for options of requests."""
+    for option, is_given in (
+        ("--think", options.think_s),
+        ("--deaths", options.deaths),
+        ("--max-tokens", options.max_tokens is not None),
+    ):
+        if is_given:
+            raise ConfigError(f"{option} cannot be combined with agent sessions")
+    num_lanes = len(study.sessions) if options.clients is None else options.clients
+    return (), AgentLoop(sessions=study.sessions, num_lanes=num_lanes, duration_s=options.duration_s, seed=options.seed)
 
 
 def _noisy(options: SimulateOptions, instances: Instances) -> Instances:
@@ -186,26 +207,43 @@ def _deaths(options: SimulateOptions, instances: Instances, arrivals: Sequence[A
 # --- output ---
 
 
-def figures_table(reports: Mapping[str, SimReport]) -> Table:
-    """Return a table of figures with one column for each bundle."""
+def figures_table(reports: Mapping[str, SimReport], *, has_sessions: bool = False) -> Table:
+    """Return a table of figures with one column for each bundle.
+
+    With ``has_sessions``, turns are one group, whatever their length.
+    """
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for name in reports:
         table.add_column(name, justify="right")
     runs = list(reports.values())
-    for name, groups in (("short", [run.short for run in runs]), ("long", [run.long for run in runs])):
+    groups_of_turns = [("turns", [run.all for run in runs])]
+    groups_of_lengths = [("short", [run.short for run in runs]), ("long", [run.long for run in runs])]
+    for name, groups in groups_of_turns if has_sessions else groups_of_lengths:
         if any(group.num_requests for group in groups):
             for row in _group_rows(name, groups):
                 table.add_row(*row)
+    if has_sessions:
+        slowest_s = [run.all.tpot_s.p90 for run in runs]
+        table.add_row("  tokens/s/user p10", *(_one(1 / tpot_s if tpot_s else None) for tpot_s in slowest_s))
     if any(run.goodput_per_s is not None for run in runs):
-        table.add_row("goodput, requests/s", *(_one(run.goodput_per_s) for run in runs))
+        unit = "turns in time/s" if has_sessions else "goodput, requests/s"
+        table.add_row(unit, *(_one(run.goodput_per_s) for run in runs))
     table.add_row("output tokens/s", *(_one(run.output_tokens_per_s) for run in runs))
     table.add_row("busy", *("-" if run.busy_share is None else f"{run.busy_share:.1%}" for run in runs))
     if any(run.reused_share is not None for run in runs):
         shares = ["-" if run.reused_share is None else f"{run.reused_share:.1%}" for run in runs]
         table.add_row("prompt tokens reused", *shares)
+        table.add_row("  of the possible ones", *map(_hit_of_possible, runs))
     table.add_row("makespan, s", *(_one(run.makespan_s) for run in runs))
     return table
+
+
+def _hit_of_possible(run: SimReport) -> str:
+    """Return the share that was reused of the prompt tokens that an endless cache would have had."""
+    if run.reused_share is None or not run.possible_share:
+        return "-"
+    return f"{run.reused_share / run.possible_share:.1%}"
 
 
 def _group_rows(name: str, groups: Sequence[GroupReport]) -> Iterator[tuple[str, ...]]:

@@ -16,11 +16,13 @@ from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency_profile import Profile
 from pdmesh.profiles import load_profile
 from pdmesh_lab.cli.options import StudyOptions
+from pdmesh_lab.sim.agents import AgentSession
 from pdmesh_lab.sim.links import HostLink
 from pdmesh_lab.sim.mesh import MeshShape, host_name
 from pdmesh_lab.sim.simulator import PART_EXCHANGE_S, SimConfig
 from pdmesh_lab.sim.workload import Arrival, Synthetic, synthetic, with_long_inputs, with_rate_scaled
 from pdmesh_lab.traces import read_trace
+from pdmesh_lab.weka_traces import read_weka_traces
 
 SYNTHETIC = "synthetic"
 
@@ -30,7 +32,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """The workload and instances that the options describe.
+    """The workload and instances that the options describe. The workload has arrivals or agent sessions.
 
     All instances have the same `profile`. Prompts from `long_tokens` on are long. `instances` is a shape without
     numbers of instances.
@@ -38,6 +40,7 @@ class Study:
 
     profile: Profile
     arrivals: Sequence[Arrival]
+    sessions: Sequence[AgentSession]
     long_tokens: int
     policy: PolicyConfig
     config: SimConfig
@@ -69,11 +72,13 @@ def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
     long_range = _long_range(options.long_range)
     profile = load_profile(options.profile)
     policy = PolicyConfig(latency=profile.latency)
+    has_sessions = Path(options.trace).is_dir()
     if options.chunk_tokens is not None:
         policy = replace(policy, chunk_tokens=options.chunk_tokens)
     return Study(
         profile=profile,
-        arrivals=_workload(options, long_range),
+        arrivals=() if has_sessions else _workload(options, long_range),
+        sessions=_sessions(options) if has_sessions else (),
         long_tokens=long_range[0],
         policy=policy,
         config=SimConfig(
@@ -147,6 +152,16 @@ def _workload(options: StudyOptions, long_range: tuple[int, int]) -> list[Arriva
     if options.long_percentile is not None:
         arrivals = with_long_inputs(arrivals, options.long_percentile, long_range, rng)
     return with_rate_scaled(arrivals, options.rate_scale)
+
+
+def _sessions(options: StudyOptions) -> list[AgentSession]:
+    for option, is_given in (
+        ("--rate-scale", options.rate_scale != 1),
+        ("--long-percentile", options.long_percentile is not None),
+    ):
+        if is_given:
+            raise ConfigError(f"{option} cannot be combined with agent sessions")
+    return read_weka_traces(Path(options.trace), limit=options.limit)
 
 
 def write_file(path: Path, content: bytes) -> None:

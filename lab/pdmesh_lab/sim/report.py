@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pdmesh import metrics
 from pdmesh.core.commands import Outcome
 from pdmesh.metrics import Slo
+from pdmesh.model import GRANULE_TOKENS, PrefixHash
 from pdmesh_lab.sim.result import RequestRun, SimResult
 
 
@@ -54,7 +55,8 @@ class SimReport:
 
     `makespan_s` lasts from the first arrival to the last token. `goodput_per_s` counts requests that met their targets;
     None without targets. `busy_share` is the computing share of all instances' time in the makespan. `reused_share` is
-    the share of prompt tokens that were cached; None if no request names a prefix.
+    the share of prompt tokens that were cached, `possible_share` the share that begins like an earlier prompt, in whole
+    granules; both are None if no request names a prefix.
     """
 
     short: GroupReport
@@ -65,6 +67,7 @@ class SimReport:
     goodput_per_s: float | None
     busy_share: float | None
     reused_share: float | None
+    possible_share: float | None
     num_events: int
 
 
@@ -88,7 +91,8 @@ def report(result: SimResult, *, long_tokens: int, slo: Slo) -> SimReport:
         output_tokens_per_s=num_tokens / makespan_s if makespan_s > 0 else None,
         goodput_per_s=metrics.goodput([_met(run, slo) for run in runs], makespan_s) if has_target else None,
         busy_share=busy_s / instances_s if instances_s > 0 else None,
-        reused_share=_reused_share(runs),
+        reused_share=_share_of_prompts(runs, sum(run.num_reused_tokens for run in runs)),
+        possible_share=_share_of_prompts(runs, _num_possible_tokens(runs)),
         num_events=result.num_events,
     )
 
@@ -112,11 +116,21 @@ def _group(runs: Sequence[RequestRun], start_s: float, slo: Slo) -> GroupReport:
     )
 
 
-def _reused_share(runs: Sequence[RequestRun]) -> float | None:
+def _share_of_prompts(runs: Sequence[RequestRun], num_tokens: int) -> float | None:
     if not any(run.request.prefix for run in runs):
         return None
-    num_tokens = sum(run.request.num_prompt_tokens for run in runs)
-    return sum(run.num_reused_tokens for run in runs) / num_tokens
+    return num_tokens / sum(run.request.num_prompt_tokens for run in runs)
+
+
+def _num_possible_tokens(runs: Sequence[RequestRun]) -> int:
+    """Return how many prompt tokens an endless cache would have had, if each prompt was cached as it arrived."""
+    seen: set[PrefixHash] = set()
+    num_granules = 0
+    for run in runs:
+        chain = run.request.chain
+        num_granules += next((index for index, granule in enumerate(chain) if granule not in seen), len(chain))
+        seen.update(run.request.prefix)
+    return num_granules * GRANULE_TOKENS
 
 
 def _end_s(runs: Sequence[RequestRun], start_s: float) -> float:

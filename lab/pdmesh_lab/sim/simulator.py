@@ -31,7 +31,7 @@ from pdmesh_lab.sim.instance import SimInstance
 from pdmesh_lab.sim.links import FlowId, HostLink, HostLinks, SimulatedLinks
 from pdmesh_lab.sim.result import InstanceRun, RequestRun, SimResult
 from pdmesh_lab.sim.staged import StagedInstance
-from pdmesh_lab.sim.workload import Arrival, ClosedLoop
+from pdmesh_lab.sim.workload import Arrival, Clients, Loop
 
 GATEWAY = GatewayId("simulated")
 
@@ -85,9 +85,9 @@ class Simulator:
         arrivals: Iterable[Arrival],
         config: SimConfig | None = None,
         *,
-        closed_loop: ClosedLoop | None = None,
+        closed_loop: Loop | None = None,
     ) -> None:
-        """Simulate ``arrivals``. In a ``closed_loop``, a client that is ready sends the next one, whatever its time."""
+        """Simulate ``arrivals``. In a ``closed_loop``, clients send them one after the other, whatever their times."""
         self._config = config = config or SimConfig()
         self._check_deaths({profile.instance_id: profile for profile, _ in instances})
         self._core = core
@@ -113,7 +113,7 @@ class Simulator:
         )
         self._instances = {profile.instance_id: self._new_instance(profile, model) for profile, model in instances}
         self._arrivals = iter(enumerate(arrivals))
-        self._closed_loop = closed_loop
+        self._clients: Clients | None = None if closed_loop is None else closed_loop.clients(arrivals)
         self._num_sent = 0
         self._inbox: deque[Event] = deque()
         self._turns: dict[InstanceId, None] = {}
@@ -137,10 +137,10 @@ class Simulator:
             self._agenda.at(death.at_s, partial(self._die, death))
         for at_s, requested in self._config.requests_of_operators:
             self._agenda.at(at_s, partial(self._inbox.append, requested))
-        if self._closed_loop is None:
+        if self._clients is None:
             self._await_arrival()
         else:
-            self._let_clients_send(0.0)
+            self._send(self._clients.begin())
         self._settle()
         while self._num_open:
             advanced = self._agenda.advance()
@@ -166,18 +166,12 @@ class Simulator:
             self._agenda.at(arrival.arrival_s, partial(self._arrive, index, arrival))
             return
 
-    def _let_clients_send(self, think_s: float) -> None:
-        """Let each client that has time send a request after ``think_s``."""
-        assert self._closed_loop is not None
-        while self._num_open < self._closed_loop.clients_at(self._num_sent):
-            found = next(self._arrivals, None)
-            if found is None:
-                return
-            index, arrival = found
-            arrival = replace(arrival, arrival_s=self._agenda.now_s + think_s)
+    def _send(self, arrivals: Iterable[Arrival]) -> None:
+        """Schedule the next requests of clients, and count them as open."""
+        for arrival in arrivals:
+            self._agenda.at(arrival.arrival_s, partial(self._arrive, self._num_sent, arrival))
             self._num_sent += 1
             self._num_open += 1
-            self._agenda.at(arrival.arrival_s, partial(self._arrive, index, arrival))
 
     def _arrive(self, index: int, arrival: Arrival) -> None:
         granules = arrival.hashes
@@ -193,11 +187,12 @@ class Simulator:
             slo_tpot_s=arrival.slo_tpot_s,
             tenant=arrival.tenant,
             prefix=granules[: arrival.num_prompt_tokens // GRANULE_TOKENS],
+            session=arrival.session,
         )
         run = self._runs[request.request_id, request.epoch] = RequestRun(request, arrival.num_output_tokens, granules)
         self._requests.append(run)
         self._inbox.append(RequestArrived(request))
-        if self._closed_loop is None:
+        if self._clients is None:
             self._await_arrival()
 
     def _resume(self, key: RequestKey, *, decodes: bool) -> None:
@@ -250,8 +245,8 @@ class Simulator:
                 self._runs[command.request_id, command.epoch].outcome = command.outcome
                 self._num_open -= 1
                 self._num_ended += 1
-                if self._closed_loop is not None:
-                    self._let_clients_send(self._closed_loop.think_s)
+                if self._clients is not None:
+                    self._send(self._clients.ended(int(command.request_id[1:]), self._agenda.now_s))
                 if self._on_ended is not None:
                     self._on_ended(self._num_ended)
             case WakeAt():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Protocol
 
 from pdmesh.metrics import percentile
-from pdmesh.model import PrefixHash, PrefixHashes
+from pdmesh.model import PrefixHash, PrefixHashes, SessionName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +31,37 @@ class Arrival:
     #: Numbers of the prompt's granules, and perhaps of the output's. Equal numbers name equal beginnings. None: nothing
     #: is shared.
     granules: Sequence[int] | None = None
+    session: SessionName | None = None
 
     @property
     def hashes(self) -> PrefixHashes:
         """Hashes of the granules, as gateways would make them."""
-        return tuple([PrefixHash(number.to_bytes(16)) for number in self.granules or ()])
+        return tuple(map(_hash_of, self.granules or ()))
+
+
+@lru_cache(maxsize=1 << 20)  # prompts share most granules, which should be in memory once
+def _hash_of(number: int) -> PrefixHash:
+    return PrefixHash(number.to_bytes(16))
+
+
+class Clients(Protocol):
+    """Clients of one simulation, which send a request when others have ended."""
+
+    def begin(self) -> Sequence[Arrival]:
+        """Return the first requests, in the order of their numbers, each with the time at which it is sent."""
+        ...
+
+    def ended(self, index: int, now_s: float) -> Sequence[Arrival]:
+        """Return the next requests, now that the request of this number has ended."""
+        ...
+
+
+class Loop(Protocol):
+    """A description of clients that wait for answers."""
+
+    def clients(self, arrivals: Iterable[Arrival]) -> Clients:
+        """Return new clients for one simulation of a workload."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +79,38 @@ class ClosedLoop:
     def clients_at(self, index: int) -> int:
         """Return the number of clients when the request of this index is sent."""
         return [number for first, number in self.num_clients if first <= index][-1]
+
+    def clients(self, arrivals: Iterable[Arrival]) -> Clients:
+        """Return clients that send these requests."""
+        return _EqualClients(self, arrivals)
+
+
+class _EqualClients:
+    """Clients of a `ClosedLoop`."""
+
+    def __init__(self, loop: ClosedLoop, arrivals: Iterable[Arrival]) -> None:
+        self._loop = loop
+        self._arrivals = iter(arrivals)
+        self._num_sent = 0
+        self._num_open = 0
+
+    def begin(self) -> Sequence[Arrival]:
+        return self._next(0.0)
+
+    def ended(self, index: int, now_s: float) -> Sequence[Arrival]:
+        self._num_open -= 1
+        return self._next(now_s + self._loop.think_s)
+
+    def _next(self, at_s: float) -> Sequence[Arrival]:
+        sent: list[Arrival] = []
+        while self._num_open < self._loop.clients_at(self._num_sent):
+            found = next(self._arrivals, None)
+            if found is None:
+                break
+            sent.append(replace(found, arrival_s=at_s))
+            self._num_sent += 1
+            self._num_open += 1
+        return sent
 
 
 def with_rate_scaled(arrivals: Iterable[Arrival], rate_scale: float) -> list[Arrival]:
