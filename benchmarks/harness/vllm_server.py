@@ -7,7 +7,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,13 @@ import httpx
 
 from pdmesh.cli.processes import ending_with_us
 from pdmesh_testing.mesh import running_mesh
+
+#: Settings of vLLM's threads that are plausible on any machine. By default, a core of few is left to its other process.
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
+THREADS: Mapping[str, Mapping[str, str]] = {
+    f"its default {BIND}": {},
+    f"{BIND}=0-{(os.cpu_count() or 1) - 1}": {BIND: f"0-{(os.cpu_count() or 1) - 1}"},
+}
 
 OWN_ENVIRONMENT = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -26,9 +33,17 @@ def foreign_environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in OWN_ENVIRONMENT}
 
 
+def best_threads(rate: Callable[[str], float], unit: str) -> str:
+    """Measure vLLM once with each of `THREADS`, print the rates, and return the setting with the highest."""
+    rates = {threads: rate(threads) for threads in THREADS}
+    best = max(rates, key=rates.__getitem__)
+    print("vLLM: " + ", ".join(f"{each:.4g} {unit} with {name}" for name, each in rates.items()) + f"; taken: {best}")
+    return best
+
+
 @contextmanager
-def running_vllm(vllm: Path, checkpoint: Path) -> Generator[str]:
-    """Its base URL, once it serves; it chooses its threads itself."""
+def running_vllm(vllm: Path, checkpoint: Path, threads: str) -> Generator[str]:
+    """Its base URL, once it serves with one of `THREADS`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -37,7 +52,7 @@ def running_vllm(vllm: Path, checkpoint: Path) -> Generator[str]:
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
             ending_with_us([str(vllm), "serve", str(checkpoint), *arguments]),
-            env={"VLLM_CPU_KVCACHE_SPACE": "2", **foreign_environment()},
+            env={"VLLM_CPU_KVCACHE_SPACE": "2", **foreign_environment(), **THREADS[threads]},
             stdout=log,
             stderr=subprocess.STDOUT,
         )
