@@ -43,7 +43,7 @@ class WorkerMetrics:
         )
         self.kv_wait_s = Histogram(
             "pdmesh:kv_wait_seconds",
-            "How long a step waited for KV of its prompt that other instances compute.",
+            "How long a step waited for KV of its prompt from other instances or the offload tier.",
             buckets=_TRANSFER_BUCKETS_S,
             registry=self.registry,
         )
