@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.core.commands import AdmitPrefill, Command, ExpectCopy, FreeKv, Restart, RunStep, SendCopy, Stop
-from pdmesh.core.config import CoreConfig
+from pdmesh.core.config import CoreConfig, LatencyLearning
 from pdmesh.core.events import (
     DrainRequested,
     Event,
@@ -39,6 +39,7 @@ POLICY = PolicyConfig(
     max_group_step_overhead=1.5 / 64.5,
     long_prompt_tokens=256,
     slo_tpot_s=10.0,
+    sequence_parallel="pipelined",
 )
 
 #: Chunks of groups have 32 to 64.
@@ -56,6 +57,7 @@ def bench_of(
     role: Role = Role.PREFILL,
     policy: PolicyConfig = POLICY,
     num_transfer_backends: int = 2,
+    config: CoreConfig | None = None,
 ) -> CoreBench:
     profiles = [
         modelled_profile(
@@ -71,7 +73,7 @@ def bench_of(
         num_layers=8,
         num_transfer_backends=num_transfer_backends,
     )
-    bench = CoreBench(*profiles, decode, config=CoreConfig(policy=policy))
+    bench = CoreBench(*profiles, decode, config=config or CoreConfig(policy=policy))
     bench.feed(BundleChangeRequested(bundle))
     return bench
 
@@ -710,3 +712,25 @@ def test_a_helper_without_room_for_both_keeps_nothing_more() -> None:
     helper.replace_kept(prefix[:1])
     placed = bench.feed(RequestArrived(replace(a_request(KEY[0], 1024), prefix=prefix)))
     assert not any(admit.keeps_prefix for admit in of(AdmitPrefill, placed) if not admit.leads)
+
+
+@pytest.mark.parametrize(
+    ("num_prefill", "predictable", "is_at_once"), [(4, True, True), (3, True, False), (4, False, False)]
+)
+def test_members_compute_at_once_while_instances_are_spare_and_steps_predictable(
+    num_prefill: int, predictable: bool, is_at_once: bool
+) -> None:
+    policy = replace(PARALLEL, sequence_parallel="auto", steps_are_predictable=predictable)
+    core = CoreConfig(policy=policy, learning=LatencyLearning.FIXED if predictable else LatencyLearning.REFINED)
+    bench = bench_of(num_prefill=num_prefill, num_blocks=2048, config=core)
+    helper_ids = asked(bench.arrive("long", 3001))
+    assert any(parallel_steps_of(join(bench, helper_id)) for helper_id in helper_ids) is is_at_once
+
+
+def test_prompts_share_the_instances() -> None:
+    """A second prompt leaves each of the two a half of the instances, and has the members take turns."""
+    bench = bench_of(num_prefill=6, num_blocks=2048, policy=replace(PARALLEL, sequence_parallel="auto"))
+    bench.arrive("short", 300)
+    commands = bench.arrive("long", 3001)
+    assert len(asked(commands)) <= 2
+    assert not parallel_steps_of([*commands, *join(bench, asked(commands)[0])])

@@ -46,8 +46,22 @@ def test_a_model_wrong_by_a_factor_is_set_right_by_a_few_steps(factor: float) ->
 
 def test_a_right_model_stays_as_it_is() -> None:
     learnt = Refinement(CPU)
-    assert not any(learnt.observe(shape, CPU.step_s(shape)) for shape in SHAPES * 20)
+    assert not any(learnt.observe(shape, CPU.step_s(shape)) for shape in SHAPES[:9] * 10)
     assert learnt.model is CPU
+
+
+@pytest.mark.parametrize(("noise", "is_predictable"), [(0.02, True), (0.15, False)])
+def test_steps_are_predictable_where_many_took_about_the_predicted_time(noise: float, is_predictable: bool) -> None:
+    rng = random.Random(1)
+    learnt = Refinement(CPU)
+    chunks = StepShape((ChunkShape(512, 0),), 0, 0)
+    for number in range(400):
+        learnt.observe(chunks, CPU.step_s(chunks) * rng.lognormvariate(0, noise))
+        assert not (learnt.is_predictable and number < 100), "the first steps say little"
+    assert learnt.is_predictable is is_predictable
+    for _ in range(60):
+        learnt.observe(chunks, CPU.step_s(chunks) * rng.lognormvariate(0, 0.4))
+    assert not learnt.is_predictable
 
 
 def test_noise_and_stalls_do_not_move_predictions_far() -> None:

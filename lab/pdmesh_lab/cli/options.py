@@ -99,10 +99,11 @@ class SimulateOptions(StudyOptions):
         int, _pools(min=1, help="Instances that compute each long prompt, under PecSched's bundles.")
     ] = 1
     reserved: Annotated[int, _pools(min=0, help="Instances that `reservation` keeps for long prompts.")] = 0
-    max_group_members: Annotated[int, _pools(min=1, help="Most instances that may compute one long prompt.")] = 4
+    max_group_members: Annotated[int, _pools(min=1, help="Most instances that may compute one long prompt.")] = 16
     sequence_parallel: Annotated[
-        Literal["pipelined", "parallel"], _pools(help="Whether they compute chunks in turn, or slices at once.")
-    ] = "pipelined"
+        Literal["auto", "pipelined", "parallel"],
+        _pools(help="Whether they compute chunks in turn, slices at once, or at once while instances are spare."),
+    ] = "auto"
     noise: Annotated[
         float, _instances(min=0, max=1, help="Random variation of step times: standard deviation, relative.")
     ] = 0.0

@@ -88,7 +88,9 @@ def _tetris(config: PolicyConfig) -> Bundle:
         long_prompt_tokens=config.long_prompt_tokens,
         batching=mixed(config),
         group_policy=replace(
-            make_group_policy(config), planner=ChunkwisePlanner, doubles=True, schedule=Schedule.PARALLEL
+            make_group_policy(replace(config, sequence_parallel=Schedule.PARALLEL)),
+            planner=ChunkwisePlanner,
+            doubles=True,
         ),
         reuse=ReuseCost(prediction.remaining, links_of(config)),
     )

@@ -28,6 +28,8 @@ class PolicyConfig:
     latency: LinearLatencyModel = PROFILES["a100-llama3-8b"]
     #: Pipeline stages of the instances whose times ``latency`` gives.
     num_stages: int = 1
+    #: Whether steps take about the time that ``latency`` says.
+    steps_are_predictable: bool = True
     #: Step times by device class; instances of other classes are as fast as ``latency`` says.
     latency_of_device_class: Mapping[str, LinearLatencyModel] = field(default_factory=dict[str, LinearLatencyModel])
     #: Rates of the links between instances; None: all links have ``link_bytes_per_s``.
@@ -45,7 +47,7 @@ class PolicyConfig:
     max_group_members: Annotated[
         _Members,
         "most instances that compute one long prompt, if others are idle (`pdmesh`, `tetris`); 1: no groups",
-    ] = 4
+    ] = 16
     group_improvement: Annotated[
         Annotated[float, Meta(ge=0, le=0.9)] | None,
         "share by which each further member must bring the first token forward; if not set, the best for the "
@@ -54,9 +56,10 @@ class PolicyConfig:
     link_bytes_per_s: Annotated[Rate, "rate at which an instance is predicted to send KV to others"] = 1e9
     sequence_parallel: Annotated[
         str,
-        one_of("pipelined", "parallel"),
-        "how a prefill group computes: chunks in turn (`pipelined`), or slices at once (`parallel`; `tetris` always)",
-    ] = "pipelined"
+        one_of("auto", "pipelined", "parallel"),
+        "how a prefill group computes: chunks in turn (`pipelined`), slices at once (`parallel`; `tetris` always), or "
+        "at once while instances are spare and steps take the predicted time, else in turn by up to 4 members (`auto`)",
+    ] = "auto"
     group_size: Annotated[
         _Members,
         "number of instances that compute every long prompt together, one prompt at a time (`pecsched`, its ablations, "

@@ -13,7 +13,7 @@ from pdmesh.policy.links import EqualLinks, LinkRates
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, NOTHING, AdaptiveChunks, ChunkSizer, StaticChunks
 from pdmesh.policy.placement import Freeness, InGroups, LeastQueuedTokens
 from pdmesh.policy.prediction import Prediction, RemainingTime
-from pdmesh.policy.prefill_groups import GroupPolicy, Schedule
+from pdmesh.policy.prefill_groups import AUTO, MAX_IN_TURN, GroupPolicy, Schedule
 from pdmesh.policy.reuse import ReuseCost
 from pdmesh.policy.seams import Packing, PrefillOrder
 
@@ -105,14 +105,19 @@ def in_groups(config: PolicyConfig, bundle: Bundle, *, need_idle: bool = False) 
         interrupt=bundle.interruption is not None,
     )
     group_policy = replace(
-        make_group_policy(config), max_members=config.group_size, group_size=config.group_size, beside_decodes=True
+        make_group_policy(config),
+        max_members=config.group_size,
+        group_size=config.group_size,
+        beside_decodes=True,
+        at_once=None,
     )
     return replace(bundle, prefill_placement=placement, group_policy=group_policy)
 
 
 def make_group_policy(config: PolicyConfig) -> GroupPolicy:
     """Return the rule for computing long prompts on several instances, with the schedule of the configuration."""
-    return GroupPolicy(
+    is_auto = config.sequence_parallel == AUTO
+    policy = GroupPolicy(
         latency=config.latency,
         max_members=config.max_group_members,
         improvement_rate=config.group_improvement,
@@ -122,5 +127,9 @@ def make_group_policy(config: PolicyConfig) -> GroupPolicy:
             config.latency.step_s(_ONE_TOKEN),
         ),
         step_overhead=config.max_step_overhead,
-        schedule=Schedule(config.sequence_parallel),
+        schedule=Schedule.PIPELINED if is_auto else Schedule(config.sequence_parallel),
     )
+    if not is_auto or not config.steps_are_predictable:
+        return replace(policy, max_members=min(policy.max_members, MAX_IN_TURN)) if is_auto else policy
+    at_once = replace(policy, schedule=Schedule.PARALLEL, _planners={})
+    return replace(policy, max_members=min(policy.max_members, MAX_IN_TURN), at_once=at_once)

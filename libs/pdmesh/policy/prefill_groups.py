@@ -36,6 +36,14 @@ from pdmesh.policy.sequence_parallel import (
 #: alike for 4 to 16 members, and 5 % better for 8 members than beginning with long chunks.
 _GROWTH = 3
 
+#: Instances for each long prompt from which `GroupPolicy.at_once` is in force. With fewer, members are often busy, and
+#: slices that must begin together make them wait.
+AT_ONCE_SHARE = 4
+
+#: Most members of a group that takes turns where another one computes at once: with more, the start and the end of the
+#: turns take longer than the members save.
+MAX_IN_TURN = 4
+
 #: Bisection steps in the search for the end of slices: the error is a millionth of the first bound.
 _HALVINGS = 20
 
@@ -45,6 +53,10 @@ class Schedule(StrEnum):
 
     PIPELINED = "pipelined"
     PARALLEL = "parallel"
+
+
+#: Value of `policy.sequence_parallel` for groups that compute at once while instances are spare, and else in turn.
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +73,8 @@ class GroupPolicy:
     ``doubles``: whether groups have only 1, 2, 4, ... members.
     ``group_size``: size of every group, formed when its prompt is placed (PecSched); 1: the planner chooses.
     ``beside_decodes``: whether members compute chunks while they decode, in the same steps.
+    ``at_once``: rule in force while there are `AT_ONCE_SHARE` instances for each long prompt. With such a rule, a group
+    has at most the prompt's share of the instances. None: this rule is always in force, and groups have no such limit.
     """
 
     latency: LinearLatencyModel
@@ -74,6 +88,7 @@ class GroupPolicy:
     schedule: Schedule = Schedule.PIPELINED
     group_size: int = 1
     beside_decodes: bool = False
+    at_once: GroupPolicy | None = None
     #: By bytes of a token's KV, the most members, and the improvement rate.
     _planners: dict[tuple[float, int, float], SequenceParallelPlanner] = field(
         default_factory=dict[tuple[float, int, float], SequenceParallelPlanner]

@@ -25,6 +25,11 @@ _NOISE, _COMMON, _OWN, _NEW_INTERFERENCE = 0.1, 1.0, 0.5, 2.0
 #: Relative error above which a step is an outlier, and weighs less in proportion.
 _OUTLIER = 0.5
 
+#: Mean relative error of predictions below which steps are predictable, and from which they no longer are. The mean is
+#: over about `_ERROR_STEPS` steps with chunks; the first value takes three times as many to forget.
+PREDICTABLE, UNPREDICTABLE = 0.05, 0.1
+_FIRST_ERROR, _ERROR_STEPS = 0.5, 64
+
 #: Number of steps between two updates of the model.
 _STEPS_PER_LOOK = 8
 
@@ -47,7 +52,7 @@ class Refinement:
     """A latency model that follows observed steps.
 
     ``estimate`` is the last solution for all observed steps. ``model`` follows only where predictions change enough,
-    since tables are built from it.
+    since tables are built from it. ``is_predictable``: whether steps with chunks take about the estimated time.
     """
 
     def __init__(self, prior: LinearLatencyModel, estimate: LinearLatencyModel | None = None) -> None:
@@ -67,12 +72,17 @@ class Refinement:
         self._factors = self._expected
         self._precision = [[0.0] * len(self._prior) for _ in self._prior]
         self._target = [0.0] * len(self._prior)
+        self.is_predictable = False
+        self._error = _FIRST_ERROR
         self._num_unseen = 0
         # The weight of new steps grows, which equals shrinking all earlier weights each time; 1 after each `look`.
         self._growth = 1.0
 
     def observe(self, shape: StepShape, seconds: float) -> bool:
-        """Learn from a step; return whether `model` has changed. Times that no step can have are ignored."""
+        """Learn from a step; return whether `model` or ``is_predictable`` has changed.
+
+        Times that no step can have are ignored.
+        """
         reads_longer = self.estimate.idle_s(shape.num_tokens, shape.num_decodes) > 0
         values = features(shape, reads_longer=reads_longer)
         terms = [coefficient * value for coefficient, value in zip(self._prior, values, strict=True)]
@@ -90,7 +100,15 @@ class Refinement:
             for j, other in used:
                 row[j] += say * other
         self._num_unseen += 1
-        return self._num_unseen >= _STEPS_PER_LOOK and self.look()
+        moved = self._num_unseen >= _STEPS_PER_LOOK and self.look()
+        return self._note_error(abs(ratio - 1)) or moved if shape.chunks else moved
+
+    def _note_error(self, error: float) -> bool:
+        """Count a prediction's relative error, and return whether ``is_predictable`` has changed."""
+        before = self.is_predictable
+        self._error += (min(error, 1.0) - self._error) / _ERROR_STEPS
+        self.is_predictable = self._error < (UNPREDICTABLE if before else PREDICTABLE)
+        return self.is_predictable is not before
 
     def look(self) -> bool:
         """Solve for the observed steps, and return whether `model` has changed because predictions moved enough."""

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 
+from pdmesh.core.commands import AdmitPrefill
+from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests.request import RequestState
+from pdmesh.plans import PrefillGroup
 from pdmesh.policy.bundle import Bundle
 
 
 class Formation:
-    """Choice of the members of fixed-size groups."""
+    """Choice of the members of fixed-size groups, and the invitation of any helper."""
 
     def __init__(self, mesh: MeshState) -> None:
         self._mesh = mesh
@@ -63,6 +66,39 @@ class Formation:
         key = bundle.prefill_placement.key
         candidates.sort(key=lambda each: (key(each.view), each.instance_id))
         return candidates[:num_missing]
+
+    def admit(self, state: RequestState, leader: InstanceState, helper: InstanceState, *, long_tokens: int = 0) -> None:
+        """Ask a helper, with room for the whole prompt. ``long_tokens``: the helper counts the prompt as a long one."""
+        mesh = self._mesh
+        capability = mesh.broker.new_capability() if state.group is None else state.group.told.capability
+        state.ask_helper(helper.instance_id, leader.instance_id, capability)
+        shard = helper.shard(helper.num_prefill_blocks(state.request))
+        # Cached blocks of the chain cannot be evicted meanwhile, and the helper needs other blocks for the prompt.
+        request, num_idle_blocks = state.request, helper.kept.num_idle_blocks_of(state.request.chain)
+        keeps = bool(request.chain) and shard.num_blocks + num_idle_blocks <= helper.num_free_blocks
+        helper.take(
+            state.key,
+            Allocation(
+                AllocationKind.LEAVING,
+                shard.num_blocks,
+                long_tokens=long_tokens,
+                tenant=request.tenant,
+                share=request.share,
+            ),
+            request.chain if keeps else (),
+        )
+        mesh.commands.append(
+            AdmitPrefill(
+                instance_id=helper.instance_id,
+                request_id=state.key[0],
+                epoch=state.key[1],
+                shards=(shard,),
+                transfer=None,
+                group=PrefillGroup(member_ids=(leader.instance_id, helper.instance_id), capability=capability),
+                room=helper.make_room(),
+                keeps_prefix=keeps,
+            )
+        )
 
 
 def _group_size(state: RequestState, bundle: Bundle) -> int:

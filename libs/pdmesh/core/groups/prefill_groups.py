@@ -11,7 +11,8 @@ would wait for chunks of other instances. A group of a fixed size (`pdmesh.core.
 prompt is placed, does not pause, and takes its members' decodes into its steps.
 
 In a *parallel prefill* all members compute the next tokens at once. Each spare member has one slice. The slices are
-planned together once all these members have room for a plan.
+planned together once all these members have room for a plan. A policy with `GroupPolicy.at_once` does so while few
+prompts share the instances, and has members take turns else.
 
 There is no deadlock. A chunk needs only chunks of the same prompt that were planned earlier. A step has at most one
 chunk of a group, and instances run such steps in the planned order. Slices of a parallel step are planned in the order
@@ -29,23 +30,22 @@ from math import inf
 
 from pdmesh.core.batching.modes import Modes
 from pdmesh.core.batching.step_slots import StepSlots
-from pdmesh.core.commands import AdmitPrefill, RunStep
+from pdmesh.core.commands import RunStep
 from pdmesh.core.events import KvExpected
 from pdmesh.core.groups.formation import Formation
 from pdmesh.core.groups.parallel_prefill import ParallelPrefill, in_flight_s
 from pdmesh.core.groups.recovery import GroupRecovery, tell_group
-from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests.phases import Phase
 from pdmesh.core.requests.request import RequestState
 from pdmesh.core.waiting.queue import in_order
 from pdmesh.model import InstanceId, RequestKey
-from pdmesh.plans import ChunkPlan, PrefillGroup, StepPlan
+from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.improvement import MinimumGain
-from pdmesh.policy.prefill_groups import GroupPolicy, Schedule
+from pdmesh.policy.prefill_groups import AT_ONCE_SHARE, GroupPolicy, Schedule
 from pdmesh.policy.views import PartialStep
 
 #: Largest share of a helper's free blocks that a prompt may take: the helper's own requests need room.
@@ -76,6 +76,17 @@ class GroupPlanner:
     def _num_prefill(self) -> float:
         return max(1, sum(instance.takes_prompts for instance in self._mesh.instances.values()))
 
+    def _share(self) -> float:
+        """Return the number of instances that prefill for each prompt that may be helped."""
+        return self._num_prefill() / max(1, len(self._open))
+
+    def _policy(self, bundle: Bundle) -> GroupPolicy | None:
+        """Return the rule for groups in force; None: no groups."""
+        policy = bundle.group_policy
+        if policy is None or policy.at_once is None or self._share() < AT_ONCE_SHARE:
+            return policy
+        return policy.at_once
+
     def awaits_members(self, state: RequestState, bundle: Bundle) -> bool:
         """Whether a waiting prompt is for a group of a fixed size, and too few instances are free for that group."""
         return bundle.group_policy is not None and self._formation.awaits_members(state, bundle)
@@ -97,7 +108,7 @@ class GroupPlanner:
         leader = self._mesh.instances[state.prefill_ids[0]]
         helpers = self._formation.helpers(state, leader, bundle)
         for helper in helpers:
-            self._admit(state, leader, helper, long_tokens=state.num_work_tokens)
+            self._formation.admit(state, leader, helper, long_tokens=state.num_work_tokens)
         return helpers
 
     def may_be_helped(self, key: RequestKey) -> bool:
@@ -172,7 +183,7 @@ class GroupPlanner:
         ended. A short chunk ends with a block or the prompt. All of ``most`` for later chunks, and if no group may
         form.
         """
-        group_policy, start = bundle.group_policy, state.num_planned_tokens
+        group_policy, start = self._policy(bundle), state.num_planned_tokens
         if (
             group_policy is None
             or start > state.num_reused_tokens
@@ -204,7 +215,7 @@ class GroupPlanner:
             return 0
         if self._had_last(state, leader.instance_id):
             return 0
-        return self._cut(leader, state, most, bundle.group_policy)
+        return self._cut(leader, state, most, self._policy(bundle))
 
     def holds_decodes_up(self, state: RequestState, bundle: Bundle) -> bool:
         """Whether decodes must stay out of the next chunk's step, because they would wait for a helper's chunk.
@@ -254,7 +265,7 @@ class GroupPlanner:
             return False
         for key in [key for key, state in self._open.items() if not self._is_helped_on(state)]:
             self._close(key)
-        group_policy = bundle.group_policy
+        group_policy = self._policy(bundle)
         if group_policy is None or not self._open:
             return False
         spare = [each for each in step_slots.idle() if self._is_spare(each, group_policy)]
@@ -264,7 +275,7 @@ class GroupPlanner:
             if group_policy.group_size > 1:
                 self._form(state, bundle)
             else:
-                self._ask(state, spare, group_policy)
+                self._ask(state, spare, group_policy, self._most_members(state, group_policy, bundle))
             members = self._parallel_members(state, bundle, now_s)
             if members is not None and self._plan_parallel(members, state, group_policy, step_slots, bundle, now_s):
                 return True
@@ -305,7 +316,16 @@ class GroupPlanner:
         rests = leader.allocated.num_decoding > 0 and not group_policy.beside_decodes
         return leader.takes_new and not rests and self._modes.mode_of(leader) is Mode.MIXED
 
-    def _ask(self, state: RequestState, spare: list[InstanceState], group_policy: GroupPolicy) -> None:
+    def _most_members(self, state: RequestState, group_policy: GroupPolicy, bundle: Bundle) -> int:
+        """Return the largest useful group of a prompt: at most its share of the instances where prompts share them."""
+        leader = self._mesh.instances[state.prefill_ids[0]]
+        most = group_policy.most_members(leader.profile.kv_layout.num_layers)
+        shares = bundle.group_policy is not None and bundle.group_policy.at_once is not None
+        return min(most, max(2, int(self._share()))) if shares else most
+
+    def _ask(
+        self, state: RequestState, spare: list[InstanceState], group_policy: GroupPolicy, most_members: int
+    ) -> None:
         """Ask the spare instances that would bring the first token forward by enough.
 
         Asks again only when the number of planned tokens or of spare instances has changed.
@@ -335,45 +355,11 @@ class GroupPlanner:
             members,
             [(in_flight_s(instance, group_policy), instance.instance_id) for instance in line],
             leader.profile.kv_layout.token_bytes,
-            group_policy.most_members(leader.profile.kv_layout.num_layers),
+            most_members,
             self._minimum_gain.rate,
         )
         for helper_id in helper_ids:
-            self._admit(state, leader, mesh.instances[helper_id])
-
-    def _admit(
-        self, state: RequestState, leader: InstanceState, helper: InstanceState, *, long_tokens: int = 0
-    ) -> None:
-        mesh = self._mesh
-        capability = mesh.broker.new_capability() if state.group is None else state.group.told.capability
-        state.ask_helper(helper.instance_id, leader.instance_id, capability)
-        shard = helper.shard(helper.num_prefill_blocks(state.request))
-        # Cached blocks of the chain cannot be evicted meanwhile, and the helper needs other blocks for the prompt.
-        request, num_idle_blocks = state.request, helper.kept.num_idle_blocks_of(state.request.chain)
-        keeps = bool(request.chain) and shard.num_blocks + num_idle_blocks <= helper.num_free_blocks
-        helper.take(
-            state.key,
-            Allocation(
-                AllocationKind.LEAVING,
-                shard.num_blocks,
-                long_tokens=long_tokens,
-                tenant=request.tenant,
-                share=request.share,
-            ),
-            request.chain if keeps else (),
-        )
-        mesh.commands.append(
-            AdmitPrefill(
-                instance_id=helper.instance_id,
-                request_id=state.key[0],
-                epoch=state.key[1],
-                shards=(shard,),
-                transfer=None,
-                group=PrefillGroup(member_ids=(leader.instance_id, helper.instance_id), capability=capability),
-                room=helper.make_room(),
-                keeps_prefix=keeps,
-            )
-        )
+            self._formation.admit(state, leader, mesh.instances[helper_id])
 
     def _give_chunk(self, helper: InstanceState, group_policy: GroupPolicy, bundle: Bundle, now_s: float) -> bool:
         """Plan the next chunk of the first helped request that has one for the helper. Return whether there was one."""
@@ -408,7 +394,7 @@ class GroupPlanner:
 
     def _parallel_members(self, state: RequestState, bundle: Bundle, now_s: float) -> list[InstanceState] | None:
         """Return the members that compute the next tokens at once; None if they take turns, or the leader is alone."""
-        group_policy, leader = bundle.group_policy, self._mesh.instances[state.prefill_ids[0]]
+        group_policy, leader = self._policy(bundle), self._mesh.instances[state.prefill_ids[0]]
         if (
             group_policy is None
             or group_policy.schedule is Schedule.PIPELINED

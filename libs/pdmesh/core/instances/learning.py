@@ -43,6 +43,12 @@ class LatencyLearner:
         return self._prior if main is None else main.model
 
     @property
+    def steps_are_predictable(self) -> bool:
+        """Whether steps of the device class of ``model`` take about the predicted time; True if nothing is learnt."""
+        main = self._of_device_class.get(self._main)
+        return self._learning is LatencyLearning.FIXED or (main is not None and main.is_predictable)
+
+    @property
     def models(self) -> Mapping[str, LinearLatencyModel]:
         """Latency models by device class, where something is known."""
         return {device_class: refinement.model for device_class, refinement in self._of_device_class.items()}
@@ -80,7 +86,7 @@ class LatencyLearner:
     def step_done(self, instance: InstanceState, plan: StepPlan, event: StepDone) -> bool:
         """Learn from a planned step, and from the decode steps that the instance made by itself before it.
 
-        Return whether the latency model has changed.
+        Return whether the latency model, or whether steps are predictable, has changed.
         """
         moved = event.own_steps is not None and self.own_steps(instance, event.own_steps)
         computed = {(chunk.request_id, chunk.epoch): chunk.num_tokens for chunk in event.chunks}

@@ -88,6 +88,7 @@ class BundleChoice:
                 num_stages=learner.num_stages,
                 latency_of_device_class=learner.models,
                 links=links,
+                steps_are_predictable=learner.steps_are_predictable,
             ),
         )
         self._mesh.broker.computed_first = self.bundle.sends_computed_first
