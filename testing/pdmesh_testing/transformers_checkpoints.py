@@ -127,6 +127,8 @@ _VARIANTS: dict[str, list[dict[str, Any]]] = {
     "qwen3_5_text": [
         {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 1, "attention_bias": True}
     ],
+    "qwen3_5_moe_text": [{"layer_types": ["linear_attention", "full_attention"] * 2}],
+    "qwen3_next": [{"layer_types": ["linear_attention", "full_attention"] * 2, "mlp_only_layers": [1]}],
     "smollm3": [{"no_rope_layers": [1, 0, 1, 1], "use_sliding_window": True, "sliding_window": 24}],
     "starcoder2": [{"use_bias": False}, {"sliding_window": 24}],
     "mistral": [{"sliding_window": 24}, {"head_dim": 24, "sliding_window": None, "tie_word_embeddings": True}],
@@ -150,6 +152,14 @@ _VARIANTS: dict[str, list[dict[str, Any]]] = {
     "qwen3": [{"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1, "head_dim": 16}],
 }
 
+_DELTA_NET = {
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}  # fmt: skip
+_GATED_EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 24,
+}  # fmt: skip
+
 #: What an architecture's configuration class cannot do without.
 _NEEDED: dict[str, dict[str, Any]] = {
     "gemma4_text": {
@@ -162,13 +172,9 @@ _NEEDED: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_experts": 5},
-    "qwen3_5_text": {
-        "head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
-    },
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": {**_DELTA_NET, **_GATED_EXPERTS},
+    "qwen3_next": {**_DELTA_NET, **_GATED_EXPERTS},
     "ministral": {"head_dim": 24},
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16},
 }
@@ -197,6 +203,7 @@ _VISION: dict[str, dict[str, Any]] = {
     },
     "Qwen2_5_VLForConditionalGeneration": _QWEN_VISION,
     "Qwen3_5ForConditionalGeneration": _QWEN_VISION,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN_VISION,
     "Qwen3VLForConditionalGeneration": _QWEN_VISION,
     "Qwen3VLMoeForConditionalGeneration": _QWEN_VISION,
 }  # fmt: skip

@@ -117,6 +117,10 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": (
         "Qwen3_5ForConditionalGeneration", {**model_variants()["qwen3_5_text"][0], "model_type": "qwen3_5_text"},
     ),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeForConditionalGeneration",
+        {**model_variants()["qwen3_5_moe_text"][0], "model_type": "qwen3_5_moe_text"},
+    ),
     "mistral-3": ("Mistral3ForConditionalGeneration", {"model_type": "mistral", "sliding_window": None}),
     "ministral-3": (
         "Mistral3ForConditionalGeneration",

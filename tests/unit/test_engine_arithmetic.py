@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pdmesh.engine.arithmetic_class import torch_kind
-from pdmesh.engine.model_config import RopeConfig
 from pdmesh.engine.rope import RotaryEmbedding
+from pdmesh.engine.rope_config import RopeConfig
 
 CPU = torch.device("cpu")
 

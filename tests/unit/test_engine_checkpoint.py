@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 
 from pdmesh.demo.demo_checkpoint import demo_checkpoint
 from pdmesh.engine.files import load_model_config, load_model_info, resolve_model, served_name
-from pdmesh.engine.model_config import ModelConfig, QkNorm, RopeConfig
+from pdmesh.engine.model_config import ModelConfig, QkNorm
+from pdmesh.engine.rope_config import RopeConfig
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint, write_safetensors

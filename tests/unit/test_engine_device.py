@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pdmesh.engine.model_config import RopeConfig, RopeType
 from pdmesh.engine.rope import RotaryEmbedding
+from pdmesh.engine.rope_config import RopeConfig, RopeType
 from pdmesh.engine.runner import torch_device
 from pdmesh.errors import ConfigError
 

@@ -13,6 +13,7 @@ from pdmesh.engine.lora import adapted
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.engine.ranks.share import WHOLE, RankShare
+from pdmesh.engine.tensor_names import TensorNames
 from pdmesh.engine.tensors import RandomTensors, Tensors, UnreadTensors, open_tensors
 from pdmesh.engine.weight_reader import WeightReader
 from pdmesh.engine.weights import ModelWeights
@@ -41,7 +42,7 @@ def load_weights(
     """
     with ExitStack() as stack:
         tensors = stack.enter_context(open_tensors(directory, config, dtype))
-        config = _untied_if_unlike(config, tensors)
+        config = _unfused_if_single(_untied_if_unlike(config, tensors), tensors)
         if lora is not None:
             tensors = stack.enter_context(adapted(tensors, lora, config, dtype))
         unread = UnreadTensors(tensors)
@@ -67,6 +68,19 @@ def _untied_if_unlike(config: ModelConfig, tensors: Tensors) -> ModelConfig:
     shape = (config.vocab_size, config.hidden_size)
     is_same = torch.equal(tensors.read(head, shape), tensors.read(f"{config.names.embedding}.weight", shape))
     return replace(config, tie_word_embeddings=is_same)
+
+
+def _unfused_if_single(config: ModelConfig, tensors: Tensors) -> ModelConfig:
+    """Return the configuration with names of single experts if the checkpoint has these instead of fused ones."""
+    names = config.names
+    if not names.fuses_experts or not names.gates_first:
+        return config
+    expert = names.expert.format(0)
+    layers = [names.layer.format(number) for number, layer in enumerate(config.layers) if layer.experts]
+    ends = ("weight", "qweight", "weight_packed")
+    if not any(f"{layers[0]}.{expert}.{names.expert_down}.{end}" in tensors for end in ends):
+        return config
+    return replace(config, names=replace(names, expert_gate_up=TensorNames().expert_gate_up, fuses_experts=False))
 
 
 def random_weights(

@@ -15,9 +15,8 @@ from pdmesh.engine.model_config import (
     LayerConfig,
     ModelConfig,
     NormConfig,
-    RopeConfig,
-    RopeType,
 )
+from pdmesh.engine.rope_config import RopeConfig, RopeType
 from pdmesh.errors import ConfigError
 from pdmesh.model import PageShape
 
@@ -208,6 +207,12 @@ def experts_of(fields: Fields, *, intermediate_size: str, normalizes: bool) -> E
         intermediate_size=fields.integer(intermediate_size),
         normalizes=normalizes,
     )
+
+
+def gated_experts_of(fields: Fields, *, normalizes: bool) -> ExpertsConfig:
+    """Return the experts of a layer with a shared one, which a sigmoid gates."""
+    experts = experts_of(fields, intermediate_size="moe_intermediate_size", normalizes=normalizes)
+    return replace(experts, shared_size=fields.integer("shared_expert_intermediate_size"), gates_shared=True)
 
 
 def delta_net_of(fields: Fields) -> DeltaNet:

@@ -30,7 +30,7 @@ class Experts:
     """The MLPs of a layer, and the router that gives their shares for a token.
 
     ``scales`` (num_experts,) in fp32 multiply the shares. ``preferences`` (num_experts,) in fp32 are added to shares
-    when experts are chosen.
+    when experts are chosen. ``shared`` is an MLP of all tokens, and ``shared_gate`` the projection that gates it.
     """
 
     config: ExpertsConfig
@@ -38,6 +38,8 @@ class Experts:
     mlps: tuple[Mlp, ...]
     scales: Tensor | None = None
     preferences: Tensor | None = None
+    shared: Mlp | None = None
+    shared_gate: Linear | None = None
 
     def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers of each row's experts and their shares in fp32, both (rows, num_per_token).
@@ -47,6 +49,8 @@ class Experts:
         config = self.config
         shares = by_value(torch.sigmoid, scores.float()) if config.by_sigmoid else torch.softmax(scores.float(), dim=-1)
         ranked = shares if self.preferences is None else shares + self.preferences
+        if config.num_groups > 1:
+            ranked = _in_best_groups(ranked, config)
         numbers = ranked.argsort(dim=-1, descending=True, stable=True)[:, : config.num_per_token]
         chosen = shares.gather(1, numbers)
         if config.normalizes:
@@ -64,9 +68,9 @@ def mix_experts(
     *,
     routed: Tensor | None = None,
 ) -> Tensor:
-    """Return each row's sum of experts' results by their shares, in fp32. ``linear`` and ``mlp`` take rows.
+    """Return each row's sum of experts' results by their shares and of the shared MLP's, in fp32.
 
-    ``routed`` are the router's rows if they are not the experts'.
+    ``linear`` and ``mlp`` take rows. ``routed`` are the router's rows if they are not the experts'.
     """
     scores = linear(rows if routed is None else routed, experts.router)
     numbers, shares = experts.route(scores)
@@ -78,4 +82,18 @@ def mix_experts(
         if len(places):
             own = places // experts.config.num_per_token
             total.index_add_(0, own, mlp(rows[own], expert).float() * shares.flatten()[places, None])
+    if experts.shared is not None:
+        given = mlp(rows, experts.shared).float()
+        if experts.shared_gate is not None:
+            given = given * by_value(torch.sigmoid, linear(rows, experts.shared_gate).float())
+        total += given
     return total
+
+
+def _in_best_groups(ranked: Tensor, config: ExpertsConfig) -> Tensor:
+    """Return the shares (rows, num_experts), and -inf for experts outside the row's best groups."""
+    grouped = ranked.view(len(ranked), config.num_groups, -1)
+    sums = grouped.topk(2, dim=-1).values.sum(dim=-1)
+    best = sums.argsort(dim=-1, descending=True, stable=True)[:, : config.num_chosen_groups]
+    is_left_out = torch.ones_like(sums, dtype=torch.bool).scatter_(1, best, False)
+    return grouped.masked_fill(is_left_out[..., None], -torch.inf).flatten(1)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from pdmesh.engine.rope_config import RopeConfig
 from pdmesh.engine.tensor_names import TensorNames
 from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout, PageShape
@@ -71,48 +72,6 @@ class Quantization:
         return self.format not in _NO_INTEGERS and self.has_codes
 
 
-class RopeType(StrEnum):
-    """Kind of RoPE scaling; see `pdmesh.engine.rope`."""
-
-    DEFAULT = "default"
-    LINEAR = "linear"
-    DYNAMIC = "dynamic"
-    LLAMA3 = "llama3"
-    YARN = "yarn"
-    LONGROPE = "longrope"
-    PROPORTIONAL = "proportional"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Parameters of a rotary embedding. Which fields apply depends on ``rope_type``.
-
-    ``attention_factor`` applies to yarn and longrope; None derives it from the factor and mscale. ``short_factors`` and
-    ``long_factors`` have a divisor for each frequency: up to the original context length, and beyond it.
-    """
-
-    rope_type: RopeType = RopeType.DEFAULT
-    theta: float = 10_000.0
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    attention_factor: float | None = None  # yarn, longrope
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    mscale: float | None = None  # yarn
-    mscale_all_dim: float | None = None  # yarn
-    truncate: bool = True  # yarn
-    short_factors: tuple[float, ...] = ()  # longrope
-    long_factors: tuple[float, ...] = ()  # longrope
-    rotated_share: float = 1.0  # proportional
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether a token's rotation also depends on the length of its sequence."""
-        return self.rope_type in (RopeType.DYNAMIC, RopeType.LONGROPE)
-
-
 class NormKind(StrEnum):
     """Kind of normalisation of hidden states.
 
@@ -167,7 +126,11 @@ class ExpertsConfig:
     then have norms of their own, and factors that multiply the shares.
 
     ``by_sigmoid``: each share is a sigmoid, otherwise all are a softmax. ``has_preferences``: terms are added to the
-    shares to choose experts. ``epsilon`` is added to the sum that normalises. ``scale`` multiplies the shares.
+    shares to choose experts. ``epsilon`` is added to the sum that normalises. ``scale`` multiplies the shares. Experts
+    are chosen from the ``num_chosen_groups`` best of ``num_groups``, by the sum of a group's two highest shares.
+
+    Each token also goes through a shared MLP of ``shared_size``; 0 means none. ``gates_shared``: a sigmoid of one more
+    projection multiplies the shared MLP's result.
     """
 
     num_experts: int
@@ -180,6 +143,10 @@ class ExpertsConfig:
     has_preferences: bool = False
     epsilon: float = 0.0
     scale: float = 1.0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    shared_size: int = 0
+    gates_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +195,22 @@ class DeltaNet:
     def num_bytes(self) -> int:
         """Bytes of a state and its position."""
         return 8 + 4 * (self.num_matrix_values + self.num_input_values)
+
+    def order_by_key_head(self) -> list[int]:
+        """Return the source of each row of gates, channels, updates and decays in files with rows by key head.
+
+        Such files have, for each key head, a query, a key, values and gates, and behind all, updates and decays.
+        """
+        repeats = self.num_value_heads // self.num_key_heads
+        values = repeats * self.value_dim
+        parts = (("query", self.key_dim), ("key", self.key_dim), ("value", values), ("gate", values))
+        rows: dict[str, list[int]] = {name: [] for name in ("gate", "query", "key", "value", "update", "decay")}
+        row = 0
+        for parts_of_head in (parts, (("update", repeats), ("decay", repeats))):
+            for name, size in parts_of_head * self.num_key_heads:
+                rows[name] += range(row, row + size)
+                row += size
+        return [row for own in rows.values() for row in own]
 
     def page(self, block_size: int, dtype: str) -> PageShape:
         """Return the shape of pages that hold two states: one in place of keys, one in place of values."""
@@ -388,8 +371,9 @@ class DecoderShape:
             if layer.experts is None or layer.experts.is_beside_mlp:
                 columns += num_matrices * self.inner_size(layer)
             if layer.experts is not None:
-                each = num_matrices * layer.experts.intermediate_size
-                columns += layer.experts.num_experts + num_experts(layer.experts) * each
+                experts = layer.experts
+                size = num_experts(experts) * experts.intermediate_size + experts.shared_size
+                columns += experts.num_experts + experts.gates_shared + num_matrices * size
         return self.hidden_size * columns
 
     def compute_dtype(self, dtype: str) -> str:
@@ -472,11 +456,13 @@ class ModelConfig(DecoderShape):
 
     @property
     def inner_sizes(self) -> frozenset[int]:
-        """Sizes of the layers' MLPs and of one expert's."""
+        """Sizes of the layers' MLPs, of one expert and of shared ones."""
         dense = {
             self.inner_size(layer) for layer in self.layers if layer.experts is None or layer.experts.is_beside_mlp
         }
-        return frozenset(dense | {layer.experts.intermediate_size for layer in self.layers if layer.experts})
+        experts = {layer.experts for layer in self.layers if layer.experts}
+        shared = {each.shared_size for each in experts if each.shared_size}
+        return frozenset(dense | shared | {each.intermediate_size for each in experts})
 
     @property
     def max_taps(self) -> int:

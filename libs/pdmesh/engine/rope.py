@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdmesh.engine.model_config import RopeConfig, RopeType
+from pdmesh.engine.rope_config import RopeConfig, RopeType
 
 
 class RotaryEmbedding:

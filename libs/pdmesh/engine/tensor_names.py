@@ -13,8 +13,11 @@ class TensorNames:
     other. ``renames`` has pairs of a prefix in files and its replacement here. Output norms apply before the result is
     added to the residual stream. ``expert_gate_up`` and ``expert_down`` follow the expert's prefix.
 
+    ``delta_in`` has four projections, or two whose rows are by key head.
+
     ``fuses_experts``: a layer's experts are one tensor (experts, inputs, outputs). ``gates_first``: gates of fused
-    experts precede ups; otherwise they alternate. ``outputs_first``: fused experts are (experts, outputs, inputs).
+    experts precede ups, and a file may have single experts instead; otherwise gates and ups alternate.
+    ``outputs_first``: fused experts are (experts, outputs, inputs).
     """
 
     renames: tuple[tuple[str, str], ...] = ()
@@ -39,6 +42,9 @@ class TensorNames:
     expert: str = "mlp.experts.{}"
     expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+    shared_down: str = "mlp.shared_expert.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate"
     fuses_experts: bool = False
     gates_first: bool = False
     outputs_first: bool = False

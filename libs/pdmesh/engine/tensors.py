@@ -213,7 +213,7 @@ def open_tensors(directory: Path, config: ModelConfig, dtype: torch.dtype) -> It
         for path in weight_files(directory):
             file = stack.enter_context(safe_open(path, framework="pt"))
             files |= {_name_of(name, config.names): (file, name) for name in file.keys()}  # noqa: SIM118
-        if config.names.fuses_experts:
+        if config.names.fuses_experts and not any(".experts.0." in name for name in files):
             yield FusedExpertTensors(directory, files, config)
         elif quantization is None:
             yield FileTensors(directory, files)

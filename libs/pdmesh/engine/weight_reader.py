@@ -147,10 +147,11 @@ class WeightReader:
         def vector(name: str, size: int) -> Tensor:
             return self._tensor(f"{prefix}.{name}", (size,), torch.float32)
 
+        sizes, order = [delta.num_values, delta.num_channels, num_heads, num_heads], None
+        if len(names.delta_in) == 2:
+            sizes, order = [sum(sizes[:2]), 2 * num_heads], delta.order_by_key_head()
         return Mixer(
-            qkv=self._linear(
-                prefix, names.delta_in, [delta.num_values, delta.num_channels, num_heads, num_heads], hidden
-            ),
+            qkv=self._linear(prefix, names.delta_in, sizes, hidden, order=order),
             output=self._linear(prefix, (names.delta_out,), [hidden], delta.num_values),
             delta=DeltaWeights(
                 self._taps(f"{prefix}.{names.delta_conv}", delta.num_channels, delta.num_taps),
@@ -258,6 +259,16 @@ class WeightReader:
             preferences=(
                 self._tensor(f"{prefix}.{names.preferences}", (experts.num_experts,), torch.float32)
                 if experts.has_preferences
+                else None
+            ),
+            shared=(
+                self._mlp(prefix, names.shared_gate_up, names.shared_down, experts.shared_size, has_bias=False)
+                if experts.shared_size
+                else None
+            ),
+            shared_gate=(
+                self._linear(prefix, (names.shared_gate,), [1], self.config.hidden_size)
+                if experts.gates_shared
                 else None
             ),
         )

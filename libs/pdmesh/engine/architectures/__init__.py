@@ -30,6 +30,7 @@ WITH_TEXT_PARTS = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
 }
 
@@ -81,12 +82,16 @@ def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig | Unde
         return config
     if quantization.format is QuantizedFormat.GGUF:
         config = _of_gguf(config, quantization)
-    elif (quantization.format is QuantizedFormat.MXFP4) is not config.names.fuses_experts:
+    elif (quantization.format is QuantizedFormat.MXFP4) is not _is_gpt_oss(config):
         method = quantization.format.value
         raise fields.error(
             f"a {config.architecture} with weights in {method} is not supported: MXFP4 is supported for gpt-oss only"
         )
     return replace(config, quantization=quantization)
+
+
+def _is_gpt_oss(config: ModelConfig) -> bool:
+    return config.names.fuses_experts and not config.names.gates_first
 
 
 def _of_gguf(config: ModelConfig, quantization: Quantization) -> ModelConfig:

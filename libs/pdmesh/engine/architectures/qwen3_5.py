@@ -12,7 +12,12 @@ _NAME = "Qwen3_5ForCausalLM"
 
 
 def _describe(fields: Fields) -> ModelConfig:
-    config = dense(fields, _NAME, head_dim=256, max_position_embeddings=32768, partial=0.25, biases=["attention_bias"])
+    return qwen3_5(fields, _NAME)
+
+
+def qwen3_5(fields: Fields, name: str) -> ModelConfig:
+    """Describe the part that all models of this family share."""
+    config = dense(fields, name, head_dim=256, max_position_embeddings=32768, partial=0.25, biases=["attention_bias"])
     period = fields.integer("full_attention_interval", default=4)
     kinds = {"linear_attention": True, "full_attention": False}
     listed = fields.layer_flags("layer_types", kinds, config.num_layers)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.architectures.qwen2 import qwen_layers
 from pdmesh.engine.config_fields import Fields, dense, experts_of
-from pdmesh.engine.model_config import ModelConfig, QkNorm
+from pdmesh.engine.model_config import ExpertsConfig, LayerConfig, ModelConfig, QkNorm
 
 _NAME = "Qwen3MoeForCausalLM"
 
@@ -19,14 +20,19 @@ def _describe(fields: Fields) -> ModelConfig:
         intermediate_size="moe_intermediate_size",
         normalizes=fields.boolean("norm_topk_prob"),
     )
+    layers = with_experts(fields, qwen_layers(fields, config), experts)
+    return replace(config, layers=layers, qk_norm=QkNorm.HEAD)
+
+
+def with_experts(fields: Fields, layers: Sequence[LayerConfig], experts: ExpertsConfig) -> tuple[LayerConfig, ...]:
+    """Return the layers, with experts in every ``decoder_sparse_step``-th but those that are listed as dense."""
     step, dense_layers = fields.integer("decoder_sparse_step", default=1), fields.raw.get("mlp_only_layers") or []
     if not isinstance(dense_layers, list):
         raise fields.error(f"mlp_only_layers is {dense_layers!r}; it must be a list of layers")
-    layers = [
+    return tuple(
         layer if number in dense_layers or (number + 1) % step else replace(layer, experts=experts)
-        for number, layer in enumerate(qwen_layers(fields, config))
-    ]
-    return replace(config, layers=tuple(layers), qk_norm=QkNorm.HEAD)
+        for number, layer in enumerate(layers)
+    )
 
 
 ARCHITECTURE = Architecture(_NAME, "qwen3_moe", _describe)

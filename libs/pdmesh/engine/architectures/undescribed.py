@@ -9,7 +9,8 @@ from typing import Any
 
 from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.config_fields import Fields, dtype_of, experts_of
-from pdmesh.engine.model_config import DecoderShape, LayerConfig, RopeType, UndescribedModel
+from pdmesh.engine.model_config import DecoderShape, LayerConfig, UndescribedModel
+from pdmesh.engine.rope_config import RopeType
 from pdmesh.errors import ConfigError
 
 #: Model type by transformers' class name. The contract tests cover each entry. A model must use transformers' attention

@@ -154,7 +154,8 @@ class RankShare:
         """Return a layer's experts with this rank's part of each; None for a layer without experts."""
         if experts is None:
             return None
-        return replace(experts, intermediate_size=self.outputs(experts.intermediate_size).size)
+        sizes = [self.outputs(size).size for size in (experts.intermediate_size, experts.shared_size)]
+        return replace(experts, intermediate_size=sizes[0], shared_size=sizes[1])
 
     def _outputs_of(self, rank: int, num_outputs: int) -> IndexRange:
         panel = _PANEL_OUTPUTS
