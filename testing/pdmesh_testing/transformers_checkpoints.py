@@ -40,6 +40,10 @@ _LONGROPE = {
     "partial_rotary_factor": 0.75,
 }
 
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40, "mscale": 1.0,
+}  # fmt: skip
+
 #: Beyond each architecture's defaults: fields of its configuration.
 _GRANITE = {
     "embedding_multiplier": 1.7,
@@ -61,6 +65,10 @@ _GEMMA4_WIDE = {
 }  # fmt: skip
 
 _VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "deepseek_v3": [
+        {"n_group": 3, "topk_group": 2, "n_routed_experts": 9, "rope_parameters": {**_YARN, "mscale_all_dim": 0.7}},
+        {"q_lora_rank": None, "first_k_dense_replace": 3},
+    ],
     "gemma": [{"head_dim": 16}],
     "gemma2": [
         {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0},
@@ -80,8 +88,10 @@ _VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "gemma4_unified_text": [_GEMMA4_WIDE],
     "glm": [{"head_dim": 16, "attention_bias": False}],
+    "glm4_moe": [{"use_qk_norm": True, "attention_bias": True}],
     "glm4": [{"head_dim": 16}],
     "granite": [_GRANITE],
+    "minimax_m2": [{"rotary_dim": 8, "num_local_experts": 5}],
     "ministral": [
         {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 24},
     ],
@@ -160,8 +170,21 @@ _GATED_EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 24,
 }  # fmt: skip
 
+_SIGMOID_EXPERTS = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+_LATENT = {
+    **_SIGMOID_EXPERTS, "kv_lora_rank": 24, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 24, "num_key_value_heads": 4,
+}  # fmt: skip
+
 #: What an architecture's configuration class cannot do without.
 _NEEDED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {**_LATENT, "n_group": 2, "topk_group": 1},
+    "glm4_moe": {**_SIGMOID_EXPERTS, "head_dim": 16},
+    "glm4_moe_lite": _LATENT,
+    "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16},
     "gemma4_text": {
         "head_dim": 16,
         "global_head_dim": 48,
@@ -247,6 +270,7 @@ def write_transformers_checkpoint(
     hf: Any = transformers
     hf.logging.disable_progress_bar()
     config = transformers_config(model_type, **options)
+    torch.manual_seed(seed)
     model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _save(model, directory, config.vocab_size, seed, dtype, "64KB" if sharded else "5GB")
     write_tokenizer(directory, vocab_size=config.vocab_size, model_max_length=config.max_position_embeddings)
@@ -263,6 +287,7 @@ def write_wrapped_checkpoint(directory: Path, class_name: str, *, seed: int = 0,
     kind = getattr(hf, class_name)
     shape = {**_SHAPE, **text}
     config = kind.config_class(text_config=shape, vision_config=_VISION[class_name], tie_word_embeddings=False)
+    torch.manual_seed(seed)
     model = kind._from_config(config, dtype=torch.float32)
     _save(model, directory, shape["vocab_size"], seed, "float32", "5GB")
     write_tokenizer(directory, vocab_size=shape["vocab_size"], model_max_length=shape["max_position_embeddings"])
@@ -288,6 +313,6 @@ def _save(model: Any, directory: Path, vocab_size: int, seed: int, dtype: str, s
                 deviation = _LOGITS_STD if parameter.shape[0] == vocab_size else _GAIN
                 parameter.copy_(noise * (deviation / parameter.shape[-1] ** 0.5))
         for name, buffer in model.named_buffers():
-            if name.endswith((".layer_scalar", ".expert_bias")):
+            if name.endswith((".layer_scalar", ".expert_bias", ".e_score_correction_bias")):
                 buffer.add_(torch.empty_like(buffer).normal_(generator=generator), alpha=0.1)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=shard_size)

@@ -47,7 +47,7 @@ def models() -> Iterator[ParameterSet]:
     for model_type, variants in model_variants().items():
         for number, options in enumerate(variants):
             marks = [pytest.mark.slow] if number else []
-            yield pytest.param((model_type, options), marks=marks, id="-".join([model_type, *options]))
+            yield pytest.param((model_type, options), marks=marks, id=f"{model_type}-{number}")
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +172,8 @@ def test_tensors_and_fields_are_found_as_they_are_published(
 @pytest.mark.parametrize(
     ("model_type", "variant", "refused"),
     [("gemma4_text", 2, {check_divisible: "read the KV", check_stages: "read the KV"}),
-     ("gemma4_text", 0, {}), ("lfm2", 0, {check_divisible: "convolutions"})],
+     ("gemma4_text", 0, {}), ("lfm2", 0, {check_divisible: "convolutions"}),
+     ("deepseek_v3", 0, {check_divisible: "latents"})],
 )  # fmt: skip
 def test_layers_that_differ_are_refused_where_they_are_not_served(
     tmp_path: Path, model_type: str, variant: int, refused: dict[Callable[[DecoderShape, int], None], str]
@@ -192,12 +193,18 @@ def test_layers_that_differ_are_refused_where_they_are_not_served(
         plan_model(checkpoint, ComputeOptions(device=torch.device("cuda")))
 
 
-def test_keys_and_values_that_no_layer_reads_are_left_alone(tmp_path: Path) -> None:
-    """Gemma 4 E2B and E4B have projections in layers that read the KV of others."""
-    checkpoint = write_transformers_checkpoint(tmp_path, "gemma4_text", **model_variants()["gemma4_text"][2])
+@pytest.mark.parametrize(
+    ("model_type", "variant", "layer", "names"),
+    [("gemma4_text", 2, 5, ("v_proj", "k_norm")), ("deepseek_v3", 0, 4, ("q_a_proj", "kv_a_layernorm"))],
+)
+def test_tensors_that_are_published_and_not_read_are_left_alone(
+    tmp_path: Path, model_type: str, variant: int, layer: int, names: tuple[str, ...]
+) -> None:
+    """Projections of layers that read the KV of others, and layers that guess further tokens."""
+    checkpoint = write_transformers_checkpoint(tmp_path, model_type, **model_variants()[model_type][variant])
     found = generate(TorchEngine(checkpoint, num_blocks=4), prompt_of(19), 6).output_ids
     tensors = load_file(checkpoint / "model.safetensors")
-    unread = {f"model.layers.5.self_attn.{name}.weight": torch.ones(3) for name in ("k_proj", "v_proj", "k_norm")}
+    unread = {f"model.layers.{layer}.self_attn.{name}.weight": torch.ones(3) for name in names}
     assert not unread.keys() & tensors.keys()
     save_file({**tensors, **unread}, checkpoint / "model.safetensors", metadata={"format": "pt"})
     assert generate(TorchEngine(checkpoint, num_blocks=4), prompt_of(19), 6).output_ids == found

@@ -13,6 +13,7 @@ from pdmesh.engine.compute import Cache, Compute, Loaded
 from pdmesh.engine.forward import DirectForward
 from pdmesh.engine.kernels import Elementwise, Kernels, TorchKernels
 from pdmesh.engine.kv_cache import TORCH_DTYPES, TorchKvStore, with_pages
+from pdmesh.engine.latent_attention import LatentAttention
 from pdmesh.engine.levels import KernelChoice, KernelLibrary, choose_kernels
 from pdmesh.engine.merging import MERGE_KIND, Merge, merge_by_torch, merge_kernel
 from pdmesh.engine.model_config import ModelConfig
@@ -81,14 +82,18 @@ def choose_attention(
             return NativeAttention(masking, layout, config.scale, config.score_cap)
         if deterministic:
             return TiledAttention(layout, config.scale, config.score_cap)
-        num_cache_heads = 0 if cache_heads is None else cache_heads[layout.page(0)]
+        num_cache_heads = 0 if cache_heads is None else cache_heads.get(layout.page(0), 0)
         return TorchAttention(layout, config.scale, torch.device("cpu"), config.score_cap, num_cache_heads)
+
+    def backend_of(page: PageShape) -> PartialBackend:
+        if all(layer.latent is None or layer.latent.page != page for layer in config.layers):
+            return backend(with_pages(layout, page))
+        whole = with_pages(layout, page._replace(head_dim=2 * page.head_dim))
+        return LatentAttention(backend(whole), layout.block_size)
 
     if not layout.pages:
         return AttentionChoice(backend(layout), masking)
-    return AttentionChoice(
-        AttentionByPage({page: backend(with_pages(layout, page)) for page in config.attention_pages}), masking
-    )
+    return AttentionChoice(AttentionByPage({page: backend_of(page) for page in config.attention_pages}), masking)
 
 
 def choose_compute(loaded: Loaded, cache: Cache) -> Compute:
@@ -114,7 +119,7 @@ def choose_compute(loaded: Loaded, cache: Cache) -> Compute:
         if masking is not None:
             kinds.append(masking.level.kind)
         kernels, name = native_kernels, f"native {library.level}"
-        uses_torch = config.has_experts or config.has_sinks or config.has_states or config.gates_attention
+        uses_torch = config.has_experts or config.has_sinks or config.mixes_by_torch
         needs_torch = masking is None or uses_torch or not native_kernels.are_complete
     if needs_torch:
         kind = torch_kind(options.device, deterministic=options.deterministic)

@@ -44,6 +44,10 @@ class Fields:
             raise ConfigError(f"{self.where}: {name} is {value!r}; it must be a positive integer")
         return value
 
+    def count(self, name: str, *, default: int) -> int:
+        """Return an integer that may be zero. Raise ConfigError for any other value."""
+        return 0 if self.raw.get(name) == 0 else self.integer(name, default=default)
+
     def optional_integer(self, name: str, *, default: int | None = None) -> int | None:
         """Return a positive integer, or None if the field is null, or absent without a default."""
         if name in self.raw and self.raw[name] is None:
@@ -213,6 +217,30 @@ def gated_experts_of(fields: Fields, *, normalizes: bool) -> ExpertsConfig:
     """Return the experts of a layer with a shared one, which a sigmoid gates."""
     experts = experts_of(fields, intermediate_size="moe_intermediate_size", normalizes=normalizes)
     return replace(experts, shared_size=fields.integer("shared_expert_intermediate_size"), gates_shared=True)
+
+
+def sigmoid_experts_of(fields: Fields, *, num_groups: int) -> ExpertsConfig:
+    """Return the experts of a layer as in DeepSeek V3, beside a shared one. ``num_groups`` is a default."""
+    raw = {**fields.raw, "num_local_experts": fields.raw.get("n_routed_experts")}
+    fields = Fields(raw, fields.where)
+    normalizes = fields.boolean("norm_topk_prob", default=True)
+    experts = replace(
+        experts_of(fields, intermediate_size="moe_intermediate_size", normalizes=normalizes),
+        by_sigmoid=True,
+        has_preferences=True,
+        epsilon=1e-20,
+        scale=fields.number("routed_scaling_factor", default=1.0),
+        num_groups=fields.integer("n_group", default=num_groups),
+        num_chosen_groups=fields.integer("topk_group", default=1),
+    )
+    size = experts.num_experts // experts.num_groups
+    num_experts = experts.num_chosen_groups * size
+    if experts.num_experts % experts.num_groups or num_experts < experts.num_per_token or size < 2 < experts.num_groups:
+        raise fields.error(
+            f"n_group is {experts.num_groups} and topk_group is {experts.num_chosen_groups}; groups must have equal "
+            f"sizes of 2 or more, and the chosen ones {experts.num_per_token} experts of {experts.num_experts}"
+        )
+    return replace(experts, shared_size=experts.intermediate_size * fields.count("n_shared_experts", default=1))
 
 
 def delta_net_of(fields: Fields) -> DeltaNet:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from pdmesh.engine.latent import Latent
 from pdmesh.engine.rope_config import RopeConfig
 from pdmesh.engine.tensor_names import TensorNames
 from pdmesh.errors import ConfigError
@@ -229,7 +230,7 @@ class LayerConfig:
 
     ``conv`` is a convolution instead of attention. Its pages hold the inputs of each token: the first half of the
     channels as keys, the other as values. Its ``window`` is the number of taps. ``delta`` is a gated delta net instead
-    of attention, whose pages hold states. Its ``window`` is `STATE_WINDOW`.
+    of attention, whose pages hold states. Its ``window`` is `STATE_WINDOW`. ``latent`` is attention over latents.
     """
 
     rope: RopeConfig | None
@@ -241,6 +242,7 @@ class LayerConfig:
     reads: int | None = None
     conv: ShortConv | None = None
     delta: DeltaNet | None = None
+    latent: Latent | None = None
 
     @property
     def attends(self) -> bool:
@@ -358,7 +360,7 @@ class DecoderShape:
 
     def _num_weights(self, num_experts: Callable[[ExpertsConfig], int]) -> int:
         num_matrices = 3 if self.is_gated else 2
-        columns = self.vocab_size
+        columns, others = self.vocab_size, 0
         for layer in self.layers:
             page = self.page(layer)
             num_projections = 0 if layer.reads is not None else 1 if layer.keys_are_values else 2
@@ -366,6 +368,8 @@ class DecoderShape:
                 columns += 4 * self.hidden_size
             elif layer.delta is not None:
                 columns += layer.delta.num_channels + 2 * (layer.delta.num_values + layer.delta.num_value_heads)
+            elif layer.latent is not None:
+                others += layer.latent.num_weights(self.hidden_size, self.num_heads)
             else:
                 columns += (2 * self.num_heads + num_projections * page.num_kv_heads) * page.head_dim
             if layer.experts is None or layer.experts.is_beside_mlp:
@@ -374,7 +378,7 @@ class DecoderShape:
                 experts = layer.experts
                 size = num_experts(experts) * experts.intermediate_size + experts.shared_size
                 columns += experts.num_experts + experts.gates_shared + num_matrices * size
-        return self.hidden_size * columns
+        return self.hidden_size * columns + others
 
     def compute_dtype(self, dtype: str) -> str:
         """Return the dtype to compute in for the setting ``dtype``. "auto" is the checkpoint's. Raise ConfigError."""
@@ -427,6 +431,7 @@ class ModelConfig(DecoderShape):
     ``scales_layers``: a factor of its own multiplies each layer's result.
 
     ``num_learned_positions`` is the number of position embeddings, which are added to the tokens' embeddings.
+    ``num_guessing_layers`` are stored behind the model's layers and guess further tokens, which is not done here.
     ``transposes_weights``: files have linear layers as (inputs, outputs). ``residual_scale`` multiplies the results of
     attention and MLP before they are added.
     """
@@ -447,6 +452,7 @@ class ModelConfig(DecoderShape):
     activation_limit: float = 0.0
     has_sinks: bool = False
     num_learned_positions: int = 0
+    num_guessing_layers: int = 0
     transposes_weights: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -468,6 +474,11 @@ class ModelConfig(DecoderShape):
     def max_taps(self) -> int:
         """Largest number of taps of a layer's convolution; 0 without convolutions."""
         return max((layer.conv.num_taps for layer in self.layers if layer.conv), default=0)
+
+    @property
+    def mixes_by_torch(self) -> bool:
+        """Whether torch computes a part of attention, or of what some layers have instead."""
+        return self.has_states or self.gates_attention or any(layer.latent for layer in self.layers)
 
     @property
     def has_experts(self) -> bool:

@@ -67,6 +67,11 @@ class TensorNames:
     conv_in: str = "conv.in_proj"
     conv: str = "conv.conv"
     conv_out: str = "conv.out_proj"
+    latent_in: tuple[str, ...] = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
+    query_latent_norm: str = "self_attn.q_a_layernorm"
+    queries: str = "self_attn.q_b_proj"
+    latent_norm: str = "self_attn.kv_a_layernorm"
+    keys_and_values: str = "self_attn.kv_b_proj"
     layer_scale: str = "layer_scalar"
     layer_embedding: str = "model.embed_tokens_per_layer"
     layer_input: str = "model.per_layer_model_projection"

@@ -210,9 +210,12 @@ def open_tensors(directory: Path, config: ModelConfig, dtype: torch.dtype) -> It
         return
     with ExitStack() as stack:
         files: StoredFiles = {}
+        guessing = range(config.num_layers, config.num_layers + config.num_guessing_layers)
+        unread = tuple(f"{config.names.layer.format(number)}." for number in guessing)
         for path in weight_files(directory):
             file = stack.enter_context(safe_open(path, framework="pt"))
-            files |= {_name_of(name, config.names): (file, name) for name in file.keys()}  # noqa: SIM118
+            names = {_name_of(name, config.names): name for name in file.keys()}  # noqa: SIM118
+            files |= {here: (file, name) for here, name in names.items() if not here.startswith(unread)}
         if config.names.fuses_experts and not any(".experts.0." in name for name in files):
             yield FusedExpertTensors(directory, files, config)
         elif quantization is None:

@@ -19,6 +19,7 @@ from pdmesh.engine.base import LayerHook
 from pdmesh.engine.delta_net import StateSlice, delta_net
 from pdmesh.engine.experts import Experts, Mlp, mix_experts
 from pdmesh.engine.kernels import Kernels, Rotation, by_value, store_heads
+from pdmesh.engine.latent_attention import latent_queries, values_of
 from pdmesh.engine.linear import Linear
 from pdmesh.engine.model_config import DeltaNet, ModelConfig, QkNorm
 from pdmesh.engine.rope import RotaryEmbedding, rotate
@@ -108,7 +109,10 @@ class Transformer:
         self._weights = weights
         self.kernels = kernels
         device, dtype = weights.device, weights.dtype
-        widths = [config.page(layer).head_dim if layer.attends else config.head_dim for layer in config.layers]
+        widths = [
+            config.page(layer).head_dim if layer.attends and layer.latent is None else config.head_dim
+            for layer in config.layers
+        ]
         kinds = list(zip([layer.rope for layer in config.layers], widths, strict=True))
         distinct = list(dict.fromkeys(kinds))
         self._rotaries = [
@@ -191,6 +195,9 @@ class Transformer:
         if self._config.gates_attention:
             query, gate = query.tensor_split(2, dim=1)
         output, lse = attention.attend(query, cache, window=window, with_lse=sinks is not None)
+        weights, latent = self._weights.layers[number].mixer.latent, self._config.layers[number].latent
+        if weights is not None and latent is not None:
+            return values_of(output, latent, weights, self._linear)
         if gate is not None:
             return (output.float() * by_value(torch.sigmoid, gate.float())).to(output.dtype)
         if sinks is None or lse is None:
@@ -261,6 +268,10 @@ class Transformer:
         """
         layer, rotation = self._weights.layers[number], rotations[self._rotation_of[number]]
         hidden, normed = self._add_norm(hidden, delta, layer.input_norm)
+        latent = self._config.layers[number].latent
+        if layer.mixer.latent is not None and latent is not None:
+            products = self._linear(normed, layer.mixer.qkv)
+            return hidden, latent_queries(products, cache, rotation, latent, layer.mixer.latent, self._linear)
         qkv = self._project(number, normed)
         if layer.mixer.taps is not None:
             return hidden, _store_conv_inputs(qkv, rotation.slots, cache)

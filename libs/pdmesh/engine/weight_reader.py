@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pdmesh.engine.experts import Experts, Mlp
 from pdmesh.engine.grouped import GroupedWeight, join_rows
+from pdmesh.engine.latent import Latent
 from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.linear import Linear, PlainLinear, Vocabulary, WeightMemory, fastest_linear, fastest_vocabulary
 from pdmesh.engine.model_config import (
@@ -34,6 +35,7 @@ from pdmesh.engine.weights import (
     DeltaWeights,
     ExpertsBeside,
     HeadNorm,
+    LatentWeights,
     LayerInput,
     LayerInputs,
     LayerWeights,
@@ -139,6 +141,8 @@ class WeightReader:
     def _mixer(self, prefix: str, layer: LayerConfig) -> Mixer:
         if layer.delta is not None:
             return self._delta_net(prefix, layer.delta)
+        if layer.latent is not None:
+            return self._latent(prefix, layer.latent)
         return self._attention(prefix, layer) if layer.conv is None else self._conv(prefix, layer.conv)
 
     def _delta_net(self, prefix: str, delta: DeltaNet) -> Mixer:
@@ -195,6 +199,32 @@ class WeightReader:
             sinks=self._sinks(f"{prefix}.{names.sinks}") if config.has_sinks else None,
         )
 
+    def _latent(self, prefix: str, latent: Latent) -> Mixer:
+        config, names = self.config, self.config.names
+        num_heads, hidden, rank, query_rank = config.num_heads, config.hidden_size, latent.rank, latent.query_rank
+        num_queries = num_heads * latent.query_dim
+        turned = self._rotation_order(latent.rotated_dim, 1) or range(latent.rotated_dim)
+        queries, fused = latent.orders(num_heads, list(turned))
+        name = f"{prefix}.{names.keys_and_values}.weight"
+        stored = self._tensor(name, (num_heads * (latent.plain_dim + latent.value_dim), rank))
+        keys, values = stored.view(num_heads, -1, rank).tensor_split((latent.plain_dim,), dim=1)
+        names_in = names.latent_in if query_rank else (names.qkv[0], names.latent_in[1])
+        query = query_norm = None
+        if query_rank:
+            query = self._linear(prefix, (names.queries,), [num_queries], query_rank, order=queries)
+            query_norm = self._norm(f"{prefix}.{names.query_latent_norm}", query_rank)
+        return Mixer(
+            qkv=self._linear(prefix, names_in, [query_rank or num_queries, latent.width], hidden, order=fused),
+            output=self._linear(prefix, (names.output,), [hidden], num_heads * latent.value_dim),
+            latent=LatentWeights(
+                self._norm(f"{prefix}.{names.latent_norm}", rank),
+                tuple(self._product(each.t().contiguous(), None) for each in keys),
+                tuple(self._product(each.contiguous(), None) for each in values),
+                query,
+                query_norm,
+            ),
+        )
+
     def _conv(self, prefix: str, conv: ShortConv) -> Mixer:
         names, hidden = self.config.names, self.config.hidden_size
         factors = self._taps(f"{prefix}.{names.conv}", hidden, conv.num_taps)
@@ -239,13 +269,11 @@ class WeightReader:
         )
 
     def _experts(self, prefix: str, experts: ExpertsConfig) -> Experts:
-        names = self.config.names
+        names, hidden = self.config.names, self.config.hidden_size
         prefixes = [f"{prefix}.{names.expert.format(number)}" for number in range(experts.num_experts)]
         return Experts(
             experts,
-            self._linear(
-                prefix, (names.router,), [experts.num_experts], self.config.hidden_size, has_bias=experts.has_bias
-            ),
+            self._linear(prefix, (names.router,), [experts.num_experts], hidden, has_bias=experts.has_bias),
             tuple(
                 self._mlp(
                     each,
@@ -261,17 +289,13 @@ class WeightReader:
                 if experts.has_preferences
                 else None
             ),
-            shared=(
-                self._mlp(prefix, names.shared_gate_up, names.shared_down, experts.shared_size, has_bias=False)
-                if experts.shared_size
-                else None
-            ),
-            shared_gate=(
-                self._linear(prefix, (names.shared_gate,), [1], self.config.hidden_size)
-                if experts.gates_shared
-                else None
-            ),
+            shared=self._shared(prefix, experts.shared_size),
+            shared_gate=self._linear(prefix, (names.shared_gate,), [1], hidden) if experts.gates_shared else None,
         )
+
+    def _shared(self, prefix: str, size: int) -> Mlp | None:
+        names = self.config.names
+        return self._mlp(prefix, names.shared_gate_up, names.shared_down, size, has_bias=False) if size else None
 
     def _gathered(self, prefix: str, name: str, inputs: Sequence[int], *, has_bias: bool) -> Linear:
         """Return a projection to the hidden states; ``inputs`` has the number of inputs on each rank."""
@@ -362,6 +386,9 @@ class WeightReader:
             row += place.size
         if order is not None and not weight.is_meta:  # indexing a meta tensor imports sympy
             weight = weight[order]
+        return self._product(weight, bias)
+
+    def _product(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return fastest_linear(weight, bias, self.memory, self.library) if self.packed else PlainLinear(weight, bias)
 
     def _packed(self, places: Sequence[_Place], num_inputs: int, bias: Tensor | None, order: Order) -> Linear | None:

@@ -56,6 +56,20 @@ class DeltaWeights(NamedTuple):
     norm: Norm
 
 
+class LatentWeights(NamedTuple):
+    """Weights of latent attention. ``keys`` and ``values`` have a projection for each head.
+
+    ``keys`` take a query to the latents' space, and ``values`` a result out of it. ``query`` and its norm are None if
+    queries are products of hidden states.
+    """
+
+    norm: Norm
+    keys: tuple[Linear, ...]
+    values: tuple[Linear, ...]
+    query: Linear | None
+    query_norm: Norm | None
+
+
 class LayerInput(NamedTuple):
     """Weights that add a token's embedding for one layer to the layer's result."""
 
@@ -79,7 +93,8 @@ class Mixer:
     ``qkv`` fuses queries, keys and values in this order. Rows of queries and keys are in
     `pdmesh.engine.rope.rotation_order`. With ``taps``, it fuses a gate of the convolution's inputs, a gate of its
     results, and the inputs. With ``delta``, it fuses a gate of the results, the convolution's inputs, and inputs of
-    updates and decays. With gated attention, gates follow queries. ``sinks`` has one value per head, in fp32.
+    updates and decays. With ``latent``, it fuses queries or their latent, and the latent of keys and values. With gated
+    attention, gates follow queries. ``sinks`` has one value per head, in fp32.
     """
 
     qkv: Linear
@@ -90,6 +105,7 @@ class Mixer:
     sinks: Tensor | None = None
     taps: ConvTaps | None = None
     delta: DeltaWeights | None = None
+    latent: LatentWeights | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

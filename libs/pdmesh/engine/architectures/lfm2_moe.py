@@ -25,7 +25,7 @@ def _describe(fields: Fields) -> ModelConfig:
         epsilon=1e-6,
         scale=fields.number("routed_scaling_factor", default=1.0),
     )
-    num_dense = 0 if fields.raw.get("num_dense_layers") == 0 else fields.integer("num_dense_layers", default=2)
+    num_dense = fields.count("num_dense_layers", default=2)
     return replace(
         config,
         layers=tuple(

@@ -25,7 +25,7 @@ def _describe(fields: Fields) -> ModelConfig:
 
 
 def with_experts(fields: Fields, layers: Sequence[LayerConfig], experts: ExpertsConfig) -> tuple[LayerConfig, ...]:
-    """Return the layers, with experts in every ``decoder_sparse_step``-th but those that are listed as dense."""
+    """Return the layers, with experts in every ``decoder_sparse_step``-th, except in layers listed as dense."""
     step, dense_layers = fields.integer("decoder_sparse_step", default=1), fields.raw.get("mlp_only_layers") or []
     if not isinstance(dense_layers, list):
         raise fields.error(f"mlp_only_layers is {dense_layers!r}; it must be a list of layers")

@@ -32,10 +32,10 @@ def check_divisible(model: DecoderShape, num_ranks: int) -> None:
             f"tensor_parallel_size is {num_ranks}, but the model has {model.num_heads} attention heads and "
             f"{' or '.join(map(str, counts))} key-value heads, which divide among {', '.join(possible)} ranks"
         )
-    if num_ranks > 1 and not all(layer.attends for layer in model.layers):
+    if num_ranks > 1 and not all(layer.attends and layer.latent is None for layer in model.layers):
         raise ConfigError(
-            f"tensor_parallel_size is {num_ranks}, but convolutions and states of a {model.architecture} are not "
-            "divided: set it to 1"
+            f"tensor_parallel_size is {num_ranks}, but convolutions, states and latents of a "
+            f"{model.architecture} are not divided: set it to 1"
         )
     _check_reads(model, "tensor_parallel_size", num_ranks)
     if num_ranks > 1 and isinstance(model, UndescribedModel):
