@@ -9,14 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdmesh.engine.delta_net import StateSlice, delta_net
+from pdmesh.engine.delta_net import delta_net
+from pdmesh.engine.levels import processor_levels
 from pdmesh.engine.model_config import DeltaNet
+from pdmesh.engine.recurrence import Recurrence, load_recurrence_kernel, recur_by_torch
+from pdmesh.engine.states import StateSlice
 from pdmesh.engine.weights import DeltaWeights, Norm
 
-CONFIG = DeltaNet(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6, num_taps=4)
+CONFIG = DeltaNet(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=20, num_taps=4)
 NUM_TOKENS, BLOCK = 40, 8
 PAGE = CONFIG.page(BLOCK, "bfloat16")
 WIDTH = CONFIG.num_channels + 2 * CONFIG.num_value_heads
+KERNELS = [load_recurrence_kernel(level) for level in processor_levels() if level.is_ordered]
+RECURRENCES: list[Recurrence] = [recur_by_torch, *(kernel for kernel in KERNELS if kernel)]
 
 
 @pytest.fixture(scope="module")
@@ -36,45 +41,46 @@ def a_cache() -> Tensor:
     return torch.full((12, 2, 1, BLOCK, PAGE.head_dim), torch.nan, dtype=torch.bfloat16)
 
 
-def computed(products: Tensor, weights: DeltaWeights, cuts: Sequence[int], cache: Tensor, *, again: bool) -> Tensor:
-    """Return the results of chunks that end at ``cuts``, each computed twice if ``again``."""
+def computed(inputs: tuple[Tensor, DeltaWeights], cuts: Sequence[int], cache: Tensor, recur: Recurrence) -> Tensor:
+    """Return the results of chunks that end at ``cuts``, each computed twice."""
     table = [7, 2, 9, 4, 11]
     results: list[Tensor] = []
     for start, end in zip((0, *cuts), (*cuts, NUM_TOKENS), strict=True):
         first = max(0, start - 1) // BLOCK
         part = StateSlice(0, start, end - start, table[first : -(-end // BLOCK)])
-        found = [delta_net(products[start:end], cache, [part], CONFIG, weights) for _ in range(1 + again)]
-        assert torch.equal(found[0], found[-1])
+        found = [delta_net(inputs[0][start:end], cache, [part], CONFIG, inputs[1], recur) for _ in range(2)]
+        assert torch.equal(*found)
         results.append(found[0])
     return torch.cat(results)
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_bits_do_not_depend_on_chunks(weights: DeltaWeights, products: Tensor, again: bool) -> None:
-    whole = computed(products, weights, [], a_cache(), again=False)
+@pytest.mark.parametrize("recur", RECURRENCES)
+def test_bits_depend_neither_on_chunks_nor_on_the_processor(
+    weights: DeltaWeights, products: Tensor, recur: Recurrence
+) -> None:
+    inputs, rng = (products, weights), random.Random(3)
+    whole = computed(inputs, [], a_cache(), recur_by_torch)
     assert whole.isfinite().all()
-    rng = random.Random(3)
-    for _ in range(30):
-        cuts = sorted(rng.sample(range(1, NUM_TOKENS), rng.randrange(1, 12)))
-        assert torch.equal(computed(products, weights, cuts, a_cache(), again=again), whole)
-    assert torch.equal(computed(products, weights, range(1, NUM_TOKENS), a_cache(), again=again), whole)
+    cuts = [range(1, NUM_TOKENS), *(sorted(rng.sample(range(1, NUM_TOKENS), rng.randrange(1, 12))) for _ in range(30))]
+    assert all(torch.equal(computed(inputs, each, a_cache(), recur), whole) for each in cuts)
 
 
-def test_results_do_not_depend_on_other_sequences(weights: DeltaWeights, products: Tensor) -> None:
-    whole = computed(products, weights, [], a_cache(), again=False)
+@pytest.mark.parametrize("recur", RECURRENCES)
+def test_results_do_not_depend_on_sequences_beside(weights: DeltaWeights, products: Tensor, recur: Recurrence) -> None:
+    whole = computed((products, weights), [], a_cache(), recur_by_torch)
     slices = [StateSlice(0, 0, 8, [0]), StateSlice(8, 0, 32, [1, 2, 3, 4])]
-    both = delta_net(torch.cat((products[9:17], products[:32])), a_cache(), slices, CONFIG, weights)
+    both = delta_net(torch.cat((products[9:17], products[:32])), a_cache(), slices, CONFIG, weights, recur)
     assert torch.equal(both[8:], whole[:32])
 
 
 def test_a_state_of_another_position_is_not_read(weights: DeltaWeights, products: Tensor) -> None:
     cache = a_cache()
-    computed(products, weights, [20], cache, again=False)
+    computed((products, weights), [20], cache, recur_by_torch)
     going_on = StateSlice(0, 24, 2, [9, 4])  # the state behind the third block
-    assert delta_net(products[24:26], cache, [going_on], CONFIG, weights).isfinite().all()
+    assert delta_net(products[24:26], cache, [going_on], CONFIG, weights, recur_by_torch).isfinite().all()
     for start, pages in ((19, [9]), (21, [9]), (25, [4]), (16, [3])):
         with pytest.raises(RuntimeError, match=f"behind token {start} is not here"):
-            delta_net(products[:1], cache, [StateSlice(0, start, 1, pages)], CONFIG, weights)
+            delta_net(products[:1], cache, [StateSlice(0, start, 1, pages)], CONFIG, weights, recur_by_torch)
 
 
 def test_a_page_holds_two_states() -> None:

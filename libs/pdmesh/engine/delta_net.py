@@ -1,11 +1,7 @@
 """Gated delta nets: attention whose past is one matrix per head, advanced token by token.
 
-A layer's page of a block holds two states, each with its *position*: the number of tokens that it covers. A step reads
-the state that covers the tokens before its first, and writes the state after each block and after its last token. The
-state that was read stays, so a step may be computed again. A state of another position is never read.
-
 All operations are elementwise, and sums over keys are trees of fixed shape. So results depend neither on chunks nor on
-the rows beside a token.
+the rows beside a token. `pdmesh.engine.states` says which states a step reads and writes.
 """
 
 from __future__ import annotations
@@ -13,151 +9,141 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from pdmesh.engine.kernels import by_value
 from pdmesh.engine.model_config import DeltaNet
+from pdmesh.engine.recurrence import Recurrence, RecurrentRows, Stop, tree_sum
+from pdmesh.engine.states import StatePath, StateSlice
 from pdmesh.engine.weights import DeltaWeights
 
 _EPSILON = 1e-6
-_NO_POSITION = -1
 
-
-class StateSlice(NamedTuple):
-    """Rows of a step of one sequence: ``num_tokens`` tokens from ``start`` on, in rows from ``row`` on.
-
-    ``pages`` are the layer's pages of the sequence's blocks, from the block of the token before ``start`` on, or from
-    the first block. With ``is_timing``, the state before may be missing.
-    """
-
-    row: int
-    start: int
-    num_tokens: int
-    pages: Sequence[int]
-    is_timing: bool = False
-
-
-class _State(NamedTuple):
-    """State behind a token: a matrix per value head (keys, values), and the last inputs of the convolution, in fp32."""
-
-    matrix: Tensor
-    inputs: Tensor
+#: Number of rows whose convolution is computed at once: their inputs stay in a core's cache.
+_TILE_ROWS = 64
 
 
 def delta_net(
-    products: Tensor, cache: Tensor, slices: Sequence[StateSlice], config: DeltaNet, weights: DeltaWeights
+    products: Tensor,
+    cache: Tensor,
+    slices: Sequence[StateSlice],
+    config: DeltaNet,
+    weights: DeltaWeights,
+    recurrence: Recurrence,
 ) -> Tensor:
     """Return the results (num_tokens, value heads, value_dim) in fp32 before the norm, and write the states.
 
     ``products`` has a row for each token: inputs of the convolution, and the decays' and the updates' inputs.
+    Raise RuntimeError if the state before a slice is not in the cache.
     """
     sizes = (config.num_channels, config.num_value_heads, config.num_value_heads)
     inputs, update, decay = products.float().split(sizes, dim=-1)  # type: ignore[no-untyped-call]
     beta = by_value(torch.sigmoid, update)
     rates = by_value(functional.softplus, decay + weights.decay_bias) * by_value(torch.exp, weights.decay_log)
     decays = by_value(torch.exp, -rates)
-    results = torch.empty(len(products), config.num_value_heads, config.value_dim)
-    for part in slices:
-        rows = slice(part.row, part.row + part.num_tokens)
-        pages = _Pages(cache, part, config)
-        state = pages.read()
-        known = torch.cat((state.inputs, inputs[rows]))
-        query, key, value = _heads(_convolved(known, part.num_tokens, weights), config)
-        matrix = state.matrix
-        for token in range(part.num_tokens):
-            matrix = matrix * decays[part.row + token, :, None, None]
-            own_key = key[token, :, :, None]
-            delta = (value[token] - _tree_sum(matrix * own_key)) * beta[part.row + token, :, None]
-            matrix = matrix + own_key * delta[:, None]
-            results[part.row + token] = _tree_sum(matrix * query[token, :, :, None])
-            if pages.is_kept(token):
-                pages.write(token, _State(matrix, known[token + 1 : token + config.num_taps]))
+    states = _States(cache, config)
+    paths = [StatePath.begun(part, cache.shape[3], states.positions) for part in slices]
+    known = _known(inputs, slices, paths, states)
+    heads = _heads(known, slices, weights, config)
+    rows = [
+        RecurrentRows(
+            part.row,
+            part.num_tokens,
+            None if path.source is None else states.matrix(*path.source),
+            [Stop(stop.num_tokens, states.matrix(*stop.place)) for stop in path.stops],
+        )
+        for part, path in zip(slices, paths, strict=True)
+    ]
+    results = recurrence(rows, *heads, decays, beta)
+    _keep_inputs(known, slices, paths, states)
+    for part, path in zip(slices, paths, strict=True):
+        path.end(part.start, states.positions)
     return results
 
 
-def _convolved(known: Tensor, num_tokens: int, weights: DeltaWeights) -> Tensor:
-    """Return the activated convolution of the last ``num_tokens`` of the inputs."""
-    first = len(known) - num_tokens
-    total = torch.zeros(num_tokens, known.shape[1])
+class _Heads(NamedTuple):
+    """Normalised queries and keys (num_tokens, key heads, key_dim), and values (num_tokens, value heads, value_dim)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class _States:
+    """The states in a layer's pages: positions, matrices of heads, and latest inputs of the convolution, in fp32."""
+
+    def __init__(self, cache: Tensor, config: DeltaNet) -> None:
+        memory = cache.flatten(2).view(torch.uint8)
+        values = memory[:, :, 8 : config.num_bytes].view(torch.float32)
+        self.positions = memory[:, :, :8].view(torch.int64)[..., 0].numpy()
+        self.inputs = values[:, :, config.num_matrix_values :]
+        self._matrices = values
+        self._shape = config.num_value_heads, config.key_dim, config.value_dim
+
+    def matrix(self, page: int, slot: int) -> Tensor:
+        """Return a view of the matrices of a state (value heads, key_dim, value_dim)."""
+        heads, keys, values = self._shape
+        return self._matrices[page, slot, : heads * keys * values].view(self._shape)
+
+
+def _known(inputs: Tensor, slices: Sequence[StateSlice], paths: Sequence[StatePath], states: _States) -> Tensor:
+    """Return the inputs of all slices, each with the inputs of the ``num_taps`` - 1 tokens before in front."""
+    num_channels = inputs.shape[1]
+    parts: list[Tensor] = []
+    for part, path in zip(slices, paths, strict=True):
+        kept = states.inputs.shape[2] // num_channels
+        before = inputs.new_zeros(kept, num_channels)
+        if path.source is not None:
+            before = states.inputs[path.source].view(kept, num_channels)
+        parts += [before, inputs[part.row : part.row + part.num_tokens]]
+    return torch.cat(parts)
+
+
+def _keep_inputs(known: Tensor, slices: Sequence[StateSlice], paths: Sequence[StatePath], states: _States) -> None:
+    """Write the latest inputs at each stop."""
+    num_kept = states.inputs.shape[2] // known.shape[1]
+    for number, (part, path) in enumerate(zip(slices, paths, strict=True)):
+        first = part.row + number * num_kept
+        for stop in path.stops:
+            latest = known[first + stop.num_tokens : first + stop.num_tokens + num_kept]
+            states.inputs[stop.place] = latest.flatten()
+
+
+def _heads(known: Tensor, slices: Sequence[StateSlice], weights: DeltaWeights, config: DeltaNet) -> _Heads:
+    """Return the heads of the activated convolution."""
+    num_kept, size = config.num_taps - 1, config.num_key_heads * config.key_dim
+    num_rows = len(known) - num_kept * len(slices)
+    query, key = (torch.empty(num_rows, config.num_key_heads, config.key_dim) for _ in range(2))
+    value = torch.empty(num_rows, config.num_value_heads, config.value_dim)
+    # Convolutions that reach into another slice are computed and dropped.
+    places = np.concatenate([np.full(part.num_tokens, number) for number, part in enumerate(slices)])
+    places = np.arange(num_rows) + num_kept * places
+    for first in range(0, num_rows, _TILE_ROWS):
+        rows = slice(first, min(first + _TILE_ROWS, num_rows))
+        start, end = int(places[rows.start]), int(places[rows.stop - 1]) + 1
+        convolved = _convolved(known[start : end + num_kept], end - start, weights)
+        if end - start != rows.stop - rows.start:
+            convolved = convolved[places[rows] - start]
+        mixed = by_value(functional.silu, convolved)
+        for heads, values in zip((query, key), mixed[:, : 2 * size].split(size, dim=1), strict=True):  # type: ignore[no-untyped-call]
+            heads[rows] = _normalised(values.reshape(-1, *heads.shape[1:]))
+        query[rows] *= config.key_dim**-0.5
+        value[rows] = mixed[:, 2 * size :].reshape(-1, *value.shape[1:])
+    return _Heads(query, key, value)
+
+
+def _convolved(known: Tensor, num_rows: int, weights: DeltaWeights) -> Tensor:
+    """Return the convolution of the last ``num_rows`` of the inputs."""
+    first = len(known) - num_rows
+    total = torch.zeros(num_rows, known.shape[1])
     for tap, factors in enumerate(weights.taps):
-        total += known[first - tap : first - tap + num_tokens] * factors
-    return by_value(functional.silu, total)
+        total += known[first - tap : first - tap + num_rows] * factors
+    return total
 
 
-def _heads(mixed: Tensor, config: DeltaNet) -> tuple[Tensor, Tensor, Tensor]:
-    """Return normalised queries and keys, and values, each (num_tokens, value heads, dim)."""
-    size = config.num_key_heads * config.key_dim
-    query, key, value = mixed.split((size, size, mixed.shape[1] - 2 * size), dim=-1)  # type: ignore[no-untyped-call]
-    repeats = config.num_value_heads // config.num_key_heads
-
-    def normalised(heads: Tensor) -> Tensor:
-        rows = heads.reshape(len(heads), config.num_key_heads, config.key_dim)
-        lengths = torch.rsqrt(_tree_sum((rows * rows)[..., None]) + _EPSILON)
-        return (rows * lengths).repeat_interleave(repeats, dim=1)
-
-    values: Tensor = value.reshape(len(value), config.num_value_heads, config.value_dim)
-    return normalised(query) * config.key_dim**-0.5, normalised(key), values
-
-
-def _tree_sum(terms: Tensor) -> Tensor:
-    """Return the sum over the dimension before the last, a power of two, in one order."""
-    while (half := terms.shape[-2] // 2) > 0:
-        terms = terms[..., :half, :] + terms[..., half:, :]
-    return terms[..., 0, :]
-
-
-class _Pages:
-    """The pages of one sequence's states in a layer: two states each."""
-
-    def __init__(self, cache: Tensor, part: StateSlice, config: DeltaNet) -> None:
-        self._memory = cache.flatten(2).view(torch.uint8)
-        self._part = part
-        self._config = config
-        self._block_size = cache.shape[3]
-        self._first_block = max(0, part.start - 1) // self._block_size
-        self._read: tuple[int, int] | None = None
-
-    def read(self) -> _State:
-        """Return the state before the slice. Raise RuntimeError if no page has it."""
-        config = self._config
-        if self._part.start == 0 or self._part.is_timing:
-            matrix = torch.zeros(config.num_value_heads, config.key_dim, config.value_dim)
-            return _State(matrix, torch.zeros(config.num_taps - 1, config.num_channels))
-        page = self._part.pages[0]
-        for slot in range(2):
-            position, state = self._place(page, slot)
-            if int(position) == self._part.start:
-                self._read = page, slot
-                return state
-        raise RuntimeError(f"a layer's state behind token {self._part.start} is not here")
-
-    def is_kept(self, token: int) -> bool:
-        """Return whether the state behind a token of the slice is written: the last one, and each block's last."""
-        end = self._part.start + token + 1
-        return token == self._part.num_tokens - 1 or end % self._block_size == 0
-
-    def write(self, token: int, state: _State) -> None:
-        """Write the state behind a token beside the state that was read, and forget others in that page."""
-        end = self._part.start + token + 1
-        page = self._part.pages[(end - 1) // self._block_size - self._first_block]
-        slot = 1 if self._read == (page, 0) else 0
-        other, _ = self._place(page, 1 - slot)
-        if self._read != (page, 1 - slot):
-            other.fill_(_NO_POSITION)
-        position, place = self._place(page, slot)
-        position.fill_(_NO_POSITION)
-        place.matrix.copy_(state.matrix)
-        place.inputs.copy_(state.inputs)
-        position.fill_(end)
-
-    def _place(self, page: int, slot: int) -> tuple[Tensor, _State]:
-        """Return the position of a state in a page, and the state."""
-        config, memory = self._config, self._memory[page, slot]
-        values = memory[8 : config.num_bytes].view(torch.float32)
-        matrix, inputs = values.split((config.num_matrix_values, config.num_input_values))  # type: ignore[no-untyped-call]
-        return memory[:8].view(torch.int64), _State(
-            matrix.view(config.num_value_heads, config.key_dim, config.value_dim),
-            inputs.view(config.num_taps - 1, config.num_channels),
-        )
+def _normalised(rows: Tensor) -> Tensor:
+    """Return rows of heads, each divided by its length."""
+    return rows * torch.rsqrt(tree_sum((rows * rows)[..., None]) + _EPSILON)

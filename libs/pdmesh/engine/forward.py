@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pdmesh.engine.attention import AttentionBackend, AttentionOutput, AttentionPlan, QuerySpan
 from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice
-from pdmesh.engine.delta_net import StateSlice
 from pdmesh.engine.sampler import sample
+from pdmesh.engine.states import state_slices
 from pdmesh.engine.transformer_model import Places, StepInputs
 from pdmesh.kv.frames import FrameMap
 from pdmesh.model import KvLayout, num_blocks_for
@@ -290,25 +290,6 @@ def earlier_slots(
             blocks = frames.of_block[blocks]
         slots.append(np.where(positions < 0, -1, blocks * block_size + known % block_size))
     return np.concatenate(slots)
-
-
-def state_slices(batch: Sequence[SequenceSlice], block_size: int, frames: FrameMap | None) -> tuple[StateSlice, ...]:
-    """Return each slice's rows, and its pages in layers with states: blocks, or with ``frames`` the blocks' frames.
-
-    Raises ValueError if a slice has a draft.
-    """
-    slices: list[StateSlice] = []
-    row = 0
-    for part in batch:
-        if part.draft:
-            raise ValueError("drafts are not verified by a model with states: a rejected token cannot be taken back")
-        blocks = slice(max(0, part.start - 1) // block_size, num_blocks_for(part.start + part.num_tokens, block_size))
-        pages = part.sequence.block_table[blocks]
-        if frames is not None:
-            pages = frames.of_block[pages].tolist()
-        slices.append(StateSlice(row, part.start, part.num_tokens, pages, part.sequence.is_timing))
-        row += part.num_tokens
-    return tuple(slices)
 
 
 def begun_blocks(batch: Sequence[SequenceSlice], layout: KvLayout) -> list[BegunBlock]:

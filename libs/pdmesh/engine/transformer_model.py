@@ -16,13 +16,15 @@ from torch.nn import functional
 
 from pdmesh.engine.attention import AttentionPlan
 from pdmesh.engine.base import LayerHook
-from pdmesh.engine.delta_net import StateSlice, delta_net
+from pdmesh.engine.delta_net import delta_net
 from pdmesh.engine.experts import Experts, Mlp, mix_experts
 from pdmesh.engine.kernels import Kernels, Rotation, by_value, store_heads
 from pdmesh.engine.latent_attention import latent_queries, values_of
 from pdmesh.engine.linear import Linear
 from pdmesh.engine.model_config import DeltaNet, ModelConfig, QkNorm
+from pdmesh.engine.recurrence import fastest_recurrence
 from pdmesh.engine.rope import RotaryEmbedding, rotate
+from pdmesh.engine.states import StateSlice
 from pdmesh.engine.weights import HeadNorm, LayerInput, LayerWeights, ModelWeights, Norm
 from pdmesh.model import IndexRange
 
@@ -220,7 +222,9 @@ class Transformer:
         assert weights is not None, "the layer has no delta net"
         hidden, normed = self._add_norm(hidden, delta, layer.input_norm)
         gate, products = self._linear(normed, layer.mixer.qkv).tensor_split((config.num_values,), dim=-1)
-        results = self.kernels.norm(delta_net(products, cache, slices, config, weights), *weights.norm)
+        results = self.kernels.norm(
+            delta_net(products, cache, slices, config, weights, fastest_recurrence()), *weights.norm
+        )
         return hidden, (results.flatten(1) * by_value(functional.silu, gate.float())).to(self._dtype)
 
     def _convolve(self, number: int, gate: Tensor, cache: Tensor, earlier: Tensor | None) -> Tensor:
