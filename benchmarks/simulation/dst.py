@@ -5,6 +5,7 @@
     python -m benchmarks.simulation.dst --processes 2        # on two cores
     python -m benchmarks.simulation.dst --tiers    # only seeds whose instances have offload tiers
     python -m benchmarks.simulation.dst --spread   # only seeds whose contexts are spread over instances
+    python -m benchmarks.simulation.dst --states   # only seeds whose model has layers with states
     python -m benchmarks.simulation.dst --show 408 # one seed's timeline
 
 The first seed that breaks a law is cut down to what the failure needs, and its timeline is printed; the exit code is
@@ -95,6 +96,8 @@ def _tallies(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[StepTo
         seeds = filter(has_tiers, seeds)
     if arguments.spread:
         seeds = filter(spreads_contexts, seeds)
+    if arguments.states:
+        seeds = filter(lambda seed: draw(seed).num_frames > 0, seeds)
     seeds = islice(seeds, arguments.seeds)
     batches = iter(lambda: list(islice(seeds, BATCH)), [])
     if arguments.processes == 1:
@@ -141,6 +144,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="the first one")
     parser.add_argument("--tiers", action="store_true", help="take only seeds whose instances have offload tiers")
     parser.add_argument("--spread", action="store_true", help="take only seeds whose contexts are spread")
+    parser.add_argument("--states", action="store_true", help="take only seeds whose model has layers with states")
     parser.add_argument("--processes", type=int, default=1, help="that share them")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="stop after so many seconds")
     parser.add_argument("--max-failures", type=int, default=1, help="stop after so many failing seeds")

@@ -7,6 +7,9 @@ whole context's KV, again as read back.
 So the output changes if a chunk is computed out of order, if a layer does not wait for another instance's KV, if a
 piece goes to the wrong block, or if one byte is lost. `reference_output` returns the right output. With
 ``checks_kv=False`` the cache is not touched and a step costs next to nothing, for benchmarks of everything else.
+
+In `STATE_LAYOUT` a layer has states, by the rules of `pdmesh.engine.states`: a hash that is folded over the tokens, and
+the latest token. So the output changes as well if a state is applied twice, dropped, stale or another sequence's.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +37,8 @@ from pdmesh.engine.base import (
     with_draft,
 )
 from pdmesh.engine.ranks.share import RankShare
+from pdmesh.engine.states import StatePath, StateSlice, state_slices
+from pdmesh.kv.frames import FrameMap
 from pdmesh.kv.remote_kv import RangeQuestion, RemoteKv
 from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
@@ -43,6 +48,12 @@ from pdmesh_testing.turns import StageTurns
 
 #: Small enough for tests with thousands of blocks; one token's keys are one 32-bit word.
 FAKE_LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32")
+
+#: The same, with a layer of states between the layers of KV. Its window is that of `pdmesh.engine.model_config`.
+STATE_LAYOUT = replace(FAKE_LAYOUT, num_layers=3, window=2, windowed_layers=(1,))
+
+#: Words of a state: position, hash, latest token.
+_POSITION, _HASH, _LATEST, _STATE_WORDS = 0, 1, 2, 3
 
 #: DrawnToken tokens are printable ASCII in byte-level vocabularies, whether these count bytes from 0 or from "!".
 FIRST_TOKEN_ID = 33
@@ -56,27 +67,51 @@ Words = npt.NDArray[np.uint32]
 
 
 class FakeKvStore(HostKvStore):
-    """A paged cache of 32-bit words, all of them in use: ``words[layer, block, k or v, token, lane]``."""
+    """A paged cache of 32-bit words, all of them in use: ``words[layer, page, k or v, token, lane]``.
 
-    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+    Pages are blocks, and frames in layers with a window. ``num_frames`` is their number; None means one for each block.
+    """
+
+    def __init__(self, layout: KvLayout, num_blocks: int, num_frames: int | None = None) -> None:
         lanes, rest = divmod(layout.max_page_bytes, 2 * layout.block_size * _WORD_BYTES)
         if rest:
             raise ValueError(f"a token of {layout} is not whole 32-bit words")
         self.layout = layout
         self.num_blocks = num_blocks
-        self.words: Words = np.zeros((layout.num_layers, num_blocks, 2, layout.block_size, lanes), dtype=np.uint32)
+        self._frames: FrameMap | None = None
+        num_pages = num_blocks
+        if layout.windowed_layers:
+            self._frames = FrameMap.shared_out(num_blocks, num_blocks if num_frames is None else num_frames)
+            num_pages = max(num_blocks, self._frames.num_frames + 1)
+        self.words: Words = np.zeros((layout.num_layers, num_pages, 2, layout.block_size, lanes), dtype=np.uint32)
+
+    @property
+    def frames(self) -> FrameMap | None:
+        return self._frames
 
     @property
     def shared(self) -> HostCache:
-        return HostCache(self.layout, self.num_blocks, [layer.ctypes.data for layer in self.words])
+        num_frames = 0 if self._frames is None else self._frames.num_frames
+        addresses = [layer.ctypes.data for layer in self.words]
+        return HostCache(self.layout, self.num_blocks, addresses, num_frames=num_frames)
 
     def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
-        source = self.words[layer, list(block_ids)]
+        source = self.words[layer, [self.page(layer, block_id) for block_id in block_ids]]
         out.cast("B")[:] = source.tobytes()
 
     def scatter(self, layer: int, block_ids: Sequence[int], data: memoryview) -> None:
-        shape = (len(block_ids), *self.words.shape[2:])
-        self.words[layer, list(block_ids)] = np.frombuffer(data, dtype=np.uint32).reshape(shape)
+        values = np.frombuffer(data, dtype=np.uint32).reshape(len(block_ids), *self.words.shape[2:])
+        pages = np.array([self.page(layer, block_id) for block_id in block_ids], dtype=np.int64)
+        if self._frames is not None and layer in self.layout.windowed_layers:
+            is_seen = pages != self._frames.zeros
+            pages, values = pages[is_seen], values[is_seen]
+        self.words[layer, pages] = values
+
+    def page(self, layer: int, block_id: int) -> int:
+        """Return the page of a block in a layer."""
+        if self._frames is None or layer not in self.layout.windowed_layers:
+            return block_id
+        return int(self._frames.of_block[block_id])
 
 
 class StepGate:
@@ -140,6 +175,8 @@ class _FakeStep:
     hidden: list[Words]
     #: Answers of shard holders to each slice, (layers, 2, tokens, lanes).
     elsewhere: list[Words]
+    #: Rows and pages of each slice in layers with states.
+    slices: tuple[StateSlice, ...]
     #: Seconds that the step should have taken so far, but has not.
     owed_s: float = 0.0
 
@@ -157,6 +194,7 @@ class FakeEngine:
         layout: KvLayout = FAKE_LAYOUT,
         *,
         num_blocks: int = 64,
+        num_frames: int | None = None,
         max_model_len: int = 4096,
         checks_kv: bool = True,
         gate: StepGate | None = None,
@@ -169,7 +207,7 @@ class FakeEngine:
         self.arithmetic = arithmetic
         self.weights = weights
         self._salt = zlib.crc32(weights.encode()) & ~1
-        self.kv = FakeKvStore(layout, num_blocks)
+        self.kv = FakeKvStore(layout, num_blocks, num_frames)
         self.max_model_len = max_model_len
         self.compute_path = ComputePath(kernels="stand-in", dtype=layout.dtype)
         # Executed slices as (request, start, tokens); recorded only with ``checks_kv``.
@@ -182,11 +220,17 @@ class FakeEngine:
         positions = np.arange(max_model_len, dtype=np.uint32)
         mixed = (positions * np.uint32(_MIX)) ^ (positions >> np.uint32(3)) ^ np.uint32(self._salt)
         self._weights: Words = mixed | np.uint32(1)
+        self._state_layers = frozenset(layout.windowed_layers)
+        self._kv_layers = [layer for layer in range(layout.num_layers) if layer not in self._state_layers]
         self._lanes: Words = np.arange(self.kv.words.shape[-1], dtype=np.uint32) * np.uint32(0x85EBCA6B)
 
     @property
     def num_stages(self) -> int:
         return self._turns.num_stages
+
+    @property
+    def _has_states(self) -> bool:
+        return self._checks_kv and bool(self._state_layers)
 
     def execute(
         self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None, flight: StepFlight | None = None
@@ -199,6 +243,7 @@ class FakeEngine:
         step = _FakeStep(
             hidden=[np.zeros(part.num_tokens, dtype=np.uint32) for part in batch],
             elsewhere=[self._no_kv(part.sequence.num_remote_tokens) for part in batch],
+            slices=state_slices(batch, self.kv.layout.block_size, self.kv.frames) if self._has_states else (),
         )
         number, num_stages, stage = self._turns.enter(), self._turns.num_stages, 0
         try:
@@ -223,14 +268,17 @@ class FakeEngine:
             if self._gate is not None:
                 self._gate.wait()
             queries: list[np.uint32] = []
-            if self._checks_kv:
+            has_kv = self._checks_kv and layer not in self._state_layers
+            if self._checks_kv and not has_kv:
+                step.hidden = [self._fold(layer, *each) for each in zip(batch, step.slices, step.hidden, strict=True)]
+            if has_kv:
                 queries = [self._write(layer, *each) for each in zip(batch, step.hidden, strict=True)]
                 for part, query in zip(batch, queries, strict=True):
                     if part.sequence.elsewhere is not None:
                         part.sequence.elsewhere.ask(RangeQuestion(layer, part.start, query.tobytes()))
             if on_layer is not None:
                 on_layer(layer)
-            if self._checks_kv:
+            if has_kv:
                 for part, query, elsewhere in zip(batch, queries, step.elsewhere, strict=True):
                     if part.sequence.elsewhere is not None:
                         elsewhere[layer] = self._answered(part.sequence.elsewhere, query)
@@ -285,18 +333,45 @@ class FakeEngine:
     def _attend(self, layer: int, part: SequenceSlice, elsewhere: Words) -> Words:
         """Return, for each token of ``part``, a mix of all tokens up to it in this layer: (num_tokens,)."""
         end = part.start + part.num_tokens
-        keys, values = self._read(part.sequence, end, slice(layer, layer + 1), elsewhere)[0].sum(
-            axis=2, dtype=np.uint32
-        )
+        keys, values = self._read(part.sequence, end, [layer], elsewhere)[0].sum(axis=2, dtype=np.uint32)
         mixed = (keys * np.uint32(31) + values) * self._weights[:end]
         attended: Words = np.cumsum(mixed, dtype=np.uint32)[part.start :]
         return attended
 
-    def _read(self, sequence: EngineSequence, num_tokens: int, layers: slice, elsewhere: Words) -> Words:
+    def has_states(self, sequence: EngineSequence, num_tokens: int) -> bool:
+        """Return whether all layers of states have the state behind the first ``num_tokens`` of a sequence."""
+        block_id = sequence.block_table[(num_tokens - 1) // self.kv.layout.block_size]
+        return all(
+            num_tokens in self.kv.words[layer, self.kv.page(layer, block_id)].reshape(2, -1)[:, _POSITION]
+            for layer in self._state_layers
+        )
+
+    def _fold(self, layer: int, part: SequenceSlice, rows: StateSlice, hidden: Words) -> Words:
+        """Advance a sequence's state over ``part``, and write the states at the stops. Return the state of each token.
+
+        Raise RuntimeError if the state before ``part`` is not in the cache.
+        """
+        layout, states = self.kv.layout, self.kv.words[layer].reshape(self.kv.words.shape[1], 2, -1)
+        path = StatePath.begun(rows, layout.block_size, states[:, :, _POSITION])
+        folded = latest = 0
+        if path.source is not None:
+            folded, latest = (int(word) for word in states[path.source][_HASH:_STATE_WORDS])
+        stops = {stop.num_tokens: stop.place for stop in path.stops}
+        results: list[int] = []
+        for number, (token, own) in enumerate(zip(part.token_ids, hidden.tolist(), strict=True), 1):
+            folded = (folded * 0x01000193 + (token ^ latest * 31) * _MIX + own) & 0xFFFFFFFF
+            latest = token
+            results.append(folded)
+            if number in stops:
+                states[stops[number]][_HASH:_STATE_WORDS] = folded, latest
+        path.end(part.start, states[:, :, _POSITION])
+        return np.array(results, dtype=np.uint32)
+
+    def _read(self, sequence: EngineSequence, num_tokens: int, layers: list[int], elsewhere: Words) -> Words:
         """Return the KV of a context: shard holders' answers, then the cache, as (layers, 2, num_tokens, lanes)."""
         block_size, num_own_tokens = self.kv.layout.block_size, num_tokens - elsewhere.shape[2]
         table = sequence.block_table[: num_blocks_for(num_own_tokens, block_size)]
-        pages = self.kv.words[layers][:, table]
+        pages = self.kv.words[np.ix_(layers, table)]
         by_token = pages.swapaxes(1, 2)
         own = by_token.reshape(pages.shape[0], 2, len(table) * block_size, len(self._lanes))[:, :, :num_own_tokens]
         return np.concatenate((elsewhere[layers], own), axis=2) if elsewhere.size else own
@@ -304,7 +379,7 @@ class FakeEngine:
     def _context_hash(self, sequence: EngineSequence, num_tokens: int, elsewhere: Words) -> int:
         if not self._checks_kv:
             return (sequence.token_ids[num_tokens - 1] + num_tokens + self._salt) * _MIX
-        by_position = self._read(sequence, num_tokens, slice(None), elsewhere).sum(axis=(0, 3), dtype=np.uint32)
+        by_position = self._read(sequence, num_tokens, self._kv_layers, elsewhere).sum(axis=(0, 3), dtype=np.uint32)
         keys, values = (by_position * self._weights[:num_tokens]).sum(axis=1, dtype=np.uint32)
         return (int(keys) * 31 + int(values)) * _MIX
 

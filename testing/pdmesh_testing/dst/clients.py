@@ -9,13 +9,13 @@ from functools import lru_cache
 import anyio
 
 from pdmesh.errors import RequestRejected
-from pdmesh.model import SamplingParams
+from pdmesh.model import KvLayout, SamplingParams
 from pdmesh_gateway.dialects import COMPLETIONS
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_testing.dst.plan import Ask
 from pdmesh_testing.dst.services import Gateway
 from pdmesh_testing.dst.timeline import Timeline
-from pdmesh_testing.fake_engine import reference_output
+from pdmesh_testing.fake_engine import FAKE_LAYOUT, reference_output
 
 TOKENS = "tokens as if undisturbed"
 ONE_END = "each request ends once, with a right end"
@@ -32,6 +32,7 @@ class SimulatedClient:
 
     name: str
     ask: Ask
+    layout: KvLayout
     timeline: Timeline
     tokens: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     ends: dict[int, str] = field(default_factory=dict[int, str])
@@ -81,7 +82,7 @@ class SimulatedClient:
         tokens = self.tokens.setdefault(index, [])
         tokens += token_ids
         self.timeline.note(self.name, f"choice {index}: {list(token_ids)} {finish_reason or ''}")
-        expected, _ = expectation(self.ask, index)
+        expected, _ = expectation(self.ask, index, self.layout)
         if tokens != expected[: len(tokens)]:
             self.timeline.broke(TOKENS, f"{self.name}, choice {index}: {tokens} instead of {expected}")
         if finish_reason is not None:
@@ -108,7 +109,7 @@ class SimulatedClient:
             return
         if self.error is None:
             for index in range(self.ask.n):
-                expected, end = expectation(self.ask, index)
+                expected, end = expectation(self.ask, index, self.layout)
                 got = self.tokens.get(index), self.ends.get(index)
                 if got != (expected, end):
                     self.timeline.broke(ONE_END, f"{self.name}, choice {index}: {got} instead of {(expected, end)}")
@@ -129,13 +130,14 @@ def _params(ask: Ask) -> SamplingParams:
     )
 
 
-def expectation(ask: Ask, index: int) -> tuple[list[int], str]:
-    """Return tokens and finish reason of a choice in a mesh without faults."""
+def expectation(ask: Ask, index: int, layout: KvLayout = FAKE_LAYOUT) -> tuple[list[int], str]:
+    """Return tokens and finish reason of a choice in a mesh without faults, whose model has this layout."""
     params = _params(ask)
-    return _reference(ask.prompt, replace(params, seed=(params.seed + index) % 2**63 if params.temperature else 0))
+    seed = (params.seed + index) % 2**63 if params.temperature else 0
+    return _reference(ask.prompt, replace(params, seed=seed), layout)
 
 
 @lru_cache(maxsize=4096)
-def _reference(prompt: tuple[int, ...], params: SamplingParams) -> tuple[list[int], str]:
-    tokens = reference_output(prompt, params)
+def _reference(prompt: tuple[int, ...], params: SamplingParams, layout: KvLayout) -> tuple[list[int], str]:
+    tokens = reference_output(prompt, params, layout=layout)
     return tokens, "stop" if tokens[-1] in params.eos_token_ids else "length"

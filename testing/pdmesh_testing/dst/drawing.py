@@ -15,9 +15,11 @@ from typing import TypeVar
 
 from pdmesh.config import SchedulerConfig
 from pdmesh.model import Role
+from pdmesh.worker.engines import max_frames_of
 from pdmesh_testing.dst.clients import expectation
 from pdmesh_testing.dst.engine import STEP_S
 from pdmesh_testing.dst.plan import MAX_MODEL_LEN, MAX_PROMPT_TOKENS, SCHEDULER, Ask, Fault, FaultKind, Plan
+from pdmesh_testing.dst.services import config_of
 from pdmesh_testing.fake_engine import FAKE_LAYOUT
 
 T = TypeVar("T")
@@ -44,10 +46,16 @@ SPREAD_SHAPES: tuple[tuple[Role, ...], ...] = (
 SPREAD_RANGE_TOKENS = (8, 16, 24, 32)
 SHARE_OF_SPREAD_PLANS = 0.2
 
+#: Of the other plans, those whose model has states.
+SHARE_OF_STATE_PLANS = 0.25
+
 BUNDLES = ("pdmesh", "pdmesh", "fcfs", "sjf", "lars", "medha")
 
 #: How likely a plan has each kind of faults, and how often it is then drawn beside others.
 SHARE_OF_PLANS = 0.35
+
+#: No step of a simulation has as many tokens, unless the plan's chunks do: it would take too long.
+_MAX_CHUNK_TOKENS = 320
 
 #: Of a conversation that is gone on with, prompt and answer.
 _MAX_TURN_TOKENS = 450
@@ -148,10 +156,23 @@ def draw(seed: int) -> Plan:
         drafts=random.Random(f"drafts {seed}").random() < SHARE_OF_PLANS,
         range_tokens=spread.choice(SPREAD_RANGE_TOKENS) if is_spread else 0,
     )
+    if not is_spread and random.Random(f"hybrid {seed}").random() < SHARE_OF_STATE_PLANS:
+        # Each later step knows by this that there are states.
+        plan = replace(plan, num_frames=plan.num_blocks, drafts=False)
     conversations = random.Random(f"conversations {seed}")
     if conversations.random() < SHARE_OF_PLANS:
         plan = _with_conversations(conversations, swarm, plan)
+    if plan.num_frames:
+        plan = replace(plan, num_frames=min(plan.num_blocks, _max_frames(plan)))
     return _spread(spread, plan) if is_spread else plan
+
+
+def _max_frames(plan: Plan) -> int:
+    """Return the number of pages in the layer of states that an instance would have."""
+    config = config_of(plan)
+    policy = replace(config.policy, max_chunk_tokens=_MAX_CHUNK_TOKENS)
+    worker = replace(config.worker, block_size=plan.layout.block_size)
+    return max_frames_of(replace(config, policy=policy, worker=worker), plan.layout, plan.max_model_len)
 
 
 def _spread(rng: random.Random, plan: Plan) -> Plan:
@@ -194,7 +215,7 @@ def _with_conversations(rng: random.Random, swarm: _Swarm, plan: Plan) -> Plan:
         prompt = rng.choice(stems) + ask.prompt
         earlier = rng.choice(asks) if asks and rng.random() < 0.5 else None
         if earlier is not None and len(earlier.prompt) + earlier.max_tokens < _MAX_TURN_TOKENS:
-            prompt = earlier.prompt + tuple(expectation(earlier, 0)[0]) + ask.prompt
+            prompt = earlier.prompt + tuple(expectation(earlier, 0, plan.layout)[0]) + ask.prompt
             ask = replace(ask, at_s=earlier.at_s + rng.choice((0.0, 1.0, 3.0)))
         max_tokens = ask.max_tokens * rng.choice((1, 1, 6))
         asks.append(replace(ask, prompt=prompt, max_tokens=max_tokens))
@@ -202,7 +223,7 @@ def _with_conversations(rng: random.Random, swarm: _Swarm, plan: Plan) -> Plan:
     return replace(
         plan,
         asks=tuple(sorted(asks, key=lambda ask: ask.at_s)),
-        num_offload_granules=tiers.choice((4, 40)) if tiers.random() < 0.5 else 0,
+        num_offload_granules=tiers.choice((4, 40)) if tiers.random() < 0.5 and not plan.num_frames else 0,
         num_blocks=plan.num_blocks * 8,
         chunk_tokens=plan.chunk_tokens * 8,
         blocks_per_piece=plan.blocks_per_piece * 8,

@@ -17,10 +17,11 @@ import anyio
 from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult, StepFlight
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.offload.copies import CopyThread, TierCopy
+from pdmesh.model import KvLayout
 from pdmesh.threads import CallThreads
 from pdmesh.worker.threads import EngineThread
 from pdmesh_testing.dst.process import running_process
-from pdmesh_testing.fake_engine import FAKE_LAYOUT, FakeEngine, FakeKvStore
+from pdmesh_testing.fake_engine import FakeEngine, FakeKvStore
 
 T = TypeVar("T")
 
@@ -42,9 +43,11 @@ class _Store(FakeKvStore):
 class SimulatedEngine(FakeEngine):
     """`pdmesh_testing.fake_engine.FakeEngine` whose steps make the process busy."""
 
-    def __init__(self, *, num_blocks: int, max_model_len: int, copies_on_threads: bool) -> None:
-        super().__init__(num_blocks=num_blocks, max_model_len=max_model_len)
-        self.kv = store = _Store(FAKE_LAYOUT, num_blocks)
+    def __init__(
+        self, layout: KvLayout, *, num_blocks: int, num_frames: int, max_model_len: int, copies_on_threads: bool
+    ) -> None:
+        super().__init__(layout, num_blocks=num_blocks, max_model_len=max_model_len)
+        self.kv = store = _Store(layout, num_blocks, num_frames)
         store.inline_bytes = 0 if copies_on_threads else 1 << 20
         # The next step fails, as with a broken device.
         self.breaks = False

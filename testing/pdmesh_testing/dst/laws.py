@@ -8,8 +8,10 @@ from collections.abc import Iterable, Iterator
 from pdmesh.core.commands import Command, ExpectCopy, ForgetRequest, Reject, Restart, RunStep
 from pdmesh.core.events import CacheReported, Event, GatewayJoined, InstanceJoined, LoadReported, RequestArrived
 from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.model import Epoch, RequestId
 from pdmesh.worker.instance import Instance
+from pdmesh_testing.dst.engine import SimulatedEngine
 from pdmesh_testing.dst.process import Process
 from pdmesh_testing.dst.services import Gateway
 from pdmesh_testing.dst.timeline import Timeline
@@ -21,6 +23,7 @@ ENDS_ONCE = "each request ends once"
 KEPT = "instances keep what the core thinks"
 LOCAL = "what an instance could decode waits for no other that is not there"
 FREE = "all is free when nothing runs"
+STATES = "a state has the position of the KV"
 NO_FAILURE = "no service fails"
 PROGRESS = "something progresses once faults stop"
 
@@ -93,7 +96,7 @@ class Laws:
         self._timeline.broke(NO_FAILURE, f"{process.name}: {type(error).__name__}: {error}\n{trace}")
 
     def check_instances(self, processes: Iterable[Process]) -> None:
-        """Check each living instance's integrity: free, held and quarantined blocks add up, and tables hold them."""
+        """Check each living instance: blocks add up, tables hold them, and states are there for all requests."""
         for process in processes:
             instance: Instance | None = process.parts.get("instance")
             if instance is not None and not process.is_dead:
@@ -101,10 +104,23 @@ class Laws:
                     instance.check_integrity()
                 except AssertionError as error:
                     self._timeline.broke(BLOCKS, f"{process.name}: {error}")
+                for missing in _missing_states(instance, process.parts["engine"]):
+                    self._timeline.broke(STATES, f"{process.name}: {missing}")
 
     def not_free(self, processes: Iterable[Process]) -> list[str]:
         """Return descriptions of everything that living processes still hold though no request runs."""
         return [held for process in processes if not process.is_dead for held in _held(process)]
+
+
+def _missing_states(instance: Instance, engine: SimulatedEngine) -> Iterator[str]:
+    """Yield descriptions of requests without the state behind their latest token with KV."""
+    for request in instance._sequences:
+        if request.in_step or request.phase in (SeqPhase.EXPECTED, SeqPhase.HOLDING):
+            continue
+        is_computing = request.phase is SeqPhase.PREFILLING
+        num_tokens = request.num_computed_tokens if is_computing else len(request.sequence.token_ids) - 1
+        if num_tokens > 0 and not engine.has_states(request.sequence, num_tokens):
+            yield f"{request.request_id} ({request.phase}) lacks the state behind token {num_tokens}"
 
 
 def _held(process: Process) -> Iterator[str]:

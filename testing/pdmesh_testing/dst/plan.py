@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pdmesh.model import Role
+from pdmesh.model import KvLayout, Role
+from pdmesh_testing.fake_engine import FAKE_LAYOUT, STATE_LAYOUT
 
 SCHEDULER = "scheduler"
 
@@ -116,6 +117,8 @@ class Plan:
     num_offload_granules: int = 0
     #: Instances decode speculatively.
     drafts: bool = False
+    #: Pages of each instance's layer with states; 0: the model has none.
+    num_frames: int = 0
     max_queue_entries: int = 4096
     #: Most messages that wait for a peer that does not read.
     max_outbox: int = 65_536
@@ -124,6 +127,11 @@ class Plan:
     delay_s: float = 0.002
     #: Clock offset of each process in seconds.
     clocks: dict[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def layout(self) -> KvLayout:
+        """Layout of the simulated model's KV."""
+        return STATE_LAYOUT if self.num_frames else FAKE_LAYOUT
 
     @property
     def instances(self) -> tuple[str, ...]:

@@ -86,7 +86,11 @@ async def serve_instance(
     if plan.keeps_ids:
         config = replace(config, worker=replace(config.worker, instance_id=process.name))
     engine = SimulatedEngine(
-        num_blocks=plan.num_blocks, max_model_len=plan.max_model_len, copies_on_threads=plan.copy_s > 0
+        plan.layout,
+        num_blocks=plan.num_blocks,
+        num_frames=plan.num_frames,
+        max_model_len=plan.max_model_len,
+        copies_on_threads=plan.copy_s > 0,
     )
     process.parts["engine"] = engine
     async with SimulatedThread(rng) as thread, SimulatedTransport(config.transfer, plane) as transport:

@@ -137,7 +137,7 @@ class Simulation:
         gateway: Gateway | None = None if process is None else process.parts.get("gateway")
         if process is None or gateway is None:
             return None
-        client = SimulatedClient(f"c{len(self.clients)}", ask, self._timeline)
+        client = SimulatedClient(f"c{len(self.clients)}", ask, self.plan.layout, self._timeline)
         self.clients.append(client)
         process.parts.setdefault("clients", []).append(client)
         task = self._loop.create_task(client.run(gateway), context=process.context())
