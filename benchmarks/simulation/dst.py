@@ -3,9 +3,7 @@
     make dst SEEDS=1000
     python -m benchmarks.simulation.dst --first 5000 --seeds 1000      # other seeds
     python -m benchmarks.simulation.dst --processes 2        # on two cores
-    python -m benchmarks.simulation.dst --tiers    # only seeds whose instances have offload tiers
-    python -m benchmarks.simulation.dst --spread   # only seeds whose contexts are spread over instances
-    python -m benchmarks.simulation.dst --states   # only seeds whose model has layers with states
+    python -m benchmarks.simulation.dst --only spread        # seeds whose contexts are spread; also states, tiers
     python -m benchmarks.simulation.dst --show 408 # one seed's timeline
 
 The first seed that breaks a law is cut down to what the failure needs, and its timeline is printed; the exit code is
@@ -34,6 +32,9 @@ from pdmesh_testing.dst.shrink import shrink
 #: Lines of a timeline that are printed; its end is what matters.
 MAX_LINES = 400
 
+
+#: What some plans alone have, and the field of a plan that says so.
+PLANS = {"tiers": "num_offload_granules", "spread": "range_tokens", "states": "num_frames"}
 
 #: Seeds that a process takes at a time.
 BATCH = 20
@@ -92,12 +93,9 @@ def main() -> int:
 def _tallies(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[StepTotals]:
     """Of batches of seeds, in order, by as many processes as asked for, which end with ``stack``."""
     seeds: Iterator[int] = count(arguments.first)
-    if arguments.tiers:
-        seeds = filter(has_tiers, seeds)
-    if arguments.spread:
-        seeds = filter(spreads_contexts, seeds)
-    if arguments.states:
-        seeds = filter(lambda seed: draw(seed).num_frames > 0, seeds)
+    if arguments.only:
+        field = PLANS[arguments.only]
+        seeds = filter(lambda seed: getattr(draw(seed), field) > 0, seeds)
     seeds = islice(seeds, arguments.seeds)
     batches = iter(lambda: list(islice(seeds, BATCH)), [])
     if arguments.processes == 1:
@@ -112,16 +110,6 @@ def _tallies(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[StepTo
             yield under_way.popleft().result()
     for future in under_way:
         yield future.result()
-
-
-def has_tiers(seed: int) -> bool:
-    """Whether the seed's plan reuses KV that comes from offload tiers, too."""
-    return draw(seed).num_offload_granules > 0
-
-
-def spreads_contexts(seed: int) -> bool:
-    """Whether contexts of the seed's plan are spread over several instances."""
-    return draw(seed).range_tokens > 0
 
 
 def _tally(seeds: Iterable[int]) -> StepTotals:
@@ -142,9 +130,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=1000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first one")
-    parser.add_argument("--tiers", action="store_true", help="take only seeds whose instances have offload tiers")
-    parser.add_argument("--spread", action="store_true", help="take only seeds whose contexts are spread")
-    parser.add_argument("--states", action="store_true", help="take only seeds whose model has layers with states")
+    parser.add_argument("--only", choices=PLANS, help="take only seeds with offload tiers, spread contexts, or states")
     parser.add_argument("--processes", type=int, default=1, help="that share them")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="stop after so many seconds")
     parser.add_argument("--max-failures", type=int, default=1, help="stop after so many failing seeds")

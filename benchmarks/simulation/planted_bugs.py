@@ -2,7 +2,8 @@
 
     python -m benchmarks.simulation.planted_bugs  # all; exit code 1 if more than two are not found
     python -m benchmarks.simulation.planted_bugs --only "freed under"
-    python -m benchmarks.simulation.planted_bugs --spread  # only seeds whose contexts are spread
+    python -m benchmarks.simulation.planted_bugs --only-seeds spread  # whose contexts are spread
+    python -m benchmarks.simulation.planted_bugs --only-seeds states --only "(states)"
     python -m benchmarks.simulation.planted_bugs --seeds 100 \
         --tests tests/unit tests/services tests/contract tests/property
                                                            # as `make test`: by seeds, or else by a test of these
@@ -93,7 +94,7 @@ def _search(bug: Bug, arguments: argparse.Namespace) -> Found:
     began_s = time.monotonic()
     with _copy() as copy:
         (copy / bug.file).write_text(bug.planted((ROOT / bug.file).read_text()))
-        num_run, law = _look(copy, arguments.seeds, arguments.limit_s, spread=arguments.spread)
+        num_run, law = _look(copy, arguments.seeds, arguments.limit_s, which=arguments.only_seeds)
         if law is None and arguments.tests:
             law = _failing_test(copy, arguments.tests)
     return Found(num_run, time.monotonic() - began_s, law)
@@ -136,11 +137,11 @@ def _first_failure(copy: Path, arguments: Sequence[str]) -> str | None:
     return failed[1]
 
 
-def _look(copy: Path, num_seeds: int, limit_s: float, *, spread: bool) -> tuple[int, str | None]:
+def _look(copy: Path, num_seeds: int, limit_s: float, *, which: str) -> tuple[int, str | None]:
     """How many seeds it took, and the law that broke; None if none did."""
     command = [sys.executable, "-m", "benchmarks.simulation.dst", "--seeds", str(num_seeds)]
     command += ["--no-shrink", "--limit-s", str(limit_s)]
-    command += ["--spread"] if spread else []
+    command += ["--only", which] if which else []
     ended = subprocess.run(command, cwd=copy, env=_environ(copy), capture_output=True, text=True, check=False)
     if (match := re.search(r"^seed (\d+): ([^:]*)", ended.stdout, re.M)) is not None:
         return int(match[1]) + 1, match[2]
@@ -152,7 +153,7 @@ def _look(copy: Path, num_seeds: int, limit_s: float, *, spread: bool) -> tuple[
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=2000, help="to look for each bug in")
-    parser.add_argument("--spread", action="store_true", help="look in seeds whose contexts are spread alone")
+    parser.add_argument("--only-seeds", choices=("spread", "states", "tiers"), default="", help="look in these alone")
     parser.add_argument("--limit-s", type=float, default=120.0, help="to look for each bug")
     parser.add_argument("--processes", type=int, default=1, help="bugs looked for at once")
     parser.add_argument("--tests", nargs="*", default=[], help="to look for what no seed showed, files and folders")

@@ -104,27 +104,27 @@ def _known(inputs: Tensor, slices: Sequence[StateSlice], paths: Sequence[StatePa
 
 def _keep_inputs(known: Tensor, slices: Sequence[StateSlice], paths: Sequence[StatePath], states: _States) -> None:
     """Write the latest inputs at each stop."""
-    num_kept = states.inputs.shape[2] // known.shape[1]
+    num_before = states.inputs.shape[2] // known.shape[1]
     for number, (part, path) in enumerate(zip(slices, paths, strict=True)):
-        first = part.row + number * num_kept
+        first = part.row + number * num_before
         for stop in path.stops:
-            latest = known[first + stop.num_tokens : first + stop.num_tokens + num_kept]
+            latest = known[first + stop.num_tokens : first + stop.num_tokens + num_before]
             states.inputs[stop.place] = latest.flatten()
 
 
 def _heads(known: Tensor, slices: Sequence[StateSlice], weights: DeltaWeights, config: DeltaNet) -> _Heads:
     """Return the heads of the activated convolution."""
-    num_kept, size = config.num_taps - 1, config.num_key_heads * config.key_dim
-    num_rows = len(known) - num_kept * len(slices)
+    num_before, size = config.num_taps - 1, config.num_key_heads * config.key_dim
+    num_rows = len(known) - num_before * len(slices)
     query, key = (torch.empty(num_rows, config.num_key_heads, config.key_dim) for _ in range(2))
     value = torch.empty(num_rows, config.num_value_heads, config.value_dim)
     # Convolutions that reach into another slice are computed and dropped.
     places = np.concatenate([np.full(part.num_tokens, number) for number, part in enumerate(slices)])
-    places = np.arange(num_rows) + num_kept * places
+    places = np.arange(num_rows) + num_before * places
     for first in range(0, num_rows, _TILE_ROWS):
         rows = slice(first, min(first + _TILE_ROWS, num_rows))
         start, end = int(places[rows.start]), int(places[rows.stop - 1]) + 1
-        convolved = _convolved(known[start : end + num_kept], end - start, weights)
+        convolved = _convolved(known[start : end + num_before], end - start, weights)
         if end - start != rows.stop - rows.start:
             convolved = convolved[places[rows] - start]
         mixed = by_value(functional.silu, convolved)
