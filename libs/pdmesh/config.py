@@ -178,7 +178,9 @@ class SchedulerConfig:
         "latency model of an instance: a built-in name or a file of `pdmesh profile`; if not set, measured at start",
     ] = None
     max_queue_entries: Annotated[Count, "most waiting requests; more get a 429"] = 4096
-    max_queue_s: Annotated[Duration, "longest wait of a request before it gets a 503"] = 120.0
+    max_queue_s: Annotated[
+        Duration, "longest wait of a request before it gets a 503, and of a session's turn that is set aside"
+    ] = 120.0
     refuses_early: Annotated[
         bool, "refuse a request on arrival with a 429 if it is predicted to miss its target or to wait too long"
     ] = True

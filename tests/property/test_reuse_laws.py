@@ -43,6 +43,8 @@ from pdmesh.model import (
     RequestId,
     RequestKey,
     Role,
+    SessionKey,
+    SessionName,
     Then,
 )
 from pdmesh.policy.bundles import BUNDLE_NAMES, make_bundle
@@ -81,7 +83,7 @@ def a_chain(tenant: str, path: list[int]) -> PrefixHashes:
 class Workload:
     """What may happen next, drawn by a seeded stream."""
 
-    def __init__(self, seed: int, *, has_tiers: bool = False) -> None:
+    def __init__(self, seed: int, *, has_tiers: bool = False, has_names: bool = False) -> None:
         self.rng = rng = random.Random(seed)
         self.now_s = 0.0
         self.has_groups = bool(seed % 2)
@@ -96,6 +98,8 @@ class Workload:
         self.path_of: dict[RequestId, tuple[str, list[int]]] = {}
         num_blocks = rng.randint(12, 30)
         self.of_tiers = random.Random(f"tiers {seed}")
+        self.of_names = random.Random(f"names {seed}") if has_names else None
+        self.num_aside = 0
         num_offload_granules = self.of_tiers.choice((2, 20, 100)) if has_tiers else 0
         # What is in a tier is found again only if there is time for it: prompts go through, and processes last.
         self.arrivals, self.faults = (0.05, 0.004) if has_tiers else (0.1, 0.02)
@@ -154,6 +158,10 @@ class Workload:
                 self.num_helpers += not command.leads
             self.num_fetches += isinstance(command, ExpectCopy) and command.transfer.then is Then.KEEP
         self.core.check_integrity()
+        turns_aside = self.core._mesh.queue.turns_aside.values()
+        self.num_aside += bool(turns_aside)
+        for _, since_s in turns_aside:
+            assert self.now_s < since_s + self.config.max_queue_s, "a turn is aside for too long"
 
     # --- requests ---
 
@@ -167,6 +175,10 @@ class Workload:
         self.num_requests += 1
         request_id = RequestId(f"r{self.num_requests:04}")
         self.path_of[request_id] = tenant, path
+        session = None
+        if self.of_names is not None:
+            number = ord(tenant) << 8 | self.of_names.randrange(1 if self.of_names.random() < 0.1 else 6)
+            session = SessionName(SessionKey(number.to_bytes(16)), is_last=self.of_names.random() < 0.1)
         request = Request(
             request_id=request_id,
             epoch=Epoch(0),
@@ -178,6 +190,7 @@ class Workload:
             share=1 + (tenant == "b"),
             priority=rng.choice((0, 0, 1)),
             prefix=a_chain(tenant, path),
+            session=session,
         )
         self.submit(request)
 
@@ -425,3 +438,18 @@ def test_core_and_tiers_agree_while_everything_fails(seeds: range) -> None:
         workload.end()
         num_loaded += workload.num_loaded
     assert num_loaded > 5 * len(seeds)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(12), *[pytest.param(range(12 + 60 * n, 72 + 60 * n), marks=pytest.mark.slow) for n in range(3)]]
+)
+def test_core_and_instances_agree_while_sessions_are_set_aside(seeds: range) -> None:
+    num_aside = num_reused = 0
+    for seed in seeds:
+        workload = Workload(seed, has_tiers=bool(seed % 2), has_names=True)
+        workload.run(400)
+        workload.end()
+        num_aside += workload.num_aside
+        num_reused += workload.num_reused
+    assert num_aside > len(seeds)
+    assert num_reused > len(seeds)

@@ -78,6 +78,8 @@ def _lines(session: SessionStatus) -> list[str]:
         f"reused {session.num_reused_tokens} of {session.num_possible_tokens} tokens that an earlier turn had",
         f"cached on {', '.join(session.cached_on) or 'no instance'}",
     ]
+    if session.num_waits:
+        lines.append(f"set aside {session.num_waits} times lately, at most {duration(session.longest_aside_s)}")
     if session.tenant:
         lines.append(f"tenant {session.tenant}")
     if session.parent is not None:

@@ -20,6 +20,7 @@ from pdmesh.core.outbox import CommandOutbox
 from pdmesh.core.requests.broker import TransferBroker
 from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.request import RequestState
+from pdmesh.core.sessions.session_state import Member
 from pdmesh.core.sessions.sessions import Sessions
 from pdmesh.core.waiting.awaiting_decode import AwaitingDecode
 from pdmesh.core.waiting.computing import Computing
@@ -82,6 +83,7 @@ class MeshState(CommandOutbox):
     def adopt(self, state: RequestState, instance_id: InstanceId) -> None:
         """Take over a request that an instance already decodes."""
         if state.key in self.queue:
+            self.come_back(state)
             self.queue.remove(state)
         instance = self.instances[instance_id]
         state.use_weights(instance.weights)
@@ -99,6 +101,20 @@ class MeshState(CommandOutbox):
             # A report that a holder is lost may not have arrived: let the instance ask the holders again.
             self.set_places(instance_id, state.key, allocation.last_sent_members)
         allocation.last_sent_members = ()
+
+    # --- turns aside ---
+
+    def set_aside(self, state: RequestState, member: Member) -> None:
+        """Let a waiting turn wait until its whole session has room."""
+        self.queue.set_aside(state, self.sessions.now_s)
+        self.sessions.working_set.set_aside(member, self.sessions.now_s)
+
+    def come_back(self, state: RequestState) -> None:
+        """Put a turn into its line if it was set aside."""
+        if state.key in self.queue.turns_aside:
+            waited_s = self.sessions.now_s - self.queue.come_back(state)
+            if state.session is not None and state.session.member is not None:
+                self.sessions.working_set.come_back(state.session.member, waited_s)
 
     # --- placement ---
 
@@ -398,6 +414,7 @@ class MeshState(CommandOutbox):
         """
         request_id, epoch = key = state.key
         del self.requests[request_id]
+        self.come_back(state)
         if state.session is not None:
             self.sessions.end(state.session, state.request, _num_reused_tokens(state, outcome))
         self.of_gateway[state.request.gateway_id].pop(request_id, None)

@@ -19,6 +19,7 @@ from math import inf
 from typing import get_args
 
 from pdmesh.core.admission.admission import Admission
+from pdmesh.core.admission.aside import Aside
 from pdmesh.core.admission.new_requests import NewRequests
 from pdmesh.core.batching.local_work import LocalWork
 from pdmesh.core.batching.modes import BatchingView, Modes
@@ -126,10 +127,12 @@ class SchedulerCore:
             self._local_work,
         )
         self._admission = Admission(self._mesh, config)
+        self._aside = Aside(self._mesh, config)
         self._new_requests = NewRequests(
             self._mesh,
             config,
             self._admission,
+            self._aside,
             self._reconciler,
             self._packer.prefill_groups,
             self._operations.may_instances_come,
@@ -335,6 +338,7 @@ class SchedulerCore:
             emptied = self._operations.on_instances.leaving if self._config.evacuates else ()
             self._parts.serve(self._moves.leaving(emptied), bundle.decode_placement, now_s)
         self._on_demand.serve(bundle, self._choice.learner.model, now_s, moves=self._config.evacuates)
+        self._aside.look(now_s)
         self._packer.pack(bundle, now_s)
         self._admission.note(commands)
         self._mesh.take_back_backends()
@@ -466,6 +470,7 @@ class SchedulerCore:
     def _ask_for_wake_up(self) -> None:
         self._due_s = min(
             self._mesh.queue.next_deadline_s,
+            self._aside.next_look_s,
             self._reconciler.next_deadline_s,
             self._operations.next_deadline_s,
             self._handovers.next_deadline_s,

@@ -310,4 +310,14 @@ class _CoreCollector(Collector):
             "pdmesh:session_possible_tokens", "Prompt tokens of sessions that an earlier turn had computed"
         )
         possible.add_metric([], self._core.sessions.num_possible_tokens)
-        yield from (usage, queued, exclusive, gain, ignored, used, waiting, links, states, reused, possible)
+        working_set = self._core.sessions.working_set
+        aside = CounterMetricFamily(
+            "pdmesh:session_aside_seconds", "Time for which turns waited until their whole sessions had room"
+        )
+        aside.add_metric([], working_set.aside_s)
+        longest = GaugeMetricFamily(
+            "pdmesh:session_longest_aside_seconds", "Longest time for which a turn waited until its session had room"
+        )
+        longest.add_metric([], working_set.longest_aside_s)
+        yield from (usage, queued, exclusive, gain, ignored, used, waiting, links)
+        yield from (states, reused, possible, aside, longest)

@@ -31,7 +31,7 @@ class SessionStatuses:
 
     def _status(self, session: Session) -> SessionStatus:
         now_s = self._clock()
-        pause_s = session.pause_s
+        pause_s, member = session.pause_s, session.member
         return SessionStatus(
             session=session.key.hex(),
             tenant=session.tenant,
@@ -45,6 +45,8 @@ class SessionStatuses:
             num_reused_tokens=session.num_reused_tokens,
             num_possible_tokens=session.num_possible_tokens,
             cached_on=tuple(self._core.holders_of(session)),
+            num_waits=0 if member is None else member.num_waits,
+            longest_aside_s=0.0 if member is None else member.longest_aside_s,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdmesh.core.admission.admission import Admission, work_us
+from pdmesh.core.admission.aside import Aside
 from pdmesh.core.commands import Outcome
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import RequestCancelled
@@ -31,6 +32,7 @@ class NewRequests:
         mesh: MeshState,
         config: CoreConfig,
         admission: Admission,
+        aside: Aside,
         reconciler: Reconciler,
         prefill_groups: GroupPlanner,
         may_instances_come: Callable[[], bool],
@@ -39,6 +41,7 @@ class NewRequests:
         self._mesh = mesh
         self._config = config
         self._admission = admission
+        self._aside = aside
         self._reconciler = reconciler
         self._prefill_groups = prefill_groups
         self._may_instances_come = may_instances_come
@@ -86,6 +89,7 @@ class NewRequests:
             )
         else:
             mesh.queue.add(state, now_s + self._config.max_queue_s)
+            self._aside.arrived(state)
             self._prefill_groups.arrived(state, now_s)
 
     def _is_full_for(self, state: RequestState) -> bool:
@@ -112,8 +116,9 @@ class NewRequests:
     def expire(self, now_s: float) -> None:
         """Reject or postpone each request whose time limit has passed.
 
-        While the mesh can serve, a resumed request is postponed as long as an instance can serve it or may still come,
-        unless the weights of its answer are gone. Each other one is rejected with the reason why it found no place.
+        While the mesh can serve, a turn that is set aside joins its line with another time limit. A resumed request is
+        postponed as long as an instance can serve it or may still come, unless the weights of its answer are gone. Each
+        other one is rejected with the reason why it found no place.
         """
         retry_after_s = self._config.retry_after_s
         while (state := self._mesh.queue.first_due(now_s)) is not None:
@@ -124,6 +129,8 @@ class NewRequests:
                     "has any more. Send the request again."
                 )
                 self._mesh.reject(state, RejectReason.WEIGHTS_GONE, message, retry_after_s)
+            elif unready is None and self._aside.let_in(state, now_s):
+                pass
             elif unready is None and state.resumed_s is not None:
                 if self._mesh.queue.is_parked(state) and not self._may_fit_yet(state.resumed_s, now_s):
                     message = f"No remaining or expected instance can hold {_length(state.request)}. {_SHORTEN}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pdmesh.core.instances.idle import UseCounter
 from pdmesh.model import PrefixHash
@@ -64,19 +64,26 @@ class GranuleIndex:
 class CacheIndex(GranuleIndex):
     """The instances with each granule in their caches, and in ``offloaded`` the instances with it in their tiers.
 
-    ``uses`` counts the uses of cached granules on all instances.
+    ``uses`` counts the uses of cached granules on all instances. Chains in ``protected``, by their last granules, are
+    evicted after others.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.offloaded = GranuleIndex()
         self.uses = UseCounter()
+        self.protected: dict[PrefixHash, Sequence[PrefixHash]] = {}
         self._num_requests = 0
 
     def number_request(self) -> int:
         """Return the next number, from 1 on, for a request with a chain that begins on an instance."""
         self._num_requests += 1
         return self._num_requests
+
+    def protect(self, chains: Mapping[PrefixHash, Sequence[PrefixHash]]) -> None:
+        """Protect these chains, named by their last granules, instead of the ones before."""
+        self.protected.clear()
+        self.protected.update(chains)
 
     def depths_with_tiers(self, chain: Sequence[PrefixHash], most: int) -> dict[int, int]:
         """Return how many of the first ``most`` granules each instance has in its cache or its tier, by number."""

@@ -12,7 +12,7 @@ that registers reports its cache without the tenants. A user of the end of a cha
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import islice
 from typing import Final
@@ -21,6 +21,10 @@ from pdmesh.model import PrefixHash
 
 #: Tenants without granules and requests are forgotten when the number of lines exceeds twice the last number by this.
 _SPARE_LINES: Final = 64
+
+
+#: Number of times that protected chains are passed over for one eviction.
+_SPARED: Final = 4
 
 
 class IdleLine:
@@ -119,6 +123,24 @@ class IdleGranules:
         line = self.line_by_granule.pop(granule)
         del line.granules[granule]
         return line
+
+    def spare(self, chains: Mapping[PrefixHash, Sequence[PrefixHash]], number: int) -> None:
+        """Count chains as used just now whose last granule is among the next ``number`` that a tenant would lose.
+
+        ``chains`` are named by their last granules. This repeats at most `_SPARED` times, since all may be in these
+        chains.
+        """
+        for line in self._tenants.values():
+            for _ in range(_SPARED):
+                found = [granule for granule in islice(line.granules, number) if granule in chains]
+                for last in found:
+                    for granule in reversed(chains[last]):
+                        if self.line_by_granule.get(granule) is line:
+                            self._uses.number += 1
+                            line.granules[granule] = self._uses.number
+                            line.granules.move_to_end(granule)
+                if not found:
+                    break
 
     def take(self, number: int) -> dict[PrefixHash, IdleLine]:
         """Remove ``number`` granules, or all if there are fewer, by order of eviction. Return each with its line."""

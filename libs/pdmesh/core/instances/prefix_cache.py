@@ -279,6 +279,8 @@ class PrefixCache:
         orphans, idle = self._take_orphans(), self._idle
         if num_granules <= 0:
             return Evictions(drop=orphans) if orphans else NO_EVICTIONS
+        if self._where.protected:
+            idle.spare(self._where.protected, num_granules)
         given_up = idle.take(num_granules)
         self._where.discard_all(given_up, self._bit)
         if self.offloaded is None:

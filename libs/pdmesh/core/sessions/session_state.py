@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import StrEnum
 from math import exp, inf, log
 
-from pdmesh.model import GRANULE_TOKENS, PrefixHash, Request, SessionKey
+from pdmesh.model import GRANULE_TOKENS, PrefixHash, PrefixHashes, Request, SessionKey
 
 #: Number of pauses after which the pause of a session is known, and which the mean then follows.
 NUM_PAUSES = 3
@@ -21,9 +21,60 @@ class SessionState(StrEnum):
     """State of a session."""
 
     TURN = "turn"  # a request waits or runs
+    ASIDE = "aside"  # a request waits until the whole session has room
     BETWEEN = "between"  # the next request is expected
     CHILDREN = "children"  # the next request is expected after the requests of child sessions
     ENDED = "ended"  # no more requests are expected
+
+
+class Member:
+    """A session's part in the working set (`pdmesh.core.sessions.working_set`), of ``num_tokens`` counted tokens.
+
+    ``number`` is the order of joining. ``num_context_tokens`` is the length of the latest prompt, and ``chain`` its
+    granules once the prompt was answered. Other sessions had cached ``num_shared_tokens`` of the first prompt. Now
+    ``num_aside`` requests are set aside, since ``aside_from_s``. Before, ``num_waits`` requests were, for at most
+    ``longest_aside_s``; a wait last reached its limit at ``let_in_s``. A member that ``is_out`` has no room.
+    """
+
+    __slots__ = (
+        "aside_from_s",
+        "chain",
+        "is_out",
+        "let_in_s",
+        "longest_aside_s",
+        "num_aside",
+        "num_context_tokens",
+        "num_shared_tokens",
+        "num_tokens",
+        "num_waits",
+        "number",
+        "session",
+    )
+
+    # Not a dataclass: mypyc would leave __init__ to the interpreter.
+    def __init__(self, session: Session, number: int) -> None:
+        self.session = session
+        self.number = number
+        self.num_tokens = 0
+        self.num_context_tokens = 0
+        self.num_shared_tokens = 0
+        self.chain: PrefixHashes = ()
+        self.num_aside = 0
+        self.aside_from_s = inf
+        self.num_waits = 0
+        self.longest_aside_s = 0.0
+        self.let_in_s = -inf
+        self.is_out = True
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Length of the context without the part that other sessions had cached before."""
+        return max(0, self.num_context_tokens - self.num_shared_tokens)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a request of the session is in line or runs."""
+        return self.session.num_live > self.num_aside
 
 
 class Session:
@@ -32,7 +83,8 @@ class Session:
     ``num_live`` counts requests that wait or run. ``num_children`` counts known child sessions, ``num_live_children``
     the ones with live requests. ``since_s`` is the time of the last change between a turn and a pause. ``tail`` is the
     last granule of the latest prompt, of ``depth`` granules. Of the prompts' tokens, ``num_possible_tokens`` were
-    computed for an earlier turn, and ``num_reused_tokens`` were not computed again.
+    computed for an earlier turn, and ``num_reused_tokens`` were not computed again. ``member`` is its part in the
+    working set, None without one.
     """
 
     __slots__ = (
@@ -42,6 +94,7 @@ class Session:
         "generation",
         "is_ended",
         "key",
+        "member",
         "num_children",
         "num_live",
         "num_live_children",
@@ -72,16 +125,23 @@ class Session:
         self.num_reused_tokens = 0
         self.tail: PrefixHash | None = None
         self.depth = 0
+        self.member: Member | None = None
         self._num_pauses = 0
         self._log_pause = 0.0
 
     @property
     def state(self) -> SessionState:
         if self.num_live:
-            return SessionState.TURN
+            is_aside = self.member is not None and not self.member.is_running
+            return SessionState.ASIDE if is_aside else SessionState.TURN
         if self.is_ended:
             return SessionState.ENDED
         return SessionState.CHILDREN if self.num_live_children else SessionState.BETWEEN
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no second turn has come."""
+        return self.num_turns < 2
 
     @property
     def pause_s(self) -> float | None:

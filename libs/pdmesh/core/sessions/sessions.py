@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from math import exp, log
 
 from pdmesh.core.sessions.session_state import Session
+from pdmesh.core.sessions.working_set import WorkingSet
 from pdmesh.model import PrefixHash, Request, SessionKey
 
 #: Time without a live request after which a session is forgotten.
@@ -44,13 +45,14 @@ class Sessions:
     """Sessions by key. The keys of two tenants never agree, since a key is a hash of the tenant and the name.
 
     ``now_s`` is the time of the present event. ``num_possible_tokens`` and ``num_reused_tokens`` are sums as of
-    `Session`, including forgotten sessions.
+    `Session`, including forgotten sessions. ``working_set`` has the sessions with recent turns.
     """
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.num_possible_tokens = 0
         self.num_reused_tokens = 0
+        self.working_set = WorkingSet()
         self._all: dict[SessionKey, Session] = {}
         self._tenants: dict[str, _OfTenant] = {}
         self._log_pause = log(_FIRST_PAUSE_S)
@@ -110,6 +112,7 @@ class Sessions:
         if pause_s is not None:
             self._num_pauses = min(self._num_pauses + 1, _PAUSES_REMEMBERED)
             self._log_pause += (log(pause_s) - self._log_pause) / self._num_pauses
+        self.working_set.begin(session, request)
         return session
 
     def end(self, session: Session, request: Request, num_reused_tokens: int | None) -> None:
@@ -120,7 +123,11 @@ class Sessions:
         if num_reused_tokens is not None:
             self.num_possible_tokens += session.finish(request, num_reused_tokens)
             self.num_reused_tokens += num_reused_tokens
+            if session.member is not None:
+                self.working_set.end(session.member, request, num_reused_tokens)
         session.let_go(self.now_s)
+        if session.member is not None:
+            self.working_set.changed(session.member)
         if not session.num_live:
             self._tenants[session.tenant].idle[session.key] = session
 
@@ -129,6 +136,8 @@ class Sessions:
         session = self._all.get(key)
         if session is not None:
             session.is_ended = True
+            if session.member is not None:
+                self.working_set.changed(session.member)
         return session is not None
 
     # --- bounds ---
@@ -167,6 +176,7 @@ class Sessions:
 
     def _forget(self, session: Session) -> None:
         del self._all[session.key]
+        self.working_set.leave(session)
         own = self._tenants[session.tenant]
         del own.idle[session.key]
         own.number -= 1
@@ -187,6 +197,7 @@ class Sessions:
         assert numbers == {name: own.number for name, own in self._tenants.items()}, "sessions of a tenant miscounted"
         of_tenants = {key for own in self._tenants.values() for key in own.idle}
         assert idle == of_tenants, "idle sessions of a tenant miscounted"
+        self.working_set.check_integrity()
 
 
 def _number(own: _OfTenant) -> int:

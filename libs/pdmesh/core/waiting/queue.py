@@ -17,9 +17,10 @@ from pdmesh.policy.seams import PrefillOrder
 
 
 class WaitingQueue:
-    """Lines of all tenants, and the *parked* requests: no present instance could ever take them.
+    """Lines of all tenants, the *parked* requests, which no present instance could ever take, and turns *set aside*.
 
-    A parked request keeps its time limit and does not block the requests behind it.
+    A turn that is set aside waits until the whole session has room (`pdmesh.core.admission.aside`). Parked requests and
+    turns set aside keep their time limits and do not block the requests behind them.
     """
 
     def __init__(self) -> None:
@@ -30,6 +31,8 @@ class WaitingQueue:
         # Requests removed from their lines by `step_aside`, during one round of placing.
         self._aside: list[RequestState] = []
         self._parked: dict[RequestKey, RequestState] = {}
+        #: Turns that are set aside, with the time since when, the longest waiting first.
+        self.turns_aside: dict[RequestKey, tuple[RequestState, float]] = {}
         # The limit is the same for all, so the order of arrival is the order of deadlines. (An OrderedDict, unlike a
         # dict, finds its first entry at once after many deletions at the front.)
         self._deadlines: OrderedDict[RequestKey, tuple[float, RequestState]] = OrderedDict()
@@ -155,6 +158,17 @@ class WaitingQueue:
     def _look_up_deadline(self) -> None:
         self.next_deadline_s = next(iter(self._deadlines.values()))[0] if self._deadlines else inf
 
+    def set_aside(self, state: RequestState, now_s: float) -> None:
+        """Take a session's turn out of its line."""
+        self._leave_line(state)
+        self.turns_aside[state.key] = state, now_s
+
+    def come_back(self, state: RequestState) -> float:
+        """Put a turn that was set aside into its line, and return since when it was set aside."""
+        _, since_s = self.turns_aside.pop(state.key)
+        self._join_line(state)
+        return since_s
+
     def is_parked(self, state: RequestState) -> bool:
         """Whether a waiting request is parked: no present instance could ever take it."""
         return state.key in self._parked
@@ -171,7 +185,7 @@ class WaitingQueue:
 
     def reorder(self, order: PrefillOrder) -> None:
         """Rank all waiting requests by another order."""
-        for state in self._parked.values():
+        for state in chain(self._parked.values(), [state for state, _ in self.turns_aside.values()]):
             state.rank_by(order)
         for line in self._lines.values():
             line.reorder(order)
@@ -193,8 +207,9 @@ class WaitingQueue:
 
     def check_integrity(self) -> None:
         num_in_line = sum(1 for _ in chain.from_iterable(self._lines.values()))
-        assert num_in_line + len(self._parked) == len(self._deadlines), (
-            f"{num_in_line} in line and {len(self._parked)} parked are not {len(self._deadlines)} waiting"
+        num_elsewhere = len(self._parked) + len(self.turns_aside)
+        assert num_in_line + num_elsewhere == len(self._deadlines), (
+            f"{num_in_line} in line and {num_elsewhere} elsewhere are not {len(self._deadlines)} waiting"
         )
         work_tokens = sorted(state.num_work_tokens for _, state in self._deadlines.values())
         num_tokens = sum(work_tokens)

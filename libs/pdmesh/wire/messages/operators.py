@@ -297,6 +297,7 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
     * ``num_reused_tokens``, ``num_possible_tokens``: prompt tokens that were not computed again, and that an earlier
       turn had computed.
     * ``cached_on``: instances that have the KV of the latest prompt.
+    * ``num_waits``, ``longest_aside_s``: how often a turn was set aside lately, and for how long at most.
     """
 
     session: str
@@ -311,6 +312,8 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_reused_tokens: int
     num_possible_tokens: int
     cached_on: tuple[InstanceId, ...]
+    num_waits: int = 0
+    longest_aside_s: float = 0.0
 
 
 class SessionList(Message, frozen=True, kw_only=True):

@@ -1,0 +1,121 @@
+"""Sessions that wait as a whole while the contexts of all sessions exceed the room for KV.
+
+A turn is fast only if its whole context is cached. So if the contexts of the working set (`pdmesh.core.sessions`) do
+not fit into the instances' KV, some sessions are set aside, and the others keep their KV. New sessions wait first, then
+the next turns of the youngest ones. The oldest one goes on first. A turn waits at most as long as a request may wait in
+the queue. Then it joins its line as any other request does, and its session counts as the oldest for a while, so that
+the next turns find its KV.
+
+Room is dealt out to tenants by their shares: sessions within a tenant's share are never set aside for others. Requests
+without a session are not set aside, nor ones with a target for the first token, nor ones that were begun before.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Final
+
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.requests.request import RequestState
+from pdmesh.core.sessions.session_state import Member
+
+#: Share of the instances' KV that contexts may fill. They grow during their turns.
+FILL: Final = 0.95
+
+#: Longest time between two looks at the turns that are set aside.
+LOOK_S: Final = 1.0
+
+#: Share of the longest wait for which a session that waited so long counts as the oldest.
+GUARD_SHARE: Final = 0.25
+
+#: Share of the longest wait before its end from which on room is made for a session.
+LEAD_SHARE: Final = 0.125
+
+#: Share of the queue's limits up to which turns are set aside: others must find room in the queue.
+QUEUE_SHARE: Final = 0.5
+
+
+class Aside:
+    """Decision which sessions' turns wait. ``next_look_s`` is when to call `look` at the latest."""
+
+    def __init__(self, mesh: MeshState, config: CoreConfig) -> None:
+        self._mesh = mesh
+        self._config = config
+        self._seen_changes = -1
+        self.next_look_s = inf
+
+    def arrived(self, state: RequestState) -> None:
+        """Set a turn aside that just joined the line, if contexts exceed the room. `look` finds out whether it fits."""
+        member = None if state.session is None else state.session.member
+        if member is None:
+            return
+        num_uncounted_tokens = 0 if member.num_tokens else state.num_work_tokens
+        if self._mesh.sessions.working_set.num_tokens + num_uncounted_tokens <= self._room:
+            member.is_out = False
+        elif self._may_wait(state, member):
+            self._mesh.set_aside(state, member)
+
+    def look(self, now_s: float) -> None:
+        """Let the turns go on whose sessions have room now, and protect these sessions' KV from eviction."""
+        turns, working_set, index = (
+            self._mesh.queue.turns_aside,
+            self._mesh.sessions.working_set,
+            self._mesh.cache_index,
+        )
+        if working_set.num_changes == self._seen_changes and now_s < self.next_look_s:
+            return
+        working_set.expire(now_s)
+        room = self._room
+        if turns or (room and working_set.num_tokens > room):
+            most_s = self._config.max_queue_s
+            may_run = list(working_set.divide(room, now_s - GUARD_SHARE * most_s, now_s - (1 - LEAD_SHARE) * most_s))
+            index.protect({member.chain[-1]: member.chain for member in may_run if member.chain})
+            keys = {member.session.key for member in may_run}
+            for state, _ in list(turns.values()):
+                if not room or state.session is None or state.session.key in keys:
+                    self._come_back(state, now_s)
+        elif index.protected:
+            index.protected.clear()
+        self._seen_changes = working_set.num_changes
+        self.next_look_s = now_s + LOOK_S if turns else inf
+
+    def let_in(self, state: RequestState, now_s: float) -> bool:
+        """Let a turn go on that waited as long as it may; return False if it was not set aside."""
+        if state.key not in self._mesh.queue.turns_aside:
+            return False
+        self._come_back(state, now_s)
+        if state.session is not None and state.session.member is not None:
+            state.session.member.let_in_s = now_s
+            self._mesh.sessions.working_set.changed(state.session.member)
+        return True
+
+    def _come_back(self, state: RequestState, now_s: float) -> None:
+        """Let a turn go on. It may wait in line as long as one that just arrived."""
+        _, since_s = self._mesh.queue.turns_aside[state.key]
+        self._mesh.come_back(state)
+        if since_s < now_s:
+            self._mesh.queue.postpone(state, now_s + self._config.max_queue_s)
+
+    @property
+    def _room(self) -> int:
+        """Number of tokens that contexts may fill on instances that compute prompts; 0 if none caches."""
+        able = [each for each in self._mesh.instances.values() if each.takes_prompts and each.kept.granule_blocks]
+        return int(FILL * sum([each.num_blocks * each.block_size for each in able]))
+
+    def _may_wait(self, state: RequestState, member: Member) -> bool:
+        """Whether a turn may be set aside: its context is cached for the next one, and no other request needs it now.
+
+        A new session with most of its prompt in the cache continues another one, which may wait for it.
+        """
+        request, queue, session = state.request, self._mesh.queue, member.session
+        if request.epoch > 0 or request.slo_ttft_s is not None or not request.chain:
+            return False
+        if session.num_live - member.num_aside > 1:
+            return False
+        if session.is_new and 2 * state.num_reused_tokens >= request.num_prompt_tokens:
+            return False
+        return (
+            len(queue) <= QUEUE_SHARE * self._config.max_queue_entries
+            and queue.num_tokens <= QUEUE_SHARE * self._config.max_queue_tokens
+        )
