@@ -180,7 +180,10 @@ def run(
     message: Annotated[list[str] | None, Argument(metavar="MESSAGE", help="Print the answer to this and exit.")] = None,
     name: Name = DEFAULT_NAME,
 ) -> None:
-    """Chat with a model: start a mesh in the background unless one serves the model, and leave it running."""
+    """Chat with a model: start a mesh in the background unless one runs, and leave it running.
+
+    A running mesh of that name must serve the model.
+    """
     from pdmesh.cli.run import run_model
 
     tree = given.config(model=model)
@@ -246,7 +249,10 @@ def requests_show(
     asked: Asked,
     request_id: Annotated[str, Argument(metavar="ID", help="The request's id (`X-Request-Id` of its response).")],
 ) -> None:
-    """Print a request's timeline: waiting, each chunk with its instance, the KV transfer, the tokens."""
+    """Print a request's timeline: waiting, each chunk with its instance, the KV transfer, the tokens.
+
+    If several requests have the id, list them instead.
+    """
     from pdmesh.cli.request_view import show_request
 
     show_request(asked, request_id)

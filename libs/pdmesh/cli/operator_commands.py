@@ -47,7 +47,10 @@ Wait = Annotated[bool, Option("--wait/--no-wait", help="Wait until the operation
 def drain(
     asked: Asked, instance: Instance, timeout: Timeout = DEFAULT_TIMEOUT_S, force: Force = False, wait: Wait = True
 ) -> None:
-    """Take an instance out of use: it gets no new requests, and its decodes move elsewhere with their KV."""
+    """Take an instance out of use: it gets no new requests, and its decodes move elsewhere with their KV.
+
+    Decodes that cannot move restart elsewhere at the timeout. The last instance of its kind is refused without --force.
+    """
     _operate(asked, "drain", instance, wait=wait, timeout_s=timeout, force=force)
 
 
@@ -167,7 +170,10 @@ def ops_show(asked: Asked, operation: Annotated[str, Argument(metavar="ID")]) ->
 @ops_app.command("cancel", example="pdmesh ops cancel 54b2f72b")
 @asks_scheduler
 def ops_cancel(asked: Asked, operation: Annotated[str, Argument(metavar="ID")]) -> None:
-    """Cancel an operation and undo it: instances are used as before."""
+    """Cancel an operation and use its instances as before. What has restarted stays restarted.
+
+    Exits with 1 if the operation was over.
+    """
     from pdmesh.cli.operation_requests import cancel_operation
 
     raise Exit(cancel_operation(asked, operation))

@@ -107,9 +107,9 @@ class StateFolder:
         self.record_file.unlink(missing_ok=True)
 
     def write_drain(self, drain_s: float) -> None:
-        """Set the time for which requests may continue, before the supervisor is told to stop.
+        """Write the drain time that `read_drain` returns: how long requests may continue once the supervisor stops.
 
-        Raise ConfigError if the folder cannot be written.
+        Call this before the supervisor is told to stop. Raise ConfigError if the folder cannot be written.
         """
         with self._usable():
             self._drain_file.write_text(str(drain_s))

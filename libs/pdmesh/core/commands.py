@@ -29,7 +29,10 @@ from pdmesh.plans import NO_EVICTIONS, Evictions, KvShard, PrefillGroup, StepPla
 
 
 def _reused(num_granules: int, num_loaded_granules: int = 0) -> str:
-    """Return the text of a record about cached blocks, ``num_loaded_granules`` of them from the tier."""
+    """Return the end of a record's line: how many tokens are reused, and how many of them are from the tier.
+
+    Empty if none are reused.
+    """
     if not num_granules:
         return ""
     loaded = f" ({num_loaded_granules * GRANULE_TOKENS} from the offload tier)" if num_loaded_granules else ""

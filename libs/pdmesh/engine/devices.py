@@ -20,7 +20,10 @@ def may_have_device(root: Path = Path("/")) -> bool:
 
 
 def check_device(name: str, root: Path = Path("/")) -> None:
-    """Raise ConfigError if ``name`` is no device, or a CUDA device that this machine or this build of torch lacks."""
+    """Raise ConfigError if ``name`` is no device's name, or CUDA without any GPU or with a CPU-only build of torch.
+
+    Whether the GPU of that number exists is not checked.
+    """
     check_device_name(name)
     if not name.startswith("cuda"):
         return

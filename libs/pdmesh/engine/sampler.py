@@ -314,7 +314,10 @@ def is_filtered(sequence: EngineSequence) -> bool:
 
 
 def step_weights(device: torch.device) -> Tensor:
-    """Return the steps' weights relative to the most likely token, which is alone in step 0, in fp64."""
+    """Return the weight of each step of `_STEP` nats relative to the most likely token, in fp64.
+
+    That token alone is step 0, with weight 1. A token in step k has weight ``exp(-(k - 1) * _STEP)``.
+    """
     return (torch.arange(_NUM_STEPS + 1, dtype=torch.float64, device=device) - 1).clamp_(min=0).mul_(-_STEP).exp_()
 
 

@@ -171,7 +171,10 @@ class InstanceMachine:
         return self.done()
 
     def set_members(self, sequence: Sequence) -> list[Effect]:
-        """Set the shard holders that the scheduler named, if any. Call between two steps."""
+        """Set the shard holders that the scheduler named, if any, and free the blocks of their ranges here.
+
+        A context that does not fit them is dropped. Call between two steps. Raise ProtocolError for an unknown holder.
+        """
         self._spreading.set_members(sequence)
         return self.done()
 

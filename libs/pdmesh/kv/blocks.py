@@ -154,7 +154,10 @@ class BlockPool:
 
     @contextmanager
     def pinned(self, block_ids: Sequence[int]) -> Iterator[None]:
-        """Return a context in which blocks are read or written off the event loop."""
+        """Return a context until whose end the blocks are not allocated again, even if they are freed.
+
+        For blocks that are read or written off the event loop.
+        """
         self._pins.update(block_ids)
         try:
             yield

@@ -43,7 +43,7 @@ class Inlet(Protocol):
     def ledger(self) -> PageLedger: ...
 
     def lane_from(self, source: int) -> Lane | None:
-        """Return the lane to a source, or None if that source was lost."""
+        """Return the lane to a source; None if there is no such source, or it was lost."""
         ...
 
     def expects(self, header: PieceHeader) -> bool:

@@ -141,8 +141,9 @@ class GroupPolicy:
     def first_chunk_tokens(self, num_tokens: int, num_members: int, most: int) -> int:
         """Return the size of a prompt's first chunk, for a member with a step for ``most`` tokens.
 
-        ``num_members`` are free for the prompt. In a parallel prefill all of them wait for this chunk, so its step is
-        only twice as long as the constant time.
+        In a pipelined prefill the chunk is an even share of ``most`` for ``num_members``, but no shorter than a step
+        is worth. In a parallel one all members wait for this chunk, so its step is only twice as long as the constant
+        time.
         """
         if self.schedule is not Schedule.PIPELINED:
             sizer = ChunkSizer(self.latency, num_tokens)

@@ -97,7 +97,7 @@ class ChatTemplate:
 
     @cached_property
     def tools(self) -> bool:
-        """Whether tools are shown."""
+        """Whether the chat template shows tools. False if it cannot be rendered with them."""
         return self._shows([_user(_A)], _TOOL, tools=[_SOME_TOOL])
 
     @cached_property

@@ -287,7 +287,7 @@ class Admin:
                 assert_never(change)
 
     async def _begin(self, requested: OperationRequested | ResizeRequested | RollingRequested) -> AdminResponse:
-        """Ask the core for an operation after the startup grace, and return the operation's status."""
+        """Wait until the startup grace ends, ask the core for an operation, and return its status, also if refused."""
         await self.startup_grace.wait()
         await self.driver.act(requested)
         return self.operations.of(requested.operation_id) or _unknown(requested.operation_id)

@@ -254,10 +254,10 @@ class ContextRanges:
         self._note(home, state.key)
 
     def failed(self, key: RequestKey, instance_id: InstanceId, transfer_id: TransferId | None = None) -> bool:
-        """Handle a failure that one side of a range's copy reported. False if the instance has no part in one.
+        """Handle a failed copy of a range. False if the instance or ``transfer_id`` (None: any) has no part in it.
 
-        A lost target restarts the request if the range has landed there. Otherwise the copy ends without effect. A
-        ``transfer_id`` of None means whichever copy is under way.
+        A lost target restarts the request if the range has landed there, and a lost source then changes nothing. If
+        the range has not landed, the copy ends without effect.
         """
         state = self._mesh.find(key)
         copy = None if state is None else state.range_copy

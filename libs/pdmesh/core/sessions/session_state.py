@@ -184,7 +184,7 @@ class Session:
     def finish(self, request: Request, num_reused_tokens: int) -> int:
         """Count the prompt of an answered request, and return how many of its tokens could have been reused.
 
-        These are the tokens of the latest prompt before, if the new one continues it.
+        These are the tokens of the previous prompt if the new one continues it, and at least ``num_reused_tokens``.
         """
         chain, num_possible = request.chain, num_reused_tokens
         if self.tail is not None and len(chain) >= self.depth and chain[self.depth - 1] == self.tail:

@@ -45,7 +45,11 @@ def lfm2(fields: Fields, name: str, inner_size: int) -> ModelConfig:
 
 
 def _inner_size(fields: Fields) -> int:
-    """Return the size of an MLP: in most files two thirds of a size, times a factor, rounded up to a multiple."""
+    """Return the size of an MLP: two thirds of the file's size, times a factor, rounded up to a multiple.
+
+    The file's size itself if the file turns that off, and the two thirds if its factor is null. Raise ConfigError for a
+    size beyond `_MAX_INNER_SIZE`.
+    """
     size = fields.integer("block_ff_dim" if fields.raw.get("block_ff_dim") is not None else "intermediate_size")
     if not fields.boolean("block_auto_adjust_ff_dim", default=True):
         return size

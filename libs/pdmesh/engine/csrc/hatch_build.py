@@ -58,7 +58,9 @@ class BuildError(Exception):
 def compile_kernels(
     root: Path, *, only_here: bool = False, report: Callable[[str], None] = lambda _: None
 ) -> tuple[str, list[str], list[str]]:
-    """The compiler's target machine, names of its libraries, and why others are missing. Raises BuildError.
+    """Return the target machine, the libraries it has now, and why each other one is missing.
+
+    Raise BuildError only without a usable compiler.
 
     A library that lies there already is left as it is if it was made from the same sources in the same way.
     ``only_here`` leaves out levels that this machine's processor lacks. ``report`` is called after each level.

@@ -47,7 +47,10 @@ PageWriter = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 def write_pages(table: Tensor, rows: Tensor, indptr: Tensor, pages: Tensor) -> None:
-    """Write pages as `PageWriter` requires, in torch."""
+    """Copy the first entries of row ``rows[i]`` of ``table`` to ``pages[indptr[i] : indptr[i + 1]]``, in torch.
+
+    The pages after the last of these are overwritten, too (`PageWriter`).
+    """
     places = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
     sequence = (torch.searchsorted(indptr, places, right=True) - 1).clamp_(max=len(rows) - 1)
     column = (places - indptr[sequence]).clamp_(max=table.shape[1] - 1)

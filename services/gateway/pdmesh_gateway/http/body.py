@@ -188,7 +188,11 @@ def _decode(kind: type[T], body: bytes) -> tuple[T, tuple[str, ...]]:
 
 
 def _fields(body: bytes) -> Any:
-    """Return the value of a JSON text. Raise DecodeError, ValueError and RecursionError if it is malformed."""
+    """Return the value of a JSON text, with U+FFFD for half surrogates.
+
+    NaN and Infinity are read in short texts. Raise DecodeError, ValueError or RecursionError if it is malformed, and
+    ValidationError for a number out of range or a text beyond `INLINE_BYTES` that is no object.
+    """
     if len(body) > INLINE_BYTES:
         # Only an object can be right. For any other value msgspec names its kind without reading the parts.
         return _mended(read_in_pieces, body) if body.lstrip()[:1] == b"{" else msgspec.json.decode(body, type=_Object)

@@ -151,7 +151,7 @@ def _has_news(events: Sequence[ItemEvent]) -> bool:
 
 
 def _text_of(events: Sequence[ItemEvent]) -> str | None:
-    """Return the text if the events add text and nothing else; otherwise None."""
+    """Return the text of a single event that adds answer text; None for any other events."""
     if len(events) == 1 and isinstance(event := events[0], TextAdded) and event.kind is ItemKind.TEXT:
         return event.text
     return None

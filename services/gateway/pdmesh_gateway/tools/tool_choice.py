@@ -65,7 +65,7 @@ class ToolChoice:
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
-    """Raise RequestRejected for tools that cannot be called, and for a choice that names a missing tool."""
+    """Raise RequestRejected for tools that cannot be called, and for a choice that no tool meets."""
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"`tools` has {len(tools)} tools; {MAX_TOOLS} are allowed.")
     names: set[str] = set()
