@@ -286,7 +286,7 @@ class OffloadTier:
         return load
 
     def check_integrity(self) -> None:
-        """Raise AssertionError for too many granules, or a slot of host or disk that is used twice, or used and free."""
+        """Raise AssertionError for too many granules, or a slot in memory or on disk used twice, or used and free."""
         assert len(self._entries) <= self.num_granules, f"{len(self._entries)} of {self.num_granules} granules"
         places = [entry.host for entry in self._entries.values() if entry.host is not None]
         assert len(set(places)) == len(places), "two granules are in one place"
