@@ -22,6 +22,7 @@ from pdmesh.model import Epoch, FinishReason, InstanceId, RejectReason, RequestI
 from pdmesh.wire.endpoint import open_channel, serving
 from pdmesh.wire.link import FrameLink, open_link, serve_link
 from pdmesh.wire.messages import (
+    AskSessions,
     CommandMessage,
     EndSession,
     EventMessage,
@@ -34,7 +35,9 @@ from pdmesh.wire.messages import (
     PromptLogprobs,
     RegisterGateway,
     RegisterTokens,
+    SessionStatus,
     Submit,
+    TenantSessions,
     TokenLogprobs,
     TokenOut,
     TokensAccepted,
@@ -173,6 +176,7 @@ class ScriptedMesh:
     address: str = ""
     submitted: list[Submit] = field(default_factory=list[Submit])
     ended_sessions: list[SessionKey] = field(default_factory=list[SessionKey])
+    sessions: list[SessionStatus] = field(default_factory=list[SessionStatus])
     cancelled: list[tuple[RequestId, Epoch]] = field(default_factory=list[tuple[RequestId, Epoch]])
     registrations: list[RegisterGateway] = field(default_factory=list[RegisterGateway])
     num_activity_asked: int = 0
@@ -314,6 +318,10 @@ class ScriptedMesh:
                 self.cancelled.append((cancelled.request_id, cancelled.epoch))
             case EndSession(session=session):
                 self.ended_sessions.append(session)
+            case AskSessions(number=number, tenant=tenant, session=session):
+                known = [each for each in self.sessions if each.tenant == tenant]
+                found = [each for each in known if session is None or each.session == session.hex()]
+                link.post(TenantSessions(number=number, sessions=tuple(found)))
             case NextActivity():
                 self.num_activity_asked += 1
             case _:

@@ -47,6 +47,9 @@ async def test_a_next_turn_finds_its_prefix_after_its_holder_was_drained(tmp_pat
             holder_id = computed_at(record)
             mesh.pdmesh("drain", holder_id)
             warm, record = await ask(mesh, client, [*first, *rest], 16)
+            (listed,) = (await client.get("/v1/sessions")).json()["data"]
+            shown = (await client.get("/v1/sessions/an agent")).json()
+        assert (listed["id"], listed["turns"], listed["reused_tokens"]) == (shown["id"], 2, 1920)
         assert computed_at(record) != holder_id
         assert warm == cold
         assert mesh.total("prefix_cache_fetched_tokens") == 1920

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from pdmesh.model import SessionName
+from pdmesh.wire.messages import SessionStatus
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
 from pdmesh_gateway.session_names import SessionNames
@@ -36,6 +37,24 @@ async def served(model: Path) -> AsyncGenerator[tuple[ScriptedMesh, RunningGatew
     ):
         await mesh.until(lambda: len(mesh.registrations) == 1)
         yield mesh, running, client
+
+
+def a_status(session: str, tenant: str) -> SessionStatus:
+    return SessionStatus(
+        session=session,
+        tenant=tenant,
+        state="aside",
+        since_s=1.0,
+        pause_s=None,
+        parent=None,
+        num_children=0,
+        num_turns=3,
+        num_prompt_tokens=400,
+        num_reused_tokens=256,
+        num_possible_tokens=256,
+        cached_on=(),
+        longest_aside_s=2.5,
+    )
 
 
 def name(text: str, tenant: str = "") -> SessionName:
@@ -84,6 +103,21 @@ async def test_a_client_ends_its_session(model: Path) -> None:
         answer = await client.delete("/v1/sessions/my/agent")
         assert answer.json() == {"id": "my/agent", "object": "session", "deleted": True}
         await mesh.until(lambda: mesh.ended_sessions == [NAMES.key("", "my/agent")])
+
+
+async def test_a_client_sees_the_sessions_of_its_own_key(model: Path) -> None:
+    async with served(model) as (mesh, _, client):
+        await client.post("/v1/completions", json=TEXT)
+        for tenant, text in (("", "mine"), ("other", "theirs")):
+            key = NAMES.key(tenant, text).hex()
+            mesh.sessions.append(a_status(key, tenant))
+        listed = (await client.get("/v1/sessions")).json()
+        assert [each["id"] for each in listed["data"]] == [NAMES.key("", "mine").hex()]
+        one = (await client.get("/v1/sessions/mine")).json()
+        assert (one["object"], one["state"], one["turns"], one["longest_aside_s"]) == ("session", "aside", 3, 2.5)
+        for name_of_none in ("theirs", "unknown"):
+            answer = await client.get(f"/v1/sessions/{name_of_none}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
 
 
 async def test_names_change_no_token_and_no_answer(model: Path) -> None:

@@ -89,6 +89,7 @@ from pdmesh_scheduler.peer_streams import Leases, Peers
 from pdmesh_scheduler.request_records import RequestRecords
 from pdmesh_scheduler.scheduler_metrics import SchedulerMetrics
 from pdmesh_scheduler.scheduler_spans import SchedulerSpans
+from pdmesh_scheduler.session_statuses import SessionStatuses
 from pdmesh_scheduler.tenants import TenantUsage
 from pdmesh_scheduler.worker_streams import WorkerStreams
 from pdmesh_testing.core import regrouped
@@ -391,7 +392,15 @@ def serve(
             return False
 
         gateway_streams = GatewayStreams(
-            driver, gateways, gateway_leases, settings, stopping, lambda: agenda.now_s, is_refused, check
+            driver,
+            gateways,
+            gateway_leases,
+            settings,
+            stopping,
+            lambda: agenda.now_s,
+            is_refused,
+            check,
+            SessionStatuses(core, lambda: agenda.now_s),
         )
         gateway = Gateway(arrivals, mesh)
         async with anyio.create_task_group() as tasks:

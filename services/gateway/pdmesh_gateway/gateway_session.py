@@ -22,6 +22,7 @@ from pdmesh.errors import ProtocolError, RequestRejected
 from pdmesh.model import Epoch, GatewayId, RequestId, SessionKey
 from pdmesh.wire.messages import (
     Activity,
+    AskSessions,
     CommandMessage,
     EndSession,
     EventMessage,
@@ -31,8 +32,10 @@ from pdmesh.wire.messages import (
     MeshStatus,
     NextActivity,
     RegisterGateway,
+    SessionStatus,
     StandingBy,
     Submit,
+    TenantSessions,
     WelcomeGateway,
 )
 from pdmesh.wire.scheduler_channel import SchedulerChannel, open_scheduler_channel
@@ -45,6 +48,9 @@ METHOD = "/pdmesh.v1.Scheduler/Gateway"
 
 #: Time for the scheduler to answer a request for the state of the mesh.
 REFRESH_LIMIT_S = 0.25
+
+#: Time for the scheduler to answer a question for sessions.
+SESSIONS_LIMIT_S = 5.0
 
 #: Number of unanswered heartbeats after which the gateway ends the stream; the scheduler answers each heartbeat.
 SILENT_BEATS = 15
@@ -83,7 +89,7 @@ class Waiting(Protocol):
 
 
 class GatewaySession:
-    """The stream to the scheduler. `run` keeps it connected; only `wait_changed` and `refresh` wait."""
+    """The stream to the scheduler. `run` keeps it connected; only `wait_changed`, `refresh` and `sessions` wait."""
 
     def __init__(self, gateway_id: GatewayId, address: str, security: SecurityConfig, *, token_address: str) -> None:
         """Connect later, in `run`, to the scheduler or schedulers at ``address``.
@@ -110,6 +116,9 @@ class GatewaySession:
         self._num_reports = 0
         #: Whether a report was asked for out of turn and has not come yet.
         self._is_asked = False
+        self._num_questions = 0
+        #: Answers to questions for sessions; None until the answer came.
+        self._answers: dict[int, tuple[SessionStatus, ...] | None] = {}
 
     @property
     def unready_reason(self) -> str | None:
@@ -178,6 +187,25 @@ class GatewaySession:
         """Tell the scheduler that a session has ended. Without a scheduler nothing is sent."""
         self._post(EndSession(session=session))
 
+    async def sessions(self, tenant: str, session: SessionKey | None = None) -> tuple[SessionStatus, ...]:
+        """Ask the scheduler for a tenant's sessions, the newest first, or for one of them.
+
+        Raises RequestRejected if the scheduler does not answer within `SESSIONS_LIMIT_S`.
+        """
+        self._num_questions += 1
+        number, answer = self._num_questions, None
+        self._answers[number] = None
+        try:
+            if self._post(AskSessions(number=number, tenant=tenant, session=session)):
+                with anyio.move_on_after(SESSIONS_LIMIT_S):
+                    while (answer := self._answers[number]) is None:
+                        await self._changed.wait()
+        finally:
+            del self._answers[number]
+        if answer is None:
+            raise RequestRejected("The scheduler cannot be reached.", status=503, code="unavailable", retry_after_s=1)
+        return answer
+
     def ask_activity(self) -> None:
         """Ask for the next `Activity`.
 
@@ -216,6 +244,11 @@ class GatewaySession:
         self.is_connected = True
         self._change()
         log.info("registered with the scheduler", gateway_id=self._gateway_id)
+
+    def answered(self, message: TenantSessions) -> None:
+        if message.number in self._answers:
+            self._answers[message.number] = message.sessions
+            self._change()
 
     def reported(self, state: MeshStatus) -> None:
         self.state = state
@@ -270,6 +303,8 @@ class _Talk:
         match message:
             case MeshStatus():
                 self.link.reported(message)
+            case TenantSessions():
+                self.link.answered(message)
             case CommandMessage():
                 self._obey(message.gateway_command)
             case Activity():

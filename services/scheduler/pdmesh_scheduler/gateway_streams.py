@@ -27,6 +27,7 @@ from pdmesh.model import (
 from pdmesh.prefixes import HASH_BYTES
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
+    AskSessions,
     CommandMessage,
     EndSession,
     EventMessage,
@@ -38,12 +39,14 @@ from pdmesh.wire.messages import (
     NextActivity,
     RegisterGateway,
     Submit,
+    TenantSessions,
     WelcomeGateway,
 )
 from pdmesh.wire.session import converse, registration
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.mesh_check import MeshCheck
 from pdmesh_scheduler.peer_streams import Connection, Leases, Peers
+from pdmesh_scheduler.session_statuses import SessionStatuses
 from pdmesh_scheduler.standby.keeper import LeaseRequest
 from pdmesh_scheduler.standby.leader_term import ALONE, LeaderTerm
 
@@ -54,6 +57,10 @@ QUIET_BEATS = 2
 
 #: Smallest accepted target, in seconds: far below any that can be met, far above the values whose division overflows.
 MIN_TARGET_S = 1e-9
+
+
+#: Most sessions in one answer to a gateway.
+MAX_SESSIONS_TOLD = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,7 @@ class GatewayStreams:
     clock: Callable[[], float]
     is_refused: Callable[[str], Awaitable[bool]]
     check: MeshCheck
+    sessions: SessionStatuses
     leader_term: LeaderTerm = ALONE
     metrics: Callable[[], tuple[MetricFamily, ...]] = tuple
     scheduler_id: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -169,6 +177,9 @@ class GatewayStreams:
                     if len(key) != HASH_BYTES:
                         raise ProtocolError(f"{gateway_id} names a session by {len(key)} bytes")
                     await self.driver.submit(SessionEnded(key))
+                case AskSessions(number=number, tenant=tenant, session=key):
+                    found = self.sessions.of_tenant(tenant, key, MAX_SESSIONS_TOLD)
+                    self.peers.post(gateway_id, TenantSessions(number=number, sessions=found))
                 case NextActivity():
                     self.driver.activity.asked(gateway_id)
                 case EventMessage():

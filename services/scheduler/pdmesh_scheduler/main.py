@@ -179,6 +179,7 @@ async def _lead(
         worker_streams = WorkerStreams(
             driver, workers, worker_leases, silences, absences, settings, context.stopping, check, profile, leader_term
         )
+        sessions = SessionStatuses(core, clock)
         gateway_streams = GatewayStreams(
             driver,
             gateways,
@@ -188,6 +189,7 @@ async def _lead(
             clock,
             is_refused,
             check,
+            sessions,
             leader_term,
             metrics=lambda: metrics.told,
         )
@@ -198,7 +200,7 @@ async def _lead(
             "Admin": Admin(
                 driver=driver,
                 records=records,
-                sessions=SessionStatuses(core, clock),
+                sessions=sessions,
                 operations=operations,
                 actuators=actuators,
                 startup_grace=startup_grace,

@@ -7,6 +7,7 @@ from heapq import nlargest
 
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.core.sessions.session_state import Session
+from pdmesh.model import SessionKey
 from pdmesh.wire.messages import SessionStatus
 
 
@@ -21,6 +22,13 @@ class SessionStatuses:
         """Return the sessions whose state changed last, the newest first."""
         self._core.sessions.expire()
         return tuple(map(self._status, nlargest(limit, self._core.sessions.all, key=_since_s)))
+
+    def of_tenant(self, tenant: str, key: SessionKey | None, limit: int) -> tuple[SessionStatus, ...]:
+        """Return a tenant's sessions whose state changed last, the newest first; with a key that session alone."""
+        self._core.sessions.expire()
+        known = self._core.sessions.all if key is None else filter(None, [self._core.sessions.find(key)])
+        own = [session for session in known if session.tenant == tenant]
+        return tuple(map(self._status, nlargest(limit, own, key=_since_s)))
 
     def find(self, beginning: str) -> tuple[Session, ...]:
         """Return the sessions whose ids begin like this."""

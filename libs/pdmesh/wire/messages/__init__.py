@@ -20,6 +20,7 @@ carries it as metadata (`pdmesh.wire.endpoint`).
 from pdmesh.wire.messages.actuator_messages import MAX_WAIT_S, FollowPools, PoolsDesired
 from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message, StandingBy
 from pdmesh.wire.messages.gateways import (
+    AskSessions,
     EndSession,
     GatewayDown,
     GatewayHeartbeat,
@@ -28,6 +29,7 @@ from pdmesh.wire.messages.gateways import (
     OtherChoice,
     RegisterGateway,
     Submit,
+    TenantSessions,
     WelcomeGateway,
 )
 from pdmesh.wire.messages.generation import Generation, Prompt, pack_token_ids, unpack_token_ids
@@ -56,7 +58,6 @@ from pdmesh.wire.messages.operators import (
     RequestList,
     RequestRecord,
     SessionList,
-    SessionStatus,
     SetBatching,
     SetPolicy,
     StartOperation,
@@ -79,6 +80,7 @@ from pdmesh.wire.messages.status_messages import (
     MetricFamily,
     RequestActivity,
     RevisionStatus,
+    SessionStatus,
     StepBar,
     TenantStatus,
     in_order,
@@ -118,6 +120,7 @@ __all__ = [
     "AdminError",
     "AdminRequest",
     "AdminResponse",
+    "AskSessions",
     "BatchingStatus",
     "CancelOperation",
     "Change",
@@ -185,6 +188,7 @@ __all__ = [
     "StepBar",
     "StreamHandover",
     "Submit",
+    "TenantSessions",
     "TenantStatus",
     "TokenLogprobs",
     "TokenMessage",

@@ -17,7 +17,7 @@ from pdmesh.model import (
 )
 from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message, StandingBy
 from pdmesh.wire.messages.generation import Generation
-from pdmesh.wire.messages.status_messages import Activity, MeshStatus
+from pdmesh.wire.messages.status_messages import Activity, MeshStatus, SessionStatus
 
 
 class RegisterGateway(Message, frozen=True, kw_only=True):
@@ -87,11 +87,19 @@ class EndSession(Message, frozen=True, kw_only=True):
     session: SessionKey
 
 
+class AskSessions(Message, frozen=True, kw_only=True):
+    """A question for a tenant's sessions, or for one of them. Answered by `TenantSessions` with the same ``number``."""
+
+    number: int
+    tenant: str
+    session: SessionKey | None = None
+
+
 class NextActivity(Message, frozen=True, kw_only=True):
     """A request for the next `Activity`, for a page that watches the mesh. Each one is requested separately."""
 
 
-GatewayUp = RegisterGateway | GatewayHeartbeat | Submit | EventMessage | EndSession | NextActivity
+GatewayUp = RegisterGateway | GatewayHeartbeat | Submit | EventMessage | EndSession | AskSessions | NextActivity
 
 
 class WelcomeGateway(Message, frozen=True, kw_only=True):
@@ -108,4 +116,11 @@ class WelcomeGateway(Message, frozen=True, kw_only=True):
     silent_beats: int | None = None
 
 
-GatewayDown = StandingBy | WelcomeGateway | CommandMessage | MeshStatus | Activity
+class TenantSessions(Message, frozen=True, kw_only=True):
+    """The answer to `AskSessions`: the tenant's sessions whose state changed last, the newest first."""
+
+    number: int
+    sessions: tuple[SessionStatus, ...]
+
+
+GatewayDown = StandingBy | WelcomeGateway | CommandMessage | MeshStatus | Activity | TenantSessions

@@ -11,7 +11,7 @@ from pdmesh.model import GatewayId, InstanceId, InstanceProfile, RequestId, Role
 from pdmesh.operations import OperationId, OperationKind, PoolCounts
 from pdmesh.wire.messages.actuator_messages import MAX_WAIT_S, FollowPools, PoolsDesired
 from pdmesh.wire.messages.envelope import Message, StandingBy
-from pdmesh.wire.messages.status_messages import MeshStatus
+from pdmesh.wire.messages.status_messages import MeshStatus, SessionStatus
 from pdmesh.wire.messages.workers import PeersChecked
 
 
@@ -284,36 +284,6 @@ class RequestList(Message, frozen=True, kw_only=True):
     """
 
     requests: tuple[RequestRecord, ...]
-
-
-class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A session that a client named.
-
-    * ``session``, ``parent``: ids, which are hashes of names.
-    * ``state``: as in `pdmesh.core.sessions.session_state.SessionState`; ``since_s``: seconds in this state.
-    * ``pause_s``: expected time between two turns; None: not known yet.
-    * ``num_children``: number of known child sessions.
-    * ``num_prompt_tokens``: of the latest prompt.
-    * ``num_reused_tokens``, ``num_possible_tokens``: prompt tokens that were not computed again, and that an earlier
-      turn had computed.
-    * ``cached_on``: instances that have the KV of the latest prompt.
-    * ``num_waits``, ``longest_aside_s``: how often a turn was set aside lately, and for how long at most.
-    """
-
-    session: str
-    tenant: str
-    state: str
-    since_s: float
-    pause_s: float | None
-    parent: str | None
-    num_children: int
-    num_turns: int
-    num_prompt_tokens: int
-    num_reused_tokens: int
-    num_possible_tokens: int
-    cached_on: tuple[InstanceId, ...]
-    num_waits: int = 0
-    longest_aside_s: float = 0.0
 
 
 class SessionList(Message, frozen=True, kw_only=True):

@@ -265,6 +265,36 @@ class MeshStatus(Message, frozen=True, kw_only=True):
     events: tuple[MeshEvent, ...] = ()
 
 
+class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A session that a client named.
+
+    * ``session``, ``parent``: ids, which are hashes of names.
+    * ``state``: as in `pdmesh.core.sessions.session_state.SessionState`; ``since_s``: seconds in this state.
+    * ``pause_s``: expected time between two turns; None: not known yet.
+    * ``num_children``: number of known child sessions.
+    * ``num_prompt_tokens``: of the latest prompt.
+    * ``num_reused_tokens``, ``num_possible_tokens``: prompt tokens that were not computed again, and that an earlier
+      turn had computed.
+    * ``cached_on``: instances that have the KV of the latest prompt.
+    * ``num_waits``, ``longest_aside_s``: how often a turn was set aside lately, and for how long at most.
+    """
+
+    session: str
+    tenant: str
+    state: str
+    since_s: float
+    pause_s: float | None
+    parent: str | None
+    num_children: int
+    num_turns: int
+    num_prompt_tokens: int
+    num_reused_tokens: int
+    num_possible_tokens: int
+    cached_on: tuple[InstanceId, ...]
+    num_waits: int = 0
+    longest_aside_s: float = 0.0
+
+
 class RequestActivity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request that waits or runs.
 

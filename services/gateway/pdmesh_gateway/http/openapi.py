@@ -50,6 +50,7 @@ _OPERATIONS: dict[str, tuple[str, str, type[msgspec.Struct] | None, type[msgspec
     "/v1/responses/{response_id}": ("get", "A response that is kept", None, ResponseObject),
     "/v1/responses/{response_id}/cancel": ("post", "Cancel a response in the background", None, ResponseObject),
     "/v1/responses/{response_id}/input_items": ("get", "What such a response answered", None, InputItemList),
+    "/v1/sessions": ("get", "Sessions of the key, the newest first", None, None),
     "/v1/sessions/{name}": ("delete", "End a session: no more of its requests are expected", None, None),
     "/v1/models": ("get", "The models served here", None, ModelList),
     "/v1/models/{model}": ("get", "One model", None, ModelCard),

@@ -7,6 +7,7 @@ from importlib.metadata import version
 
 from pdmesh.build_info import core_build
 from pdmesh.errors import RequestRejected
+from pdmesh.wire.messages import SessionStatus
 from pdmesh_gateway.conversations import prompt_of
 from pdmesh_gateway.http.chat_endpoint import conversation_of
 from pdmesh_gateway.http.http_exchange import Exchange
@@ -82,11 +83,26 @@ class UtilityEndpoints:
         tokenizer = self._serving.tokenizer
         await exchange.respond_json({**tokenizer.config, "chat_template": tokenizer.template_source or None})
 
-    async def end_session(self, exchange: Exchange) -> None:
-        """Answer ``DELETE /v1/sessions/{name}``: no more requests of the client's session are expected."""
-        name = exchange.scope["path_params"]["name"]
-        self._serving.link.end_session(self._serving.session_names.key(exchange.known_client.name, name))
-        await exchange.respond_json({"id": name, "object": "session", "deleted": True})
+    async def sessions(self, exchange: Exchange) -> None:
+        """Send the sessions of the client's key, the newest first. Ids are hashes: names are not stored."""
+        found = await self._serving.link.sessions(exchange.known_client.name)
+        await exchange.respond_json({"object": "list", "data": [_session(each) for each in found]})
+
+    async def session(self, exchange: Exchange) -> None:
+        """Send a session of the client's key, or for DELETE end it: no more of its requests are expected.
+
+        Raises RequestRejected (404) if the session is unknown.
+        """
+        name, tenant, link = exchange.scope["path_params"]["name"], exchange.known_client.name, self._serving.link
+        key = self._serving.session_names.key(tenant, name)
+        if exchange.scope["method"] == "DELETE":
+            link.end_session(key)
+            await exchange.respond_json({"id": name, "object": "session", "deleted": True})
+            return
+        found = await link.sessions(tenant, key)
+        if not found:
+            raise RequestRejected(f"No session is named {name!r}.", status=404, code="not_found")
+        await exchange.respond_json(_session(found[0]))
 
     async def load(self, exchange: Exchange) -> None:
         """Send the number of running requests, in vLLM's shape."""
@@ -132,3 +148,17 @@ class UtilityEndpoints:
         return AnthropicModel(
             id=name, display_name=serving.model, created_at=created_at, max_input_tokens=length, max_tokens=length
         )
+
+
+def _session(status: SessionStatus) -> dict[str, object]:
+    return {
+        "id": status.session,
+        "object": "session",
+        "state": status.state,
+        "since_s": status.since_s,
+        "turns": status.num_turns,
+        "prompt_tokens": status.num_prompt_tokens,
+        "reused_tokens": status.num_reused_tokens,
+        "reusable_tokens": status.num_possible_tokens,
+        "longest_aside_s": status.longest_aside_s,
+    }
