@@ -86,5 +86,5 @@ class HfReference:
     def _forget(self) -> None:
         """Dynamic RoPE keeps the longest length seen across calls; every call here starts afresh."""
         base = self._model.base_model
-        if hasattr(base, "rotary_emb"):
+        if getattr(base, "rotary_emb", None) is not None:
             base.rotary_emb = type(base.rotary_emb)(config=self._model.config)

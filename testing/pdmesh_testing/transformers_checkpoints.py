@@ -45,14 +45,10 @@ _YARN = {
 }  # fmt: skip
 
 #: Beyond each architecture's defaults: fields of its configuration.
-_GRANITE = {
-    "embedding_multiplier": 1.7,
-    "logits_scaling": 0.8,
-    "residual_multiplier": 0.6,
-    "attention_multiplier": 0.2,
-    "attention_bias": True,
-    "mlp_bias": True,
-}
+_MULTIPLIERS = {
+    "embedding_multiplier": 1.7, "logits_scaling": 0.8, "residual_multiplier": 0.6, "attention_multiplier": 0.2,
+}  # fmt: skip
+_GRANITE = {**_MULTIPLIERS, "attention_bias": True, "mlp_bias": True}
 
 #: Layers of Gemma 4, whose last has no window.
 _GEMMA4_LAYERS = {
@@ -91,6 +87,10 @@ _VARIANTS: dict[str, list[dict[str, Any]]] = {
     "glm4_moe": [{"use_qk_norm": True, "attention_bias": True}],
     "glm4": [{"head_dim": 16}],
     "granite": [_GRANITE],
+    "granitemoehybrid": [
+        {"layer_types": ["mamba", "attention"] * 2, "num_local_experts": 5, "mamba_n_groups": 2, **_MULTIPLIERS},
+        {"layer_types": ["mamba", "mamba", "attention", "mamba"], "position_embedding_type": "rope"},
+    ],
     "minimax_m2": [{"rotary_dim": 8, "num_local_experts": 5}],
     "ministral": [
         {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 24},
@@ -192,6 +192,14 @@ _NEEDED: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 320,
     },
     "gemma4_unified_text": {"head_dim": 16, "global_head_dim": 32},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"] * 2,
+        "shared_intermediate_size": 48,
+        "num_local_experts": 0,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 16,
+        "attention_multiplier": 0.25,
+    },
     "helium": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_experts": 5},

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pdmesh.engine.delta_net import delta_net
 from pdmesh.engine.levels import processor_levels
-from pdmesh.engine.model_config import DeltaNet
 from pdmesh.engine.recurrence import Recurrence, load_recurrence_kernel, recur_by_torch
+from pdmesh.engine.state_sizes import DeltaNet
 from pdmesh.engine.states import StateSlice
 from pdmesh.engine.weights import DeltaWeights, Norm
 

@@ -7,16 +7,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from pdmesh.engine.model_config import (
-    DTYPES,
-    Activation,
-    DeltaNet,
-    ExpertsConfig,
-    LayerConfig,
-    ModelConfig,
-    NormConfig,
-)
+from pdmesh.engine.model_config import DTYPES, Activation, ExpertsConfig, LayerConfig, ModelConfig, NormConfig
 from pdmesh.engine.rope_config import RopeConfig, RopeType
+from pdmesh.engine.state_sizes import DeltaNet
 from pdmesh.errors import ConfigError
 from pdmesh.model import PageShape
 
@@ -252,6 +245,11 @@ def delta_net_of(fields: Fields) -> DeltaNet:
         value_dim=fields.integer("linear_value_head_dim", default=128),
         num_taps=fields.integer("linear_conv_kernel_dim", default=4),
     )
+    return check_delta_net(fields, delta)
+
+
+def check_delta_net(fields: Fields, delta: DeltaNet) -> DeltaNet:
+    """Return a delta net's sizes. Raise ConfigError if they are not served."""
     sizes = (delta.num_key_heads, delta.num_value_heads, delta.key_dim, delta.value_dim)
     if max(sizes) > _MAX_HEADS or delta.num_value_heads % delta.num_key_heads or delta.num_taps > _MAX_TAPS:
         raise fields.error(
@@ -260,7 +258,7 @@ def delta_net_of(fields: Fields) -> DeltaNet:
             f"and {_MAX_TAPS} taps"
         )
     if delta.key_dim & (delta.key_dim - 1):
-        raise fields.error(f"linear_key_head_dim is {delta.key_dim}; it must be a power of two")
+        raise fields.error(f"a state has {delta.key_dim} values a key; it must be a power of two")
     return delta
 
 

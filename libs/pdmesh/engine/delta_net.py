@@ -7,6 +7,7 @@ the rows beside a token. `pdmesh.engine.states` says which states a step reads a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdmesh.engine.kernels import by_value
-from pdmesh.engine.model_config import DeltaNet
-from pdmesh.engine.recurrence import Recurrence, RecurrentRows, Stop, tree_sum
+from pdmesh.engine.recurrence import Recurrence, RecurrentRows, Stop, recur_by_torch, tree_sum
+from pdmesh.engine.state_sizes import DeltaNet
 from pdmesh.engine.states import StatePath, StateSlice
 from pdmesh.engine.weights import DeltaWeights
 
@@ -41,8 +42,9 @@ def delta_net(
     """
     sizes = (config.num_channels, config.num_value_heads, config.num_value_heads)
     inputs, update, decay = products.float().split(sizes, dim=-1)  # type: ignore[no-untyped-call]
-    beta = by_value(torch.sigmoid, update)
-    rates = by_value(functional.softplus, decay + weights.decay_bias) * by_value(torch.exp, weights.decay_log)
+    steps = by_value(functional.softplus, decay + weights.decay_bias)
+    beta = steps if config.is_additive else by_value(torch.sigmoid, update)
+    rates = steps * by_value(torch.exp, weights.decay_log)
     decays = by_value(torch.exp, -rates)
     states = _States(cache, config)
     paths = [StatePath.begun(part, cache.shape[3], states.positions) for part in slices]
@@ -57,7 +59,11 @@ def delta_net(
         )
         for part, path in zip(slices, paths, strict=True)
     ]
+    if config.is_additive:
+        recurrence = partial(recur_by_torch, is_additive=True)
     results = recurrence(rows, *heads, decays, beta)
+    if weights.skip is not None:
+        results += heads.value * weights.skip[:, None]
     _keep_inputs(known, slices, paths, states)
     for part, path in zip(slices, paths, strict=True):
         path.end(part.start, states.positions)
@@ -129,8 +135,10 @@ def _heads(known: Tensor, slices: Sequence[StateSlice], weights: DeltaWeights, c
             convolved = convolved[places[rows] - start]
         mixed = by_value(functional.silu, convolved)
         for heads, values in zip((query, key), mixed[:, : 2 * size].split(size, dim=1), strict=True):  # type: ignore[no-untyped-call]
-            heads[rows] = _normalised(values.reshape(-1, *heads.shape[1:]))
-        query[rows] *= config.key_dim**-0.5
+            own = values.reshape(-1, *heads.shape[1:])
+            heads[rows] = own if config.is_additive else _normalised(own)
+        if not config.is_additive:
+            query[rows] *= config.key_dim**-0.5
         value[rows] = mixed[:, 2 * size :].reshape(-1, *value.shape[1:])
     return _Heads(query, key, value)
 
@@ -141,7 +149,7 @@ def _convolved(known: Tensor, num_rows: int, weights: DeltaWeights) -> Tensor:
     total = torch.zeros(num_rows, known.shape[1])
     for tap, factors in enumerate(weights.taps):
         total += known[first - tap : first - tap + num_rows] * factors
-    return total
+    return total if weights.taps_bias is None else total + weights.taps_bias
 
 
 def _normalised(rows: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from pdmesh.engine.latent import Latent
 from pdmesh.engine.rope_config import RopeConfig
+from pdmesh.engine.state_sizes import DeltaNet
 from pdmesh.engine.tensor_names import TensorNames
 from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout, PageShape
@@ -156,67 +157,6 @@ class ShortConv:
 
     num_taps: int
     has_bias: bool = False
-
-
-#: Window of layers with a state: a token needs the state behind the token before.
-STATE_WINDOW = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaNet:
-    """Sizes of a gated delta net (`pdmesh.engine.delta_net`). Each key head serves as many neighbouring value heads."""
-
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    num_taps: int
-
-    @property
-    def num_values(self) -> int:
-        """Number of values of a token in all value heads."""
-        return self.num_value_heads * self.value_dim
-
-    @property
-    def num_channels(self) -> int:
-        """Number of channels of the convolution: queries, keys and values."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_values
-
-    @property
-    def num_matrix_values(self) -> int:
-        """Number of values in the matrices of all heads."""
-        return self.num_values * self.key_dim
-
-    @property
-    def num_input_values(self) -> int:
-        """Number of values in the kept inputs of the convolution."""
-        return (self.num_taps - 1) * self.num_channels
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of a state and its position."""
-        return 8 + 4 * (self.num_matrix_values + self.num_input_values)
-
-    def order_by_key_head(self) -> list[int]:
-        """Return the source of each row of gates, channels, updates and decays in files with rows by key head.
-
-        Such files have, for each key head, a query, a key, values and gates, and behind all, updates and decays.
-        """
-        repeats = self.num_value_heads // self.num_key_heads
-        values = repeats * self.value_dim
-        parts = (("query", self.key_dim), ("key", self.key_dim), ("value", values), ("gate", values))
-        rows: dict[str, list[int]] = {name: [] for name in ("gate", "query", "key", "value", "update", "decay")}
-        row = 0
-        for parts_of_head in (parts, (("update", repeats), ("decay", repeats))):
-            for name, size in parts_of_head * self.num_key_heads:
-                rows[name] += range(row, row + size)
-                row += size
-        return [row for own in rows.values() for row in own]
-
-    def page(self, block_size: int, dtype: str) -> PageShape:
-        """Return the shape of pages that hold two states: one in place of keys, one in place of values."""
-        row_bytes = block_size * (4 if dtype == "float32" else 2)
-        return PageShape(1, -(-self.num_bytes // (8 * row_bytes)) * 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,9 +61,16 @@ def tree_sum(terms: Tensor) -> Tensor:
 
 
 def recur_by_torch(
-    rows: Sequence[RecurrentRows], query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
+    rows: Sequence[RecurrentRows],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    *,
+    is_additive: bool = False,
 ) -> Tensor:
-    """Advance states as `Recurrence` describes: the reference."""
+    """Advance states as `Recurrence` describes: the reference. If ``is_additive``, a row adds key value beta."""
     results = torch.empty_like(value)
     repeats = value.shape[1] // key.shape[1]
     query, key = query.repeat_interleave(repeats, dim=1), key.repeat_interleave(repeats, dim=1)
@@ -74,7 +81,8 @@ def recur_by_torch(
             row = part.row + number - 1
             state = state * decay[row, :, None, None]
             own_key = key[row, :, :, None]
-            delta = (value[row] - tree_sum(state * own_key)) * beta[row, :, None]
+            own_value = value[row] if is_additive else value[row] - tree_sum(state * own_key)
+            delta = own_value * beta[row, :, None]
             state = state + own_key * delta[:, None]
             results[row] = tree_sum(state * query[row, :, :, None])
             if number in stops:

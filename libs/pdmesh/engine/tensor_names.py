@@ -13,7 +13,8 @@ class TensorNames:
     other. ``renames`` has pairs of a prefix in files and its replacement here. Output norms apply before the result is
     added to the residual stream. ``expert_gate_up`` and ``expert_down`` follow the expert's prefix.
 
-    ``delta_in`` has four projections, or two whose rows are by key head.
+    ``delta_in`` has four projections, two whose rows are by key head, or one of an additive layer. ``parts`` has pairs
+    of a part of names in files and its replacement here.
 
     ``fuses_experts``: a layer's experts are one tensor (experts, inputs, outputs). ``gates_first``: gates of fused
     experts precede ups, and a file may have single experts instead; otherwise gates and ups alternate.
@@ -21,6 +22,7 @@ class TensorNames:
     """
 
     renames: tuple[tuple[str, str], ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()
     embedding: str = "model.embed_tokens"
     positions: str = ""
     layer: str = "model.layers.{}"
@@ -64,6 +66,7 @@ class TensorNames:
     decay_bias: str = "linear_attn.dt_bias"
     delta_norm: str = "linear_attn.norm"
     delta_out: str = "linear_attn.out_proj"
+    delta_skip: str = "mamba.D"
     conv_in: str = "conv.in_proj"
     conv: str = "conv.conv"
     conv_out: str = "conv.out_proj"

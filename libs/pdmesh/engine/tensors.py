@@ -236,6 +236,8 @@ def _name_of(name: str, names: TensorNames) -> str:
         if name.startswith(before):
             name = after + name.removeprefix(before)
             break
+    for before, after in names.parts:
+        name = name.replace(before, after)
     # Embedding checkpoints contain the bare model, whose names have no prefix.
     is_bare = names.embedding.startswith("model.") and not name.startswith(("model.", "lm_head."))
     return f"model.{name}" if is_bare else name

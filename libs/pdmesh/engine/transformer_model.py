@@ -21,9 +21,10 @@ from pdmesh.engine.experts import Experts, Mlp, mix_experts
 from pdmesh.engine.kernels import Kernels, Rotation, by_value, store_heads
 from pdmesh.engine.latent_attention import latent_queries, values_of
 from pdmesh.engine.linear import Linear
-from pdmesh.engine.model_config import DeltaNet, ModelConfig, QkNorm
+from pdmesh.engine.model_config import ModelConfig, QkNorm
 from pdmesh.engine.recurrence import fastest_recurrence
 from pdmesh.engine.rope import RotaryEmbedding, rotate
+from pdmesh.engine.state_sizes import DeltaNet
 from pdmesh.engine.states import StateSlice
 from pdmesh.engine.weights import HeadNorm, LayerInput, LayerWeights, ModelWeights, Norm
 from pdmesh.model import IndexRange
@@ -222,10 +223,13 @@ class Transformer:
         assert weights is not None, "the layer has no delta net"
         hidden, normed = self._add_norm(hidden, delta, layer.input_norm)
         gate, products = self._linear(normed, layer.mixer.qkv).tensor_split((config.num_values,), dim=-1)
-        results = self.kernels.norm(
-            delta_net(products, cache, slices, config, weights, fastest_recurrence()), *weights.norm
-        )
-        return hidden, (results.flatten(1) * by_value(functional.silu, gate.float())).to(self._dtype)
+        results = delta_net(products, cache, slices, config, weights, fastest_recurrence())
+        factors = weights.norm.weight
+        gate = by_value(functional.silu, gate.float())
+        if not config.is_additive:
+            return hidden, (self.kernels.norm(results, factors).flatten(1) * gate).to(self._dtype)
+        groups = (results.flatten(1) * gate).view(len(gate), config.num_key_heads, -1)
+        return hidden, (self.kernels.norm(groups, torch.ones(groups.shape[2])).flatten(1) * factors).to(self._dtype)
 
     def _convolve(self, number: int, gate: Tensor, cache: Tensor, earlier: Tensor | None) -> Tensor:
         """Return the gated convolution (num_tokens, hidden_size) of the inputs in the cache, summed in fp32."""

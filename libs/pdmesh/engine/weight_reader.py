@@ -15,20 +15,13 @@ from pdmesh.engine.grouped import GroupedWeight, join_rows
 from pdmesh.engine.latent import Latent
 from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.linear import Linear, PlainLinear, Vocabulary, WeightMemory, fastest_linear, fastest_vocabulary
-from pdmesh.engine.model_config import (
-    DeltaNet,
-    ExpertsConfig,
-    LayerConfig,
-    LayerEmbedding,
-    ModelConfig,
-    QkNorm,
-    ShortConv,
-)
+from pdmesh.engine.model_config import ExpertsConfig, LayerConfig, LayerEmbedding, ModelConfig, QkNorm, ShortConv
 from pdmesh.engine.packed import joined_linear, packed_linear
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.engine.ranks.rank_linear import GatheredHeads, GatheredLinear, GatheredVocabulary
 from pdmesh.engine.ranks.share import RankShare
 from pdmesh.engine.rope import rotation_order
+from pdmesh.engine.state_sizes import DeltaNet
 from pdmesh.engine.tensors import Tensors
 from pdmesh.engine.weights import (
     ConvTaps,
@@ -152,16 +145,25 @@ class WeightReader:
             return self._tensor(f"{prefix}.{name}", (size,), torch.float32)
 
         sizes, order = [delta.num_values, delta.num_channels, num_heads, num_heads], None
+        channels: Sequence[int] = range(delta.num_channels)
+        norm_size, skip = delta.value_dim, None
         if len(names.delta_in) == 2:
             sizes, order = [sum(sizes[:2]), 2 * num_heads], delta.order_by_key_head()
+        if delta.is_additive:
+            sizes, (order, channels) = [sum(sizes[:3])], delta.additive_orders()
+            norm_size, skip = delta.num_values, vector(names.delta_skip, num_heads)
+        bias = vector(f"{names.delta_conv}.bias", delta.num_channels) if delta.has_conv_bias else None
+        taps = self._taps(f"{prefix}.{names.delta_conv}", delta.num_channels, delta.num_taps)
         return Mixer(
             qkv=self._linear(prefix, names.delta_in, sizes, hidden, order=order),
             output=self._linear(prefix, (names.delta_out,), [hidden], delta.num_values),
             delta=DeltaWeights(
-                self._taps(f"{prefix}.{names.delta_conv}", delta.num_channels, delta.num_taps),
+                taps if taps.is_meta else taps[:, channels],
                 vector(names.decay_log, num_heads),
                 vector(names.decay_bias, num_heads),
-                Norm(vector(f"{names.delta_norm}.weight", delta.value_dim), None),
+                Norm(vector(f"{names.delta_norm}.weight", norm_size), None),
+                bias if bias is None or bias.is_meta else bias[channels],
+                skip,
             ),
         )
 

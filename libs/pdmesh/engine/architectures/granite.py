@@ -12,8 +12,13 @@ _NAME = "GraniteForCausalLM"
 
 
 def _describe(fields: Fields) -> ModelConfig:
+    return granite(fields, _NAME)
+
+
+def granite(fields: Fields, name: str) -> ModelConfig:
+    """Describe the part that all Granite models share."""
     return replace(
-        dense(fields, _NAME, biases=("attention_bias", "mlp_bias")),
+        dense(fields, name, biases=("attention_bias", "mlp_bias")),
         attention_scale=fields.number("attention_multiplier", default=1.0),
         embedding_scale=fields.number("embedding_multiplier", default=1.0),
         residual_scale=fields.number("residual_multiplier", default=1.0),
