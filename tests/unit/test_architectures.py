@@ -210,12 +210,24 @@ def test_tensors_that_are_published_and_not_read_are_left_alone(
     assert generate(TorchEngine(checkpoint, num_blocks=4), prompt_of(19), 6).output_ids == found
 
 
-def test_experts_in_one_tensor_are_found_as_they_are_published(tmp_path: Path) -> None:
-    """Qwen3-VL's are (experts, inputs, outputs); transformers writes (experts, outputs, inputs)."""
-    name, text = WRAPPED["qwen3-vl-moe"]
-    checkpoint = write_wrapped_checkpoint(tmp_path, name, head_dim=16, **text)
+@pytest.mark.parametrize("wrapped", ["qwen3-vl-moe", "qwen3.5-moe"])
+def test_experts_in_one_tensor_are_found_as_they_are_published(tmp_path: Path, wrapped: str) -> None:
+    """Qwen3-VL's are (experts, inputs, outputs), Qwen3.5's the reverse. Transformers writes these, or single ones."""
+    name, text = WRAPPED[wrapped]
+    checkpoint = write_wrapped_checkpoint(tmp_path, name, **{"head_dim": 16, **text})
     found = generate(TorchEngine(checkpoint, num_blocks=4), prompt_of(19), 6).output_ids
     tensors = load_file(checkpoint / "model.safetensors")
-    turned = {key: t.transpose(1, 2).contiguous() if ".experts." in key else t for key, t in tensors.items()}
-    save_file(turned, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    published = {key: tensor for key, tensor in tensors.items() if ".experts." not in key}
+    for layer in {key.partition(".experts.")[0] for key in tensors.keys() - published.keys()}:
+        prefix = f"{layer}.experts"
+        if wrapped == "qwen3-vl-moe":
+            projections = [f"{prefix}.{end}" for end in ("gate_up_proj", "down_proj")]
+            published |= {each: tensors[each].transpose(1, 2).contiguous() for each in projections}
+            continue
+        gate, up, down = (
+            torch.stack([tensors[f"{prefix}.{number}.{end}_proj.weight"] for number in range(text["num_experts"])])
+            for end in ("gate", "up", "down")
+        )
+        published |= {f"{prefix}.gate_up_proj": torch.cat((gate, up), dim=1), f"{prefix}.down_proj": down}
+    save_file(published, checkpoint / "model.safetensors", metadata={"format": "pt"})
     assert generate(TorchEngine(checkpoint, num_blocks=4), prompt_of(19), 6).output_ids == found

@@ -27,12 +27,24 @@ from pdmesh.model import SamplingParams
 from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
 from pdmesh_testing.quantized_checkpoints import FORMATS, Format, write_quantized
 from pdmesh_testing.stepping import generate
-from pdmesh_testing.transformers_checkpoints import write_transformers_checkpoint
+from pdmesh_testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, logprobs=320)
 PROMPT = [number * 37 % 300 for number in range(30)]
 #: Sizes that no block nor word of a format divides, where it allows them.
 SHAPE = CheckpointShape(hidden_size=80, intermediate_size=112)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "granitemoehybrid", "minimax_m2", "qwen3_next"])
+def test_reordered_weights_of_fp8_are_what_they_stand_for(tmp_path: Path, model_type: str) -> None:
+    options = model_variants()[model_type][-1]
+    source = write_transformers_checkpoint(tmp_path / "source", model_type, **options)
+    outputs = [
+        generate(TorchEngine(path, num_blocks=4, num_threads=1, dtype="bfloat16"), PROMPT, 8, params=PARAMS)
+        for path in write_quantized(source, tmp_path, "fp8-blocks")
+    ]
+    assert outputs[0].results == outputs[1].results
+    assert len(set(outputs[0].output_ids)) > 3
 
 
 @pytest.mark.parametrize("quantized_format", FORMATS)

@@ -37,14 +37,15 @@ def delta_net(
 ) -> Tensor:
     """Return the results (num_tokens, value heads, value_dim) in fp32 before the norm, and write the states.
 
-    ``products`` has a row for each token: inputs of the convolution, and the decays' and the updates' inputs.
+    ``products`` has a row for each token: inputs of the convolution, and the decays' and the updates' inputs. An
+    additive layer has one input of both.
     Raise RuntimeError if the state before a slice is not in the cache.
     """
-    sizes = (config.num_channels, config.num_value_heads, config.num_value_heads)
-    inputs, update, decay = products.float().split(sizes, dim=-1)  # type: ignore[no-untyped-call]
-    steps = by_value(functional.softplus, decay + weights.decay_bias)
-    beta = steps if config.is_additive else by_value(torch.sigmoid, update)
-    rates = steps * by_value(torch.exp, weights.decay_log)
+    inputs, steps = products.float().tensor_split((config.num_channels,), dim=-1)
+    update, decay = steps[:, : config.num_value_heads], steps[:, -config.num_value_heads :]
+    lengths = by_value(functional.softplus, decay + weights.decay_bias)
+    beta = lengths if config.is_additive else by_value(torch.sigmoid, update)
+    rates = lengths * by_value(torch.exp, weights.decay_log)
     decays = by_value(torch.exp, -rates)
     states = _States(cache, config)
     paths = [StatePath.begun(part, cache.shape[3], states.positions) for part in slices]

@@ -75,7 +75,7 @@ class DeltaNet:
         keys = range(first, first + size)
         channels = [*range(keys.stop, keys.stop + size), *keys, *range(first)]
         steps = range(first + self.num_channels, first + self.num_channels + self.num_value_heads)
-        return [*range(first), *(first + channel for channel in channels), *steps, *steps], channels
+        return [*range(first), *(first + channel for channel in channels), *steps], channels
 
     def page(self, block_size: int, dtype: str) -> PageShape:
         """Return the shape of pages that hold two states: one in place of keys, one in place of values."""

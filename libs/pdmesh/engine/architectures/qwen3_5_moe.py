@@ -18,7 +18,9 @@ def _describe(fields: Fields) -> ModelConfig:
     return replace(
         config,
         layers=tuple(replace(layer, experts=experts) for layer in config.layers),
-        names=replace(config.names, expert_gate_up=("gate_up_proj",), fuses_experts=True, gates_first=True),
+        names=replace(
+            config.names, expert_gate_up=("gate_up_proj",), fuses_experts=True, gates_first=True, outputs_first=True
+        ),
     )
 
 
