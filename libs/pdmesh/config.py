@@ -179,7 +179,7 @@ class SchedulerConfig:
     ] = None
     max_queue_entries: Annotated[Count, "most waiting requests; more get a 429"] = 4096
     max_queue_s: Annotated[
-        Duration, "longest wait of a request before it gets a 503, and of a session's turn that is set aside"
+        Duration, "longest wait of a request before it gets a 503; a session's turn may be set aside four times as long"
     ] = 120.0
     refuses_early: Annotated[
         bool, "refuse a request on arrival with a 429 if it is predicted to miss its target or to wait too long"

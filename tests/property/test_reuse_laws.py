@@ -15,6 +15,7 @@ from hashlib import blake2b
 
 import pytest
 
+from pdmesh.core.admission.aside import NUM_WAITS
 from pdmesh.core.commands import AdmitPrefill, ExpectCopy, Reject, Restart
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import (
@@ -161,7 +162,7 @@ class Workload:
         turns_aside = self.core._mesh.queue.turns_aside.values()
         self.num_aside += bool(turns_aside)
         for _, since_s in turns_aside:
-            assert self.now_s < since_s + self.config.max_queue_s, "a turn is aside for too long"
+            assert self.now_s < since_s + NUM_WAITS * self.config.max_queue_s, "a turn is aside for too long"
 
     # --- requests ---
 

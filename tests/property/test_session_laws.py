@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from pdmesh.core.admission.aside import NUM_WAITS
 from pdmesh.core.commands import AdmitPrefill, RunStep, WakeAt
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import RequestArrived, Tick
@@ -41,7 +42,8 @@ class Mesh(CoreBench):
     def __init__(self, clients: list[Client], num_blocks: int, seed: int) -> None:
         policy = PolicyConfig(chunk_tokens=1 << 20)
         super().__init__(
-            a_profile("m0", num_blocks), config=CoreConfig(policy=policy, plans_in_flight=1, max_queue_s=MOST_S)
+            a_profile("m0", num_blocks),
+            config=CoreConfig(policy=policy, plans_in_flight=1, max_queue_s=MOST_S / NUM_WAITS),
         )
         self.rng = random.Random(seed)
         self.clients = clients

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from pdmesh.core.admission.aside import NUM_WAITS
 from pdmesh.core.commands import AdmitPrefill, RunStep
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import InstanceLost, RequestArrived, RequestCancelled, SessionEnded, Tick
@@ -33,7 +34,7 @@ class Mesh(CoreBench):
     """One instance that computes and ends each prompt as soon as it may."""
 
     def __init__(self) -> None:
-        config = CoreConfig(policy=PolicyConfig(chunk_tokens=4096), plans_in_flight=1, max_queue_s=MOST_S)
+        config = CoreConfig(policy=PolicyConfig(chunk_tokens=4096), plans_in_flight=1, max_queue_s=MOST_S / NUM_WAITS)
         super().__init__(a_profile("m0"), config=config)
         self.num_turns = 0
         self.num_cached: dict[str, int] = {}
@@ -93,6 +94,8 @@ def test_a_turn_waits_no_longer_than_the_limit_and_is_served_then() -> None:
         for session in (1, 2, 3):
             mesh.turn(session, at_s=float(at_s))
     assert fourth not in mesh.num_cached
+    mesh.serve(Tick(), MOST_S - 0.5)
+    assert fourth not in mesh.num_cached
     mesh.serve(Tick(), MOST_S)
     assert mesh.num_cached[fourth] == 0
     assert mesh.core.sessions.working_set.longest_aside_s == MOST_S
@@ -137,6 +140,18 @@ def test_a_new_session_that_continues_anothers_context_does_not_wait() -> None:
     mesh = a_full_mesh()
     mesh.serve(replace(a_prompt("fork", CONTEXT + 128, name=1), session=SessionName(key=a_key(4))))
     assert mesh.num_cached["fork"] == 4
+
+
+def test_a_child_counts_without_its_inherited_context_until_its_parent_goes_on() -> None:
+    mesh = a_full_mesh()
+    name = SessionName(key=a_key(4), parent=a_key(1))
+    mesh.serve(replace(a_prompt("child", CONTEXT + 1, name=1), session=name))
+    assert mesh.num_cached["child"] == 4
+    working_set = mesh.core.sessions.working_set
+    assert working_set.num_tokens == 3 * CONTEXT + 129
+    mesh.turn(1)
+    assert mesh.session(4).member is None
+    assert working_set.num_tokens == 3 * CONTEXT
 
 
 def test_a_turn_beside_a_running_one_does_not_wait_but_a_turn_behind_a_waiting_one_does() -> None:

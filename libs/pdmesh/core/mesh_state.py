@@ -74,7 +74,7 @@ class MeshState(CommandOutbox):
 
     def open(self, request: Request, rank: Rank, work_us: int = 0, num_reused_tokens: int = 0) -> RequestState:
         """Add a request. ``num_reused_tokens`` of its prompt are cached on some instance."""
-        session = None if request.session is None else self.sessions.begin(request)
+        session = None if request.session is None else self.sessions.begin(request, num_reused_tokens)
         state = RequestState(request, rank, work_us, num_reused_tokens=num_reused_tokens, session=session)
         self.requests[request.request_id] = state
         self.of_gateway.setdefault(request.gateway_id, {})[request.request_id] = None

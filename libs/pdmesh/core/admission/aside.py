@@ -2,9 +2,9 @@
 
 A turn is fast only if its whole context is cached. So if the contexts of the working set (`pdmesh.core.sessions`) do
 not fit into the instances' KV, some sessions are set aside, and the others keep their KV. New sessions wait first, then
-the next turns of the youngest ones. The oldest one goes on first. A turn waits at most as long as a request may wait in
-the queue. Then it joins its line as any other request does, and its session counts as the oldest for a while, so that
-the next turns find its KV.
+the next turns of the youngest ones. The oldest one goes on first. A turn waits at most `NUM_WAITS` times as long as a
+request may wait in the queue. Then it joins its line as any other request does, and its session counts as the oldest
+for a while, so that the next turns find its KV.
 
 Room is dealt out to tenants by their shares: sessions within a tenant's share are never set aside for others. Requests
 without a session are not set aside, nor ones with a target for the first token, nor ones that were begun before.
@@ -19,6 +19,10 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests.request import RequestState
 from pdmesh.core.sessions.session_state import Member
+
+#: Longest wait of a turn that is set aside, as a multiple of the longest wait in the queue. Each wait that reaches its
+#: limit costs the computation of a whole context. A shorter limit brings back what the waiting avoids.
+NUM_WAITS: Final = 4
 
 #: Share of the instances' KV that contexts may fill. They grow during their turns.
 FILL: Final = 0.95
@@ -66,9 +70,10 @@ class Aside:
         if working_set.num_changes == self._seen_changes and now_s < self.next_look_s:
             return
         working_set.expire(now_s)
+        self._let_in_due(now_s)
         room = self._room
         if turns or (room and working_set.num_tokens > room):
-            most_s = self._config.max_queue_s
+            most_s = self._most_s
             may_run = list(working_set.divide(room, now_s - GUARD_SHARE * most_s, now_s - (1 - LEAD_SHARE) * most_s))
             index.protect({member.chain[-1]: member.chain for member in may_run if member.chain})
             keys = {member.session.key for member in may_run}
@@ -78,17 +83,28 @@ class Aside:
         elif index.protected:
             index.protected.clear()
         self._seen_changes = working_set.num_changes
-        self.next_look_s = now_s + LOOK_S if turns else inf
+        self.next_look_s = inf
+        if turns:
+            _, since_s = next(iter(turns.values()))
+            self.next_look_s = min(now_s + LOOK_S, since_s + self._most_s)
 
-    def let_in(self, state: RequestState, now_s: float) -> bool:
-        """Let a turn go on that waited as long as it may; return False if it was not set aside."""
+    def keeps_waiting(self, state: RequestState, now_s: float) -> bool:
+        """Postpone a turn's limit in the queue if it is set aside; return False if it is not."""
         if state.key not in self._mesh.queue.turns_aside:
             return False
-        self._come_back(state, now_s)
-        if state.session is not None and state.session.member is not None:
-            state.session.member.let_in_s = now_s
-            self._mesh.sessions.working_set.changed(state.session.member)
+        self._mesh.queue.postpone(state, now_s + self._config.max_queue_s)
         return True
+
+    def _let_in_due(self, now_s: float) -> None:
+        """Let the turns go on that waited as long as they may."""
+        turns, working_set = self._mesh.queue.turns_aside, self._mesh.sessions.working_set
+        for state, since_s in list(turns.values()):
+            if since_s + self._most_s > now_s:
+                return
+            self._come_back(state, now_s)
+            if state.session is not None and state.session.member is not None:
+                state.session.member.let_in_s = now_s
+                working_set.changed(state.session.member)
 
     def _come_back(self, state: RequestState, now_s: float) -> None:
         """Let a turn go on. It may wait in line as long as one that just arrived."""
@@ -96,6 +112,10 @@ class Aside:
         self._mesh.come_back(state)
         if since_s < now_s:
             self._mesh.queue.postpone(state, now_s + self._config.max_queue_s)
+
+    @property
+    def _most_s(self) -> float:
+        return NUM_WAITS * self._config.max_queue_s
 
     @property
     def _room(self) -> int:

@@ -116,9 +116,9 @@ class NewRequests:
     def expire(self, now_s: float) -> None:
         """Reject or postpone each request whose time limit has passed.
 
-        While the mesh can serve, a turn that is set aside joins its line with another time limit. A resumed request is
-        postponed as long as an instance can serve it or may still come, unless the weights of its answer are gone. Each
-        other one is rejected with the reason why it found no place.
+        While the mesh can serve, a turn that is set aside gets another time limit. A resumed request is postponed as
+        long as an instance can serve it or may still come, unless the weights of its answer are gone. Each other one is
+        rejected with the reason why it found no place.
         """
         retry_after_s = self._config.retry_after_s
         while (state := self._mesh.queue.first_due(now_s)) is not None:
@@ -129,7 +129,7 @@ class NewRequests:
                     "has any more. Send the request again."
                 )
                 self._mesh.reject(state, RejectReason.WEIGHTS_GONE, message, retry_after_s)
-            elif unready is None and self._aside.let_in(state, now_s):
+            elif unready is None and self._aside.keeps_waiting(state, now_s):
                 pass
             elif unready is None and state.resumed_s is not None:
                 if self._mesh.queue.is_parked(state) and not self._may_fit_yet(state.resumed_s, now_s):

@@ -97,8 +97,11 @@ class Sessions:
 
     # --- requests ---
 
-    def begin(self, request: Request) -> Session | None:
-        """Begin or continue the turn of a request. Return its session; None if it names none, or there is no room."""
+    def begin(self, request: Request, num_cached_tokens: int = 0) -> Session | None:
+        """Begin or continue the turn of a request. Return its session; None if it names none, or there is no room.
+
+        ``num_cached_tokens`` of the prompt are cached on some instance.
+        """
         name = request.session
         if name is None:
             return None
@@ -112,7 +115,7 @@ class Sessions:
         if pause_s is not None:
             self._num_pauses = min(self._num_pauses + 1, _PAUSES_REMEMBERED)
             self._log_pause += (log(pause_s) - self._log_pause) / self._num_pauses
-        self.working_set.begin(session, request)
+        self.working_set.begin(session, request, num_cached_tokens)
         return session
 
     def end(self, session: Session, request: Request, num_reused_tokens: int | None) -> None:
@@ -124,7 +127,7 @@ class Sessions:
             self.num_possible_tokens += session.finish(request, num_reused_tokens)
             self.num_reused_tokens += num_reused_tokens
             if session.member is not None:
-                self.working_set.end(session.member, request, num_reused_tokens)
+                self.working_set.end(session.member, request)
         session.let_go(self.now_s)
         if session.member is not None:
             self.working_set.changed(session.member)

@@ -80,8 +80,17 @@ class WorkingSet:
 
     # --- turns ---
 
-    def begin(self, session: Session, request: Request) -> None:
-        """Add a session whose turn begins, if the turn's prompt can be cached and there is room for one more member."""
+    def begin(self, session: Session, request: Request, num_cached_tokens: int) -> None:
+        """Add a session whose turn begins, if the turn's prompt can be cached and there is room for one more member.
+
+        Of a new session's prompt, ``num_cached_tokens`` are cached for others. The session's idle children leave: their
+        parent has their answers.
+        """
+        if session.num_children and not request.epoch:
+            children = [member.session for member in self.members(session.tenant) if member.session.parent is session]
+            for child in children:
+                if not child.num_live:
+                    self.leave(child)
         member = session.member
         if member is None:
             if not request.chain or not self._has_room():
@@ -93,16 +102,15 @@ class WorkingSet:
             own = self._tenants.setdefault(session.tenant, _OfTenant())
             if session.is_new:
                 own.opened()
+                member.num_shared_tokens = num_cached_tokens
         elif not request.epoch and session.num_turns == 2:
             self._tenants[session.tenant].num_returned += 1
         self._tenants[session.tenant].share = request.share
         member.num_context_tokens = request.num_prompt_tokens
         self.changed(member)
 
-    def end(self, member: Member, request: Request, num_reused_tokens: int) -> None:
-        """Note the context of an answered request. ``num_reused_tokens`` of the prompt were not computed."""
-        if member.session.is_new:
-            member.num_shared_tokens = num_reused_tokens
+    def end(self, member: Member, request: Request) -> None:
+        """Note the chain of an answered request."""
         self._num_chained += len(request.chain) - len(member.chain)
         member.chain = request.chain
         if self._num_chained > MAX_CHAINED:
