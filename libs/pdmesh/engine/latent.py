@@ -44,9 +44,10 @@ class Latent:
         return num_queries + num_keys_and_values + hidden_size * (self.width + num_heads * self.value_dim)
 
     def orders(self, num_heads: int, turned: list[int]) -> tuple[list[int], list[int]]:
-        """Return the source of each row of queries, and of the fused projection of hidden states.
+        """Return two orders of weight rows: of the queries, and of the fused projection of hidden states.
 
-        ``turned`` is the order of the rotated values.
+        Row ``i`` of the reordered matrix is row ``order[i]`` of the stored one. ``turned`` is the order of the rotated
+        values of a head.
         """
         head = [*range(self.plain_dim), *(self.plain_dim + dim for dim in turned)]
         queries = [number * self.query_dim + dim for number in range(num_heads) for dim in head]

@@ -211,7 +211,7 @@ class Sequence:
 
     @property
     def is_handed_over(self) -> bool:
-        """Whether the KV was computed here, or came before the sequence had decoded on another instance."""
+        """Return True if the KV was computed here, or came here before the sequence decoded on another instance."""
         return self.incoming is None or self.incoming.is_hand_over
 
     def moves_by(self, transfer_id: TransferId) -> bool:

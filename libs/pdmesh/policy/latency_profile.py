@@ -59,7 +59,7 @@ class Subject:
 
     @property
     def device_class(self) -> str:
-        """Key that is equal for equally fast instances: everything but the model's name."""
+        """Key that is equal for equally fast instances: everything but the model's name and the device's number."""
         device = self.device.partition(":")[0]
         sizes = f"{self.num_parameters} {self.num_layers} {self.num_kv_heads} {self.head_dim} {self.dtype}"
         ranks = "" if self.num_ranks == self.num_stages == 1 else f" {self.num_ranks} ranks {self.num_stages} stages"

@@ -392,11 +392,11 @@ def num_blocks_of(
     host_bytes: int | None = None,
     max_frames: int = 0,
 ) -> int:
-    """Return the number of blocks of the KV cache, by the configured size or else by the free memory.
+    """Return the number of blocks of the KV cache: by the configured size, else by the free memory, else a default.
 
-    ``free_bytes`` are free on a device after loading the weights, ``host_bytes`` on the host. On the host there are
-    never more blocks than the decoding requests can fill. Layers with a window have at most ``max_frames`` + 1 blocks.
-    Raises ConfigError if there is no room for one block.
+    ``free_bytes`` are free on a device after loading the weights, ``host_bytes`` on the host. Of ``host_bytes``, and
+    beyond ``max_frames`` (0: no limit) blocks, no more are used than the decoding requests can fill. Layers with a
+    window have at most ``max_frames`` + 1 blocks. Raise ConfigError if there is no room for one block.
     """
     kv_cache_bytes, source = worker.kv_cache_bytes, "worker.kv_cache_bytes"
     bytes_per_block, bytes_per_frame = layout.bytes_per_block, layout.bytes_per_frame

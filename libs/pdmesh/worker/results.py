@@ -119,7 +119,10 @@ class Results:
             self._context.drop(request, str(error))
 
     def _lose_members(self, request: LocalRequest) -> None:
-        """Handle a step that lacked KV on other instances: use members named meanwhile, or report lost ones."""
+        """Handle a step that lacked KV on other instances: use members named meanwhile, or pause and report a lost one.
+
+        Drop the request if several are lost, or if it moves or does not decode. Ignore a loss that was reported before.
+        """
         if request.state.next_members is not None:
             self.between_steps(request)
             return

@@ -162,7 +162,10 @@ class _GatewayLink:
         return tuple(dict.fromkeys((message.request_id, message.epoch) for message in messages))
 
     async def run(self) -> None:
-        """Stay connected until `finish`. Raises TimeoutError if the gateway takes no stream for `GIVE_UP_S`."""
+        """Stay connected until `finish`.
+
+        Raise an ExceptionGroup with a TimeoutError if the gateway takes no stream for `GIVE_UP_S`.
+        """
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch)
             with anyio.fail_after(GIVE_UP_S) as self._limit:

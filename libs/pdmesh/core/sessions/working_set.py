@@ -81,9 +81,10 @@ class WorkingSet:
     # --- turns ---
 
     def begin(self, session: Session, request: Request, num_cached_tokens: int) -> None:
-        """Add a session whose turn begins, if the turn's prompt can be cached and there is room for one more member.
+        """Add a session whose turn begins, or update the context length and share of a member.
 
-        Of a new session's prompt, ``num_cached_tokens`` are cached for others. The session's idle children leave: their
+        A session is not added if the turn's prompt cannot be cached, or if there is no room for one more member. Of a
+        new session's prompt, ``num_cached_tokens`` are cached for others. The session's idle children leave: their
         parent has their answers.
         """
         if session.num_children and not request.epoch:

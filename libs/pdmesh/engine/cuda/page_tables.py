@@ -58,7 +58,7 @@ def write_pages(table: Tensor, rows: Tensor, indptr: Tensor, pages: Tensor) -> N
 
 
 def lengths_of(ends: Sequence[int] | Ints, block_size: int) -> PageLengths:
-    """Return page lengths of sequences that read up to ``ends``, at least one token each."""
+    """Return the page lengths of sequences that read up to ``ends``. No end may be 0."""
     end = np.asarray(ends, dtype=np.int32)
     indptr = np.zeros(len(end) + 1, dtype=np.int32)
     np.cumsum(-(-end // block_size), out=indptr[1:])

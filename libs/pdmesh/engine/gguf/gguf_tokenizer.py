@@ -256,7 +256,10 @@ def _merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tu
 
 
 def _frame(fields: _Fields, *, begins: bool) -> processors.TemplateProcessing | None:
-    """Return the processor that adds the tokens before and after a text, or None if the file asks for none."""
+    """Return the processor that adds the tokens before and after a text, or None if none are added.
+
+    The file's flags decide. Without a flag, ``begins`` decides about the first token, and no last one is added.
+    """
     first = fields.token("bos_token") if fields.flag("add_bos_token", default=begins) else None
     last = fields.token("eos_token") if fields.flag("add_eos_token", default=False) else None
     if first is None and last is None:

@@ -46,7 +46,7 @@ def check_divisible(model: DecoderShape, num_ranks: int) -> None:
 
 
 def _check_reads(model: DecoderShape, setting: str, number: int) -> None:
-    """Raise ConfigError if several ranks or stages would divide a model whose layers read from others."""
+    """Raise ConfigError if several ranks or stages would divide layers that read other layers' KV or own embeddings."""
     if number > 1 and model.reads_across_layers:
         raise ConfigError(
             f"{setting} is {number}, but layers of a {model.architecture} read the KV of other layers or embeddings of "
