@@ -12,38 +12,13 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from pdmesh.garbage import rare_collections
-from pdmesh_lab.papers import ebplus_rows, medha_rows, mnemosyne_rows, tetris_rows
+from pdmesh_lab.papers.sections import SECTIONS, Section
 
 PAGE = Path(__file__).parents[2] / "docs/results/papers.md"
-
-Cells = Sequence[str]
-
-
-class Section(NamedTuple):
-    """A table of the page. ``rows`` simulates and yields the rows; ``is_fast``: within some seconds."""
-
-    heads: Cells
-    rows: Callable[[], Iterator[Cells]]
-    is_fast: bool = False
-
-
-SECTIONS: Mapping[str, Section] = {
-    "threshold": Section(ebplus_rows.THRESHOLD_HEADS, ebplus_rows.thresholds, is_fast=True),
-    "prompts": Section(ebplus_rows.PROMPT_HEADS, ebplus_rows.prompt_lengths),
-    "hazard": Section(ebplus_rows.HAZARD_HEADS, ebplus_rows.hazards),
-    "modes-rtx": Section(ebplus_rows.REGIME_HEADS, partial(ebplus_rows.regimes, ebplus_rows.RTX)),
-    "modes-h200": Section(ebplus_rows.REGIME_HEADS, partial(ebplus_rows.regimes, ebplus_rows.H200)),
-    "pools-rtx": Section(ebplus_rows.POOL_HEADS, partial(ebplus_rows.pools, ebplus_rows.RTX)),
-    "medha": Section(medha_rows.HEADS, medha_rows.schedulers),
-    "mnemosyne": Section(mnemosyne_rows.HEADS, mnemosyne_rows.parallelism, is_fast=True),
-    "tetris": Section(tetris_rows.HEADS, tetris_rows.first_tokens),
-}
 
 
 def table(section: Section) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.metrics import Slo
 from pdmesh.model import KvLayout
+from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import ModelShape
 from pdmesh_lab.sim.mesh import MeshShape, study_core
@@ -29,32 +30,29 @@ def layout_of(model: ModelShape) -> KvLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenLoop:
-    """A mesh, the name of a bundle, and its settings. Prompts from ``long_tokens`` on are long."""
+    """A mesh, a bundle that ``adapt`` may change, and its settings. Prompts from ``long_tokens`` on are long."""
 
     bundle: str
     policy: PolicyConfig
     mesh: MeshShape
     long_tokens: int = 8192
     config: SimConfig = field(default_factory=SimConfig)
+    adapt: Callable[[Bundle], Bundle] = lambda bundle: bundle
 
     def requests(self, arrivals: Sequence[Arrival]) -> Sequence[RequestRun]:
         """Simulate the arrivals and return each request's run."""
-        return self._simulate(arrivals).requests
+        return self.simulate(arrivals).requests
 
     def run(self, arrivals: Sequence[Arrival]) -> SimReport:
         """Simulate the arrivals and return their figures."""
-        return report(self._simulate(arrivals), long_tokens=self.long_tokens, slo=Slo())
+        return report(self.simulate(arrivals), long_tokens=self.long_tokens, slo=Slo())
 
-    def _simulate(self, arrivals: Sequence[Arrival]) -> SimResult:
-        core = study_core(self.bundle, self.policy, 0)
+    def simulate(self, arrivals: Sequence[Arrival]) -> SimResult:
+        """Simulate the arrivals."""
+        core = study_core(self.bundle, self.policy, 0, adapt=self.adapt)
         return Simulator(core, self.mesh.instances(self.policy.latency), arrivals, self.config).run()
 
 
 def shown(value: float | None) -> str:
     """Return a figure with three digits, or a dash."""
     return "-" if value is None else f"{value:.3g}"
-
-
-def change(value: float | None, base: float | None) -> str:
-    """Return a figure over another in per cent, or a dash."""
-    return "-" if value is None or not base else f"{value / base - 1:+.0%}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import GRANULE_TOKENS, InstanceId, InstanceProfile, KvLayout, Role
+from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LatencyModel
@@ -79,10 +81,11 @@ def study_core(
     *,
     refuses_early: bool = False,
     kv_reservation: KvReservation = KvReservation.FULL,
+    adapt: Callable[[Bundle], Bundle] = lambda bundle: bundle,
 ) -> SchedulerCore:
     """Return a core whose queue has no limits, so that overload shows as waiting, unless it ``refuses_early``.
 
-    Raises ConfigError for an unknown bundle.
+    ``adapt`` changes the bundle, until the core builds another one. Raises ConfigError for an unknown bundle.
     """
     config = CoreConfig(
         max_queue_entries=_NO_LIMIT,
@@ -92,4 +95,4 @@ def study_core(
         kv_reservation=kv_reservation,
         policy=policy,
     )
-    return SchedulerCore(config, make_bundle(bundle, policy), random.Random(seed))
+    return SchedulerCore(config, adapt(make_bundle(bundle, policy)), random.Random(seed))

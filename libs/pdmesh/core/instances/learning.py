@@ -26,8 +26,9 @@ class LatencyLearner:
     has changed.
     """
 
-    def __init__(self, prior: LinearLatencyModel, learning: LatencyLearning) -> None:
-        self.num_stages = 1
+    def __init__(self, prior: LinearLatencyModel, learning: LatencyLearning, num_stages: int) -> None:
+        """``num_stages`` is assumed until an instance joins."""
+        self.num_stages = num_stages
         self._prior = prior
         self._learning = learning
         self._of_device_class: dict[str, Refinement] = {}

@@ -24,7 +24,7 @@ class BundleChoice:
         self._configured = self.policy = config.policy
         self.bundle = bundle
         self._configured_name = bundle.name
-        self.learner = LatencyLearner(config.policy.latency, config.learning)
+        self.learner = LatencyLearner(config.policy.latency, config.learning, config.policy.num_stages)
         mesh.broker.computed_first = bundle.sends_computed_first
 
     def joined(self, profile: InstanceProfile) -> None:
