@@ -33,7 +33,7 @@ from benchmarks.harness.report import heading
 from pdmesh.demo.demo_checkpoint import demo_checkpoint
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.runner import TorchEngine
-from pdmesh_testing.checkpoints import TINY, Family, write_checkpoint
+from pdmesh_testing.checkpoints import TINY, CheckpointShape, Family, write_checkpoint
 from pdmesh_testing.exactness import (
     Reference,
     complete,
@@ -117,14 +117,15 @@ def references_of(checkpoint: Path, dtype: str, level: str) -> list[Reference]:
     return [engine_reference(engine, prompt, MAX_TOKENS) for prompt in prompts]
 
 
-def checkpoint_of(architecture: str, directory: Path) -> Path:
+def checkpoint_of(architecture: str, directory: Path, shape: CheckpointShape = SHAPE, dtype: str = "float32") -> Path:
     """A model of the architecture: the demo, one of our own, or the most particular one that transformers makes."""
     if architecture == "demo":
         return demo_checkpoint()
     for family in get_args(Family):
         if family == architecture:
-            return write_checkpoint(directory, architecture=family, shape=SHAPE, seed=1)
-    return write_transformers_checkpoint(directory, architecture, seed=1, **model_variants()[architecture][0])
+            return write_checkpoint(directory, architecture=family, shape=shape, dtype=dtype, seed=1)
+    options = model_variants()[architecture][0]
+    return write_transformers_checkpoint(directory, architecture, seed=1, dtype=dtype, **options)
 
 
 @contextmanager

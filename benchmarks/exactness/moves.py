@@ -26,6 +26,7 @@ from typing import Any
 
 import anyio
 
+from benchmarks.exactness.exactness import checkpoint_of
 from benchmarks.harness.report import heading
 from pdmesh.errors import PdmeshError
 from pdmesh.operations import OperationKind
@@ -35,7 +36,7 @@ from pdmesh.wire.messages import (
     RequestList,
     RequestRecord,
 )
-from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
+from pdmesh_testing.checkpoints import TINY, CheckpointShape, write_checkpoint
 from pdmesh_testing.exactness import random_prompts
 from pdmesh_testing.mesh import RunningMesh, running_mesh
 from pdmesh_testing.operating import OperatorClient, operator_of
@@ -159,12 +160,10 @@ def exact(options: argparse.Namespace) -> int:
     lengths = [ends[place % len(ends)] if place % 4 else rng.randint(20, 300) for place in range(options.requests)]
     longest = BLOCK_SIZE * ((options.context - options.tokens) // BLOCK_SIZE - 1)
     lengths[: options.long] = [longest + place % 3 - 1 for place in range(options.long)]
-    prompts = random_prompts(lengths, SHAPE.vocab_size, seed=3)
+    prompts = random_prompts(lengths, TINY.vocab_size, seed=3)
     settings = {"WORKER_DETERMINISTIC": "true", "WORKER_DTYPE": options.dtype}
     with tempfile.TemporaryDirectory() as name:
-        checkpoint = write_checkpoint(
-            Path(name) / "model", architecture="llama", shape=SHAPE, dtype=options.dtype, seed=1
-        )
+        checkpoint = checkpoint_of(options.architecture, Path(name) / "model", SHAPE, options.dtype)
         with running_mesh(Path(name), model=checkpoint, decode=2, settings=settings) as mesh:
             began_s = time.monotonic()
             expected = anyio.run(ask_all, mesh, prompts, options.tokens, options.concurrency)
@@ -309,6 +308,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=3, help="requests whose context comes to --context")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--architecture", default="llama", help="of all but a drain")
     parser.add_argument("--drain", action="store_true")
     parser.add_argument("--streams", type=int, default=32)
     options = parser.parse_args()

@@ -35,9 +35,9 @@ from typing import Any
 
 import httpx
 
+from benchmarks.exactness.exactness import checkpoint_of
 from benchmarks.faults.answers import Answer, Answers, ask, ask_undisturbed, bodies_of, keep_asking, serving
 from pdmesh.metrics import percentile
-from pdmesh_testing.checkpoints import write_checkpoint
 from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 #: Between the end of one fault and the beginning of the next, seconds.
@@ -165,13 +165,14 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=8, help="at once")
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
+    parser.add_argument("--architecture", default="llama", help="of the model, as in benchmarks.exactness.exactness")
     parser.add_argument("--conversations", action="store_true", help="with second turns, whose prompts reuse KV")
     parser.add_argument("--no-timings", action="store_true", help="on a busy machine: timings are printed, not judged")
     parser.add_argument("--keep", type=Path, help="keep the mesh's folder, with its logs, here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
-        checkpoint = write_checkpoint(folder / "model", seed=3)
+        checkpoint = checkpoint_of(options.architecture, folder / "model")
         with running_mesh(folder, model=checkpoint, prefill=options.prefill, decode=options.decode) as mesh:
             undisturbed, seen = asyncio.run(storm(mesh, options))
     return 0 if report(undisturbed, seen, timings=not options.no_timings) else 1
