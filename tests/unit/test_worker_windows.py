@@ -331,6 +331,8 @@ async def test_what_others_needed_the_frames_of_is_not_gone_on_from(
         granules = granules_of(first)
         num_cached = next((n for n, granule in enumerate(granules) if granule not in said.kept), len(granules))
         assert num_cached < 4
+        unseen = instance.instance._context.metrics.unseen_tokens
+        assert next(iter(unseen.collect())).samples[0].value == (4 - num_cached) * GRANULE_TOKENS
         later = a_generation("later", [*first, *prompt_of(30, 9)], params(20))
         drawn = await run(instance, later, num_reused=num_cached)
         assert drawn == answers.of([*first, *prompt_of(30, 9)], 20)

@@ -23,7 +23,14 @@ log = structlog.get_logger()
 
 
 class StalePrefix(PdmeshError):
-    """A command reuses KV that is not cached here, so the scheduler's view of the cache is outdated."""
+    """A command reuses KV that is not cached here, so the scheduler's view of the cache is outdated.
+
+    ``num_unseen_tokens`` of the reused tokens are cached, but their states or their KV in layers with a window are not.
+    """
+
+    def __init__(self, reason: str, num_unseen_tokens: int = 0) -> None:
+        super().__init__(reason)
+        self.num_unseen_tokens = num_unseen_tokens
 
 
 class StaleOffload(PdmeshError):
@@ -111,7 +118,8 @@ class BlockTables:
             num_left = next(num for num in reversed(range(num_granules)) if self._can_go_on(block_table, num))
             if request.phase is not SeqPhase.COMPUTED:
                 self.kept.drop(request.chain[num_left:num_granules])
-            raise StalePrefix(f"layers with a window have KV for {num_left} of {num_granules} cached blocks only")
+            reason = f"layers with a window have KV for {num_left} of {num_granules} cached blocks only"
+            raise StalePrefix(reason, (num_granules - num_left) * GRANULE_TOKENS)
         self._windows.begin(request.held, block_table, num_tokens)
 
     def _can_go_on(self, block_table: list[int], num_granules: int) -> bool:

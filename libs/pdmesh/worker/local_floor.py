@@ -116,6 +116,7 @@ class RequestFloor:
             self._effects.append(KvReleased(self.instance_id, *key, sequence.received_by))
         if isinstance(error, StalePrefix):
             self._context.metrics.stale_prefixes.inc()
+            self._context.metrics.unseen_tokens.inc(error.num_unseen_tokens)
             self._effects.append(self._context.tables.report())
 
     # --- room ---

@@ -64,6 +64,11 @@ class WorkerMetrics:
             "pdmesh:prefix_cache_fetched_tokens", "Tokens whose KV came from another's cache.", registry=self.registry
         )
         self.fetched_bytes = Counter("pdmesh:prefix_cache_fetched_bytes", "Bytes of that.", registry=self.registry)
+        self.unseen_tokens = Counter(
+            "pdmesh:prefix_cache_unseen_tokens",
+            "Cached tokens not reused since their states, or their KV in layers with a window, were gone.",
+            registry=self.registry,
+        )
         self.stale_prefixes = Counter(
             "pdmesh:num_stale_prefixes", "Requests refused since KV to reuse was not here.", registry=self.registry
         )
