@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 import anyio
 
@@ -117,7 +117,12 @@ def references_of(checkpoint: Path, dtype: str, level: str) -> list[Reference]:
     return [engine_reference(engine, prompt, MAX_TOKENS) for prompt in prompts]
 
 
-def checkpoint_of(architecture: str, directory: Path, shape: CheckpointShape = SHAPE, dtype: str = "float32") -> Path:
+def checkpoint_of(
+    architecture: str,
+    directory: Path,
+    shape: CheckpointShape = SHAPE,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+) -> Path:
     """A model of the architecture: the demo, one of our own, or the most particular one that transformers makes."""
     if architecture == "demo":
         return demo_checkpoint()
