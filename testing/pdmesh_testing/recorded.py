@@ -9,7 +9,9 @@ from pdmesh.core.commands import Command
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import Event
 from pdmesh.eventlog import EventLogWriter, Header, core_of
+from pdmesh.model import InstanceId, Role
 from pdmesh.policy.config import PolicyConfig
+from pdmesh.wire.messages import InstanceStatus
 from pdmesh_lab.sim.mesh import MeshShape
 from pdmesh_lab.sim.simulator import Simulator
 from pdmesh_lab.sim.workload import Synthetic, synthetic
@@ -54,3 +56,23 @@ def record_run(path: Path) -> None:
     with EventLogWriter(path, header) as log:
         arrivals = synthetic(shape, random.Random(1))
         Simulator(RecordedCore(header, log), mesh.instances(BINARY_MODEL), arrivals).run()
+
+
+def row(name: str, *, num_decoding: int = 0, draining: bool = False) -> InstanceStatus:
+    """Return the status of an instance whose name begins with its role."""
+    role = Role(name.partition("-")[0])
+    return InstanceStatus(
+        instance_id=InstanceId(name),
+        role=role,
+        model="m",
+        device="cpu",
+        pid=1,
+        draining=draining,
+        num_blocks=1,
+        num_free_blocks=1,
+        num_held_blocks=0,
+        num_quarantined_blocks=0,
+        num_prefilling=0,
+        num_decoding=num_decoding,
+        num_queued_tokens=0,
+    )

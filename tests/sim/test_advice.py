@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,19 +23,21 @@ from pdmesh.decisions import Decision, RecentDecisions, decode_decision
 from pdmesh.errors import ConfigError
 from pdmesh.eventlog import EventLogWriter, Header
 from pdmesh.metrics import Slo
-from pdmesh.model import InstanceId, Role
+from pdmesh.model import Role
 from pdmesh.operations import OperationKind, PoolCounts
 from pdmesh.policy.config import PolicyConfig
+from pdmesh.policy.latency import ChunkShape, StepShape
 from pdmesh.wire.messages import InstanceStatus
 from pdmesh_lab.cli.advise import advise, apply_advice, command_of, next_flip, read_log
 from pdmesh_lab.cli.options import AdviceOptions
-from pdmesh_lab.sim.advice import PoolForecast, Proposal, ranked, recent, splits, tpot_limit_s
+from pdmesh_lab.sim.advice import PoolForecast, Proposal, neighbours, ranked, splits, tpot_limit_s
 from pdmesh_lab.sim.mesh import MeshShape
 from pdmesh_lab.sim.recorded import recorded_run
 from pdmesh_lab.sim.report import SimReport
+from pdmesh_lab.sim.samples import fitted_model
 from pdmesh_lab.sim.simulator import Core, Simulator
 from pdmesh_lab.sim.workload import Arrival
-from pdmesh_testing.recorded import RecordedCore
+from pdmesh_testing.recorded import RecordedCore, row
 from pdmesh_testing.sim import TINY_LAYOUT, UNEVEN_MODEL
 
 OPTIONS = AdviceOptions(slo_ttft_s=2.0)
@@ -47,27 +49,30 @@ def recorded(
     num_decode: int,
     arrivals: list[Arrival],
     wrap: Callable[[RecordedCore], Core] = lambda core: core,
+    *,
+    num_mixed: int = 0,
+    refuses_early: bool = False,
 ) -> Path:
     header = Header(
         seed=7,
         bundle="fcfs",
         config=CoreConfig(
-            max_queue_s=1e6, refuses_early=False, policy=PolicyConfig(chunk_tokens=64, latency=UNEVEN_MODEL)
+            max_queue_s=1e6, refuses_early=refuses_early, policy=PolicyConfig(chunk_tokens=64, latency=UNEVEN_MODEL)
         ),
         started_at=0.0,
         started_s=0.0,
     )
     mesh = MeshShape(
-        num_prefill=num_prefill, num_decode=num_decode, num_mixed=0, kv_layout=TINY_LAYOUT, num_kv_tokens=8192
+        num_prefill=num_prefill, num_decode=num_decode, num_mixed=num_mixed, kv_layout=TINY_LAYOUT, num_kv_tokens=8192
     )
     with EventLogWriter(path, header) as log:
         Simulator(wrap(RecordedCore(header, log)), mesh.instances(UNEVEN_MODEL), arrivals).run()
     return path
 
 
-def long_prompts(number: int = 60, every_s: float = 0.25) -> list[Arrival]:
+def long_prompts(number: int = 60, every_s: float = 0.25, seed: int = 3) -> list[Arrival]:
     """Hardly anything to decode: what helps are prefill instances."""
-    rng = random.Random(3)
+    rng = random.Random(seed)
     return [
         Arrival(arrival_s=index * every_s, num_prompt_tokens=rng.randrange(150, 250), num_output_tokens=3)
         for index in range(number)
@@ -96,14 +101,12 @@ class Remembering:
 
     def __init__(self, core: RecordedCore, recent: RecentDecisions) -> None:
         self._core, self._recent = core, recent
+        self.check_integrity = core.check_integrity
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         commands = self._core.handle(event, now_s)
         self._recent.record(now_s, event, commands)
         return commands
-
-    def check_integrity(self) -> None:
-        self._core.check_integrity()
 
 
 def test_memory_gives_the_advice_that_the_log_gives(tmp_path: Path) -> None:
@@ -159,7 +162,7 @@ def test_nothing_is_proposed_where_nothing_is_better(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (replace(OPTIONS, last_s=2.0), "9 requests finished in the last 2 s"),
+        (replace(OPTIONS, last_s=2.0), "9 requests ended in the last 2 s"),
         (replace(OPTIONS, slo_ttft_s=None), "the requests have no targets"),
     ],
 )
@@ -169,41 +172,19 @@ def test_a_log_that_does_not_tell_enough_is_said(tmp_path: Path, options: Advice
         advise(read_log(log), options, Output.JSON)
 
 
-def test_what_to_type_for_it(tmp_path: Path) -> None:
-    advice = advise(read_log(recorded(tmp_path / "log", 1, 3, long_prompts())), OPTIONS, Output.JSON)
-    now = advice.now.proposal
-    other = now._replace(pools=PoolCounts(prefill=2, decode=2), bundle="sjf")
-    assert command_of(now, other) == [
-        "pdmesh pool resize --prefill 2 --decode 2 --mixed 0",
-        "pdmesh policy set sjf",
-    ]
-    assert json.dumps(command_of(now, now)) == "[]"
+def test_what_to_type_for_it() -> None:
+    now = Proposal(PoolCounts(prefill=1, decode=3), "fcfs")
+    commands = ["pdmesh pool resize --prefill 2 --decode 2 --mixed 0", "pdmesh policy set sjf"]
+    assert command_of(now, Proposal(PoolCounts(prefill=2, decode=2), "sjf")) == commands
+    assert command_of(now, now) == []
 
 
 def test_splits_are_all_ways_to_share_instances_out() -> None:
     assert [str(pools) for pools in splits(3)] == ["1 prefill + 2 decode", "2 prefill + 1 decode", "3 mixed"]
     assert [str(pools) for pools in splits(1)] == ["1 mixed"]
     assert all(pools.total == 100 for pools in splits(100))
-    assert recent([], 1.0) == []
-
-
-def row(name: str, *, num_decoding: int = 0, draining: bool = False) -> InstanceStatus:
-    role = Role(name.partition("-")[0])
-    return InstanceStatus(
-        instance_id=InstanceId(name),
-        role=role,
-        model="m",
-        device="cpu",
-        pid=1,
-        draining=draining,
-        num_blocks=1,
-        num_free_blocks=1,
-        num_held_blocks=0,
-        num_quarantined_blocks=0,
-        num_prefilling=0,
-        num_decoding=num_decoding,
-        num_queued_tokens=0,
-    )
+    beside = ["1 prefill + 2 decode", "1 prefill + 1 decode + 1 mixed", "2 prefill + 1 mixed"]
+    assert [str(pools) for pools in neighbours(PoolCounts(prefill=2, decode=1), 1)] == beside
 
 
 def test_the_advice_is_followed_by_one_instance_at_a_time() -> None:
@@ -213,25 +194,32 @@ def test_the_advice_is_followed_by_one_instance_at_a_time() -> None:
     there[3] = row("decode-2", draining=True)
     assert next_flip(there, wanted) == ("decode-1", Role.PREFILL), "one that is drained is left alone"
     assert next_flip(there, PoolCounts(prefill=1, decode=3)) is None, "it is there"
+    assert next_flip([row("prefill-0"), row("decode-0")], PoolCounts(prefill=0, decode=0, mixed=2)) is not None
 
 
-def test_advice_that_is_applied_asks_for_one_change_of_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Asked(MeshConfig(), StateFolder("mesh", tmp_path), Output.TABLE)
-    there = SimpleNamespace(instances=[row("prefill-0"), row("decode-0"), row("decode-1")])
-    now = foretold(PoolCounts(prefill=1, decode=2), 0.5, 0.02)
-    best = foretold(PoolCounts(prefill=2, decode=1), 0.9, 0.02)
-    requests: list[OperationRequested] = []
+def applying(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, there: list[InstanceStatus], now: PoolForecast, best: PoolForecast
+) -> tuple[Asked, list[OperationRequested]]:
+    """What to ask with, and the operations that will be asked for; those that begin have exit code 1."""
+    asked_for: list[OperationRequested] = []
 
-    def start(_asked: object, requested: OperationRequested) -> int:
-        requests.append(requested)
+    def start(_: object, requested: OperationRequested) -> int:
+        asked_for.append(requested)
         return 1
 
-    monkeypatch.setattr("pdmesh_lab.cli.advise.current_state", lambda *_: there)
+    monkeypatch.setattr("pdmesh_lab.cli.advise.current_state", lambda *_: SimpleNamespace(instances=there))
     monkeypatch.setattr("pdmesh_lab.cli.advise.recording_of", lambda *_: None)
     monkeypatch.setattr("pdmesh_lab.cli.advise.advise", lambda *_, **__: SimpleNamespace(best=best, now=now))
     monkeypatch.setattr("pdmesh_lab.cli.advise.start", start)
+    return Asked(MeshConfig(), StateFolder("mesh", folder), Output.TABLE), asked_for
+
+
+def test_advice_that_is_applied_asks_for_one_change_of_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [row("prefill-0"), row("decode-0"), row("decode-1")]
+    now, best = (foretold(PoolCounts(prefill=each, decode=3 - each), 0.4 * each, 0.02) for each in (1, 2))
+    asked, asked_for = applying(monkeypatch, tmp_path, there, now, best)
     assert apply_advice(asked, OPTIONS, timeout_s=1.0) == 1
-    (requested,) = requests
+    (requested,) = asked_for
     assert (requested.kind, requested.instance_id) == (OperationKind.ROLE, "decode-0")
     assert (requested.role, requested.timeout_s) == (Role.PREFILL, 1.0)
 
@@ -240,14 +228,45 @@ def test_it_says_where_the_pools_are_as_advised_already(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its log is of the minutes before."""
-    there = SimpleNamespace(instances=[row("prefill-0"), row("prefill-1"), row("decode-0")])
+    there = [row("prefill-0"), row("prefill-1"), row("decode-0")]
     better = foretold(PoolCounts(prefill=2, decode=1), 1.0, 0.02)
-    monkeypatch.setattr("pdmesh_lab.cli.advise.current_state", lambda *_: there)
-    monkeypatch.setattr("pdmesh_lab.cli.advise.recording_of", lambda *_: None)
-    monkeypatch.setattr("pdmesh_lab.cli.advise.advise", lambda *_, **__: SimpleNamespace(best=better, now=better))
+    asked, _ = applying(monkeypatch, tmp_path, there, better, better)
     said = "pdmesh: 2 prefill + 1 decode, the better pools, are already running\n"
-    asked = Asked(MeshConfig(), StateFolder("mesh", tmp_path), Output.TABLE)
     assert apply_advice(asked, OPTIONS, timeout_s=1.0) == 0
     assert capsys.readouterr() == (said, "")
     assert apply_advice(replace(asked, output=Output.JSON), OPTIONS, timeout_s=1.0) == 0
     assert capsys.readouterr() == ("", said), "standard output is for JSON"
+
+
+def test_roles_that_follow_the_advice_come_to_rest(tmp_path: Path) -> None:
+    """Each time for other requests of the same load."""
+    visited = [pools := PoolCounts(prefill=1, decode=3)]
+    for window in range(5):
+        load = long_prompts(30, 0.1, seed=window)
+        log = recorded(tmp_path / str(window), pools.prefill, pools.decode, load, num_mixed=pools.mixed)
+        advice = advise(read_log(log), OPTIONS, Output.JSON, same_bundle=True)
+        there = [row(f"{role}-{index}") for role in Role for index in range(pools.of(role))]
+        if advice.best is not None and (flip := next_flip(there, advice.best.proposal.pools)) is not None:
+            left = Counter(each.role for each in there if each.instance_id != flip.instance_id)
+            pools = PoolCounts(**{role: left[role] + (role is flip.role) for role in Role})
+            visited.append(pools)
+    assert 1 < len(set(visited)) == len(visited) <= 4, "no change is taken back"
+
+
+def test_refused_requests_are_part_of_the_load(tmp_path: Path) -> None:
+    load = [replace(each, slo_ttft_s=1.0, max_tokens=3) for each in long_prompts(every_s=0.1)]
+    recording = read_log(recorded(tmp_path / "log", 1, 3, load, refuses_early=True))
+    assert recording.run.refused
+    assert {each.num_output_tokens for each in recording.run.refused} == {3}
+    advice = advise(recording, OPTIONS, Output.JSON)
+    assert advice.num_requests == len(load)
+    assert advice.recorded.attainment < 0.9
+
+
+def test_the_prior_tells_of_mixed_steps_where_none_was_recorded(tmp_path: Path) -> None:
+    """Instances that only prefill or decode have none, and mixed instances would have many."""
+    run = read_log(recorded(tmp_path / "log", 2, 2, long_prompts())).run
+    prior = replace(UNEVEN_MODEL, interference_s=UNEVEN_MODEL.b_s)
+    shape = StepShape((ChunkShape(64, 0),), 32, 2000)
+    assert fitted_model(run, prior).step_s(shape) == pytest.approx(prior.step_s(shape), rel=0.1)
+    assert fitted_model(run).interference_s == 0.0

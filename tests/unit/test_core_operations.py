@@ -109,6 +109,12 @@ def test_the_last_of_its_kind_is_drained_by_force_only() -> None:
     assert bench.operation("y").state is OperationState.RUNNING
 
 
+def test_a_mixed_instance_becomes_what_another_one_is_not() -> None:
+    bench = bench_of("m0", "p0")
+    bench.feed(asked_for("role", "m0", role="decode", name="x"))
+    assert bench.operation("x").state is OperationState.DONE
+
+
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [

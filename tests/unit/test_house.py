@@ -24,7 +24,7 @@ RECORDED = {
     "mentions of TransferPurpose outside core": 0,
     "implementations of commands outside core": 29,
     "product lines": 91_500,
-    "lines of product, lab, testing and kubernetes": 112_600,
+    "lines of product, lab, testing and kubernetes": 112_800,
     "test lines": 72_900,
     "benchmark lines": 9_000,
     "files over 500 lines": 22,

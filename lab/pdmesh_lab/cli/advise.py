@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import inf, isfinite
@@ -18,6 +19,7 @@ from pdmesh.cli.operation_requests import current_state, start
 from pdmesh.cli.options import Asked, Output, new_operation_id
 from pdmesh.cli.progress import progress_bar
 from pdmesh.cli.tables import Column, Table
+from pdmesh.core.config import LatencyLearning
 from pdmesh.core.events import InstanceJoined
 from pdmesh.core.operator_events import OperationRequested
 from pdmesh.decisions import Decision, MeshMembers, decode_decision
@@ -25,16 +27,16 @@ from pdmesh.errors import ConfigError, ProtocolError
 from pdmesh.eventlog import EventLogReader, Header, core_of
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import NO_SLO, Slo
-from pdmesh.model import InstanceId, Role
+from pdmesh.model import InstanceId, InstanceProfile, Role
 from pdmesh.operations import OperationKind, PoolCounts
+from pdmesh.policy.latency import LatencyModel
+from pdmesh.policy.latency_profile import self_measured
 from pdmesh.wire.messages import GetDecisions, InstanceStatus, LatestDecisions
 from pdmesh_lab.cli.options import AdviceOptions
 from pdmesh_lab.cli.replay import Replay
-from pdmesh_lab.sim.advice import PoolForecast, Proposal, outlook, ranked, recent, recent_runs, splits, tpot_limit_s
+from pdmesh_lab.sim.advice import Advice, PoolForecast, Proposal, RecordedLoad, recent
 from pdmesh_lab.sim.recorded import RecordedRun, recorded_run
-from pdmesh_lab.sim.report import report
-from pdmesh_lab.sim.result import SimResult
-from pdmesh_lab.sim.samples import fitted_model
+from pdmesh_lab.sim.samples import fitted_model, step_noise
 
 #: Fewest requests for advice.
 MIN_REQUESTS = 20
@@ -44,37 +46,6 @@ BUNDLES = ("fcfs", "pdmesh")
 
 #: Number of proposals that are printed.
 NUM_SHOWN = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """The proposals, the best one first, and the mesh as it is now.
-
-    `recorded` has the real figures; all others are simulated. `tpot_limit_s` bounds the p99 of the time per output
-    token if no target does.
-    """
-
-    recorded: PoolForecast
-    now: PoolForecast
-    outlooks: Sequence[PoolForecast]
-    num_requests: int
-    min_gain: float
-    tpot_limit_s: float = inf
-
-    @property
-    def best(self) -> PoolForecast | None:
-        """The proposal to change to; None if none is better by `min_gain`."""
-        best = self.outlooks[0]
-        return best if best.attainment - self.now.attainment >= self.min_gain else None
-
-    @property
-    def too_slow(self) -> PoolForecast | None:
-        """A proposal that has more requests in time by `min_gain`, but is ruled out by its time per output token."""
-        others = (each for each in self.outlooks if (each.figures.all.tpot_s.p99 or 0.0) > self.tpot_limit_s)
-        other = max(others, key=lambda each: each.attainment, default=None)
-        if other is None or other.attainment - self.outlooks[0].attainment < self.min_gain:
-            return None
-        return other
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,53 +120,45 @@ def advise(recording: Recording, options: AdviceOptions, output: Output, *, same
 
     Raises ConfigError if the recording does not contain enough.
     """
-    run, mesh = recording.run, recording.mesh
-    arrivals = recent(run.arrivals, options.last_s)
-    if len(arrivals) < MIN_REQUESTS or not mesh.profiles:
+    header, mesh = recording.header, recording.mesh
+    runs = recent(recording.run, options.last_s)
+    if len(runs) < MIN_REQUESTS or not mesh.profiles:
         raise ConfigError(
-            f"{len(arrivals)} requests finished in the last {options.last_s:g} s of {recording.source}: at least "
+            f"{len(runs)} requests ended in the last {options.last_s:g} s of {recording.source}: at least "
             f"{MIN_REQUESTS} are needed for advice"
         )
-    if _slo(options) == NO_SLO and all(each.slo_ttft_s is None and each.slo_tpot_s is None for each in arrivals):
-        raise ConfigError("the requests have no targets: set --slo-ttft or --slo-tpot")
-    bundles = dict.fromkeys((mesh.bundle, *(() if same_bundle else BUNDLES)))
-    return _compared(recording.header, run, mesh, tuple(bundles), options, output)
-
-
-def _slo(options: AdviceOptions) -> Slo:
-    return Slo(ttft_s=options.slo_ttft_s, tpot_s=options.slo_tpot_s)
-
-
-def _compared(
-    header: Header, run: RecordedRun, mesh: MeshMembers, bundles: Sequence[str], options: AdviceOptions, output: Output
-) -> Advice:
+    slo = Slo(ttft_s=options.slo_ttft_s, tpot_s=options.slo_tpot_s)
+    like = next(iter(mesh.profiles.values()))
     try:
-        latency = fitted_model(run)
+        latency = fitted_model(recording.run, _prior(header, like))
     except ValueError:
         raise ConfigError("there are no steps to fit a latency model to") from None
-    arrivals, slo = recent(run.arrivals, options.last_s), _slo(options)
-    like = next(iter(mesh.profiles.values()))
-    long_tokens = header.config.policy.long_prompt_tokens
-    now = Proposal(mesh.pools, mesh.bundle)
-    proposals = dict.fromkeys([now, *(Proposal(p, b) for p in splits(now.pools.total) for b in bundles)])
-    outlooks: dict[Proposal, PoolForecast] = {}
-    with rare_collections(), progress_bar(output) as progress:
-        task = progress.add_task("simulating", total=len(proposals))
-        for proposal in proposals:
-            core = core_of(header, proposal.bundle)
-            outlooks[proposal] = outlook(proposal, core, arrivals, like, latency, slo, long_tokens)
-            progress.advance(task)
-    limit_s = tpot_limit_s(outlooks[now], slo, arrivals, header.config.policy.slo_tpot_s)
-    runs = recent_runs(run.result.requests, options.last_s)
-    was = SimResult(runs, run.result.instances, 0, 0)
-    return Advice(
-        recorded=PoolForecast(now, report(was, long_tokens=long_tokens, slo=slo)),
-        now=outlooks[now],
-        outlooks=ranked(list(outlooks.values()), outlooks[now], limit_s),
-        num_requests=len(arrivals),
-        min_gain=options.min_gain_points / 100,
-        tpot_limit_s=limit_s,
+    load = RecordedLoad(
+        runs=runs,
+        like=like,
+        latency=latency,
+        noise=step_noise(recording.run, latency),
+        slo=slo,
+        long_tokens=header.config.policy.long_prompt_tokens,
+        new_core=lambda bundle: core_of(header, bundle),
     )
+    if slo == NO_SLO and all(each.slo_ttft_s is None and each.slo_tpot_s is None for each in load.arrivals):
+        raise ConfigError("the requests have no targets: set --slo-ttft or --slo-tpot")
+    with rare_collections(), progress_bar(output) as progress:
+        task = progress.add_task("simulating", total=None)
+        return load.advise(
+            Proposal(mesh.pools, mesh.bundle),
+            list(dict.fromkeys((mesh.bundle, *(() if same_bundle else BUNDLES)))),
+            min_gain=options.min_gain_percent / 100,
+            default_tpot_s=header.config.policy.slo_tpot_s,
+            on_forecast=lambda: progress.advance(task),
+        )
+
+
+def _prior(header: Header, like: InstanceProfile) -> LatencyModel | None:
+    """Return the step times that the scheduler began with; None if no instance was measured."""
+    is_configured = header.config.learning is not LatencyLearning.MEASURED
+    return self_measured(like) or (header.config.policy.latency if is_configured else None)
 
 
 class Flip(NamedTuple):
@@ -208,21 +171,23 @@ class Flip(NamedTuple):
 def next_flip(there: Sequence[InstanceStatus], wanted: PoolCounts) -> Flip | None:
     """Return one step towards ``wanted``: the new role for the least used instance of a role that has too many.
 
-    Return None if the pools are as wanted, or if every such role has only one instance left (except mixed).
+    Return None if the pools are as wanted, or if the others could not serve requests during any such change.
     """
-    counts = {role: sum(row.role is role for row in there) for role in Role}
-    missing = [role for role in Role if counts[role] < wanted.of(role)]
-    spare = [
-        row
+    counts = Counter(row.role for row in there)
+    flips = [
+        (row.num_prefilling + row.num_decoding, row.instance_id, role)
         for row in there
-        if counts[row.role] > wanted.of(row.role)
-        and (counts[row.role] > 1 or row.role is Role.MIXED)
-        and row.state == "up"
+        if counts[row.role] > wanted.of(row.role) and row.state == "up"
+        for role in Role
+        if counts[role] < wanted.of(role) and _can_serve(counts - Counter([row.role]) + Counter([role]))
     ]
-    if not missing or not spare:
-        return None
-    chosen = min(spare, key=lambda row: (row.num_prefilling + row.num_decoding, row.instance_id))
-    return Flip(chosen.instance_id, missing[0])
+    return Flip(*min(flips, key=lambda flip: flip[:2])[1:]) if flips else None
+
+
+def _can_serve(counts: Mapping[Role, int]) -> bool:
+    return (
+        PoolCounts(prefill=counts[Role.PREFILL], decode=counts[Role.DECODE], mixed=counts[Role.MIXED]).why_not is None
+    )
 
 
 def apply_advice(asked: Asked, options: AdviceOptions, *, timeout_s: float) -> int:
@@ -234,7 +199,7 @@ def apply_advice(asked: Asked, options: AdviceOptions, *, timeout_s: float) -> i
     advice = advise(recording_of(asked, options), options, Output.JSON, same_bundle=True)
     now = advice.now.proposal.pools
     if (best := advice.best) is None:
-        _say(asked, f"no proposal is better by {options.min_gain_points:g} points than {now}")
+        _say(asked, f"no proposal is better by {options.min_gain_percent:g} % than {now}")
         return 0
     wanted = best.proposal.pools
     if all(wanted.of(role) == sum(row.role is role for row in there) for role in Role):
@@ -293,7 +258,7 @@ def _print(advice: Advice) -> None:
             f"{1e3 * advice.tpot_limit_s:.3g} ms per token; set the limit with --slo-tpot"
         )
     if advice.best is None:
-        typer.echo(f"no proposal is better by {100 * advice.min_gain:g} points: keep the mesh as it is")
+        typer.echo(f"no proposal is better by {100 * advice.min_gain:g} %: keep the mesh as it is")
         return
     for command in command_of(advice.now.proposal, advice.best.proposal):
         typer.echo(f"  {command}")

@@ -192,13 +192,7 @@ class AdviceOptions:
     ] = 300.0
     slo_ttft_s: SloTtft = None
     slo_tpot_s: SloTpot = None
-    min_gain_points: Annotated[
+    min_gain_percent: Annotated[
         float,
-        Option(
-            "--min-gain",
-            min=0,
-            max=100,
-            metavar="POINTS",
-            help="Least gain that counts, in percentage points of requests within targets.",
-        ),
-    ] = 3.0
+        Option("--min-gain", min=0, metavar="PERCENT", help="Least gain of requests within targets that counts."),
+    ] = 2.0

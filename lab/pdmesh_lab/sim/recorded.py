@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 
 from pdmesh.core.commands import AdmitPrefill, Outcome, RunStep
 from pdmesh.core.events import (
@@ -45,14 +46,16 @@ class RecordedRun:
     """A run, with a clock that starts at the first arrival.
 
     Only requests that finished are part of ``arrivals``, which can be simulated, and of ``result.requests``, in the
-    same order. Tokens between the first and the last one are set at equal distances. `profiles` are the latest ones
-    of all instances that ever joined. `own_steps` are of all instances. `left_out` counts the other requests by
-    outcome. Instances were lost `num_lost` times; a simulation keeps them.
+    same order. Tokens between the first and the last one are set at equal distances. `refused` requests get outputs as
+    long as those of finished ones. `profiles` are the latest ones of all instances that ever joined. `own_steps` are of
+    all instances. `left_out` counts all but the finished requests by outcome. Instances were lost `num_lost` times; a
+    simulation keeps them.
     """
 
     arrivals: Sequence[Arrival]
     profiles: Sequence[InstanceProfile]
     result: SimResult
+    refused: Sequence[RequestRun]
     steps: Sequence[RecordedStep]
     own_steps: Sequence[OwnDecodeSteps]
     left_out: Mapping[str, int]
@@ -221,20 +224,26 @@ class _Recorder:
             self._count_urgent_turns(tracks)
         left_out = Counter[str]()
         runs: list[RequestRun] = []
+        refused: list[RequestRun] = []
         for tracked in self._requests.values():
             run = tracked.run()
             if run.outcome is Outcome.FINISHED and run.token_times_s:
                 runs.append(run)
             else:
                 left_out[str(run.outcome or "unfinished")] += 1
+                if run.outcome is Outcome.REJECTED:
+                    refused.append(run)
+        for run, like in zip(refused, cycle(runs), strict=False):
+            run.num_output_tokens = min(run.request.max_tokens, like.num_output_tokens)
         instances = [
             InstanceRun(instance_id, tracks.profile.role, tracks.spans)
             for instance_id, tracks in self._instances.items()
         ]
         return RecordedRun(
-            arrivals=[_arrival(run) for run in runs],
+            arrivals=[arrival_of(run) for run in runs],
             profiles=[tracks.profile for tracks in self._instances.values()],
             result=SimResult(runs, instances, self._num_events, self._num_commands),
+            refused=refused,
             steps=self._steps,
             own_steps=self._own_steps,
             left_out=left_out,
@@ -242,7 +251,8 @@ class _Recorder:
         )
 
 
-def _arrival(run: RequestRun) -> Arrival:
+def arrival_of(run: RequestRun) -> Arrival:
+    """Return the request of a recorded run, to be simulated."""
     request = run.request
     return Arrival(
         arrival_s=request.arrival_s,

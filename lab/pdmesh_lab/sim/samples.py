@@ -4,25 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from statistics import median
+from math import sqrt
+from statistics import fmean, median
 
 from pdmesh.model import InstanceId
 from pdmesh.policy.fit import fit
-from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
+from pdmesh.policy.latency import ChunkShape, LatencyModel, LinearLatencyModel, StepShape
 from pdmesh_lab.sim.recorded import RecordedRun, RecordedStep
 
 Sample = tuple[StepShape, float]
 
 
-def fitted_model(run: RecordedRun) -> LinearLatencyModel:
+def step_noise(run: RecordedRun, model: LatencyModel) -> float:
+    """Return the relative standard deviation of the run's steps from a model of them; outliers count as `_OUTLIER`."""
+    ratios = [seconds / model.step_s(shape) - 1 for shape, seconds in measured_steps(run)]
+    return sqrt(fmean([min(abs(ratio), _OUTLIER) ** 2 for ratio in ratios]))
+
+
+#: Largest relative error of a step that counts as noise.
+_OUTLIER = 0.5
+
+#: Mixed steps by which a prior speaks of instances that only prefilled or only decoded. As many recorded ones weigh as
+#: much.
+_MIXED_STEPS = tuple(
+    StepShape((ChunkShape(num_tokens, 0),), num_decodes, 512 * num_decodes)
+    for num_tokens in (32, 128, 512, 2048)
+    for num_decodes in (2, 8, 32, 128)
+)
+
+
+def fitted_model(run: RecordedRun, prior: LatencyModel | None = None) -> LinearLatencyModel:
     """Return the latency model of the run's instances, including the time between two steps.
 
-    Raises ValueError without a step.
+    ``prior`` tells how long mixed steps take compared with others; without it, only the recorded steps do. Raises
+    ValueError without a step.
     """
     samples = measured_steps(run)
-    model = _in_sum(fit(samples), samples)
+    expected = [] if prior is None else _expected(prior, samples)
+    model = _in_sum(fit([*samples, *expected]), samples)
     overhead_s = step_overhead_s(run)
     return replace(model, a_s=model.a_s + overhead_s, mixed_a_s=model.mixed_a_s + overhead_s)
+
+
+def _expected(prior: LatencyModel, samples: Sequence[Sample]) -> list[Sample]:
+    """Return mixed steps with the times that a prior predicts, if its error on recorded steps is a common factor."""
+    ratios = [seconds / predicted_s for shape, seconds in samples if (predicted_s := prior.step_s(shape)) > 0]
+    return [(shape, median(ratios) * prior.step_s(shape)) for shape in _MIXED_STEPS] if ratios else []
 
 
 def _in_sum(model: LinearLatencyModel, samples: Sequence[Sample]) -> LinearLatencyModel:

@@ -7,7 +7,7 @@ with tokens continues on instances of its identity.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from pdmesh.core.instances.instance import InstanceState
@@ -53,6 +53,15 @@ def have_pair(instances: Collection[InstanceState]) -> bool:
     """Return whether an instance prefills, and it or another one in its KV group decodes."""
     groups = {instance.kv_group for instance in instances if instance.role_decodes}
     return any(instance.role_prefills and instance.kv_group in groups for instance in instances)
+
+
+def pairs_as(instance: InstanceState, role: Role, others: Iterable[InstanceState]) -> bool:
+    """Return whether the instance in another role and one of the others, in its KV group, prefill and decode."""
+    return any(
+        other.kv_group == instance.kv_group
+        and ((role.can_prefill and other.role_decodes) or (role.can_decode and other.role_prefills))
+        for other in others
+    )
 
 
 def can_serve(instances: Collection[InstanceState]) -> bool:
