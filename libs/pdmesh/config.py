@@ -23,6 +23,9 @@ LOOPBACK = "127.0.0.1"
 #: Default of `WorkerConfig.kv_cache_bytes` for the stand-in engine, and on a host that does not report free memory.
 HOST_KV_CACHE_BYTES = 256 * 1024 * 1024
 
+#: Number of tokens in a KV block if no setting says otherwise and no layer has states.
+BLOCK_TOKENS = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecurityConfig:
@@ -267,7 +270,9 @@ class WorkerConfig:
         str | None,
         "step times of the fake engine: a profile, or terms in seconds (`a_s=0.004,decode_s=1e-4`)",
     ] = None
-    block_size: Annotated[int, Meta(ge=1, le=4096), "tokens in a KV block"] = 16
+    block_size: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)] | None, "tokens in a KV block; default: 16, or 128 if layers have states"
+    ] = None
     kv_cache_bytes: Annotated[
         Count | None,
         TOP_TEN,

@@ -30,7 +30,9 @@ TIMED_LAYOUT = KvLayout(num_layers=16, num_kv_heads=NUM_HEADS, head_dim=16, bloc
 def build(config: MeshConfig, num_stages: int) -> FakeEngine:
     """Build the engine. Raises ConfigError."""
     worker = config.worker
-    layout = replace(LAYOUT if worker.fake_latency is None else TIMED_LAYOUT, block_size=worker.block_size)
+    layout = LAYOUT if worker.fake_latency is None else TIMED_LAYOUT
+    if worker.block_size is not None:
+        layout = replace(layout, block_size=worker.block_size)
     max_model_len = worker.max_model_len or MAX_MODEL_LEN
     return FakeEngine(
         layout,

@@ -126,13 +126,15 @@ def test_kv_behind_windows_is_given_up_where_nothing_needs_it(
 )
 def test_what_a_model_with_states_needs_is_said_at_start(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
     checkpoint = write_transformers_checkpoint(tmp_path, "qwen3_5_text", **model_variants()["qwen3_5_text"][0])
-    options = {"device": "cpu", "kv_cache_bytes": 16 << 20, "block_size": 128, "max_model_len": 1024, **settings}
+    options = {"device": "cpu", "kv_cache_bytes": 16 << 20, "max_model_len": 1024, **settings}
     config = MeshConfig(model=str(checkpoint), worker=WorkerConfig(**options))
     if says:
         with pytest.raises(ConfigError, match=says):
             build_engine(config, 1)
     else:
-        assert build_engine(config, 1).kv.frames is not None
+        engine = build_engine(config, 1)
+        assert engine.kv.frames is not None
+        assert engine.kv.layout.block_size == 128
 
 
 def test_one_pool_of_ranks_keeps_a_mesh_from_it() -> None:

@@ -20,6 +20,7 @@ from pdmesh.policy.bundles import check_bundle_name
 from pdmesh.service import raise_descriptor_limit
 from pdmesh.wire.endpoint import check_bind
 from pdmesh.worker.engines import (
+    block_size_of,
     check_memory,
     check_ranges,
     check_ranks_can_compute,
@@ -88,7 +89,7 @@ def check_checkpoint(config: MeshConfig, directory: Path, *, num_instances: int)
     model = load_model_config(directory)
     check_installed(model)
     max_model_len = model.context(worker.max_model_len)
-    layout = model.kv_layout(dtype=worker.dtype, block_size=worker.block_size)
+    layout = model.kv_layout(dtype=worker.dtype, block_size=block_size_of(worker, model))
     if not (directory / "tokenizer.json").exists():
         raise ConfigError(f"{directory} has no tokenizer.json: save the checkpoint with its fast tokenizer")
     read_json_object(directory / "tokenizer.json")

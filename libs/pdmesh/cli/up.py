@@ -349,10 +349,11 @@ def check_profile(config: MeshConfig) -> None:
     from pdmesh.engine.files import load_model_config
     from pdmesh.policy.latency_profile import Subject
     from pdmesh.profiles import load_profile
+    from pdmesh.worker.engines import block_size_of
 
     profile = load_profile(config.scheduler.profile)
     model = load_model_config(Path(str(config.model)))
-    layout = model.kv_layout(dtype=config.worker.dtype, block_size=config.worker.block_size)
+    layout = model.kv_layout(dtype=config.worker.dtype, block_size=block_size_of(config.worker, model))
     device, device_name = _device(config.worker.device)
     problem = profile.mismatch(
         Subject(

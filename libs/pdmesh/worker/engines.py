@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
-from pdmesh.config import HOST_KV_CACHE_BYTES, InstanceDegrees, MeshConfig, WorkerConfig
+from pdmesh.config import BLOCK_TOKENS, HOST_KV_CACHE_BYTES, InstanceDegrees, MeshConfig, WorkerConfig
 from pdmesh.engine.devices import may_have_device
 from pdmesh.engine.files import load_model_config, resolve_model, with_adapter
 from pdmesh.engine.identity import unchanged_weights
@@ -105,9 +105,8 @@ def build_engine(
 
     directory = resolve_model(config.model)
     model = load_model_config(directory)
-    layout = model.kv_layout(
-        dtype=worker.dtype, block_size=worker.block_size, frees_windows=frees_behind_windows(config)
-    )
+    block_size = block_size_of(worker, model)
+    layout = model.kv_layout(dtype=worker.dtype, block_size=block_size, frees_windows=frees_behind_windows(config))
     check_states(config, model)
     max_model_len = worker.max_model_len or model.max_model_len
     max_frames = max_frames_of(config, layout, max_model_len) if layout.window else None
@@ -124,7 +123,7 @@ def build_engine(
         num_threads=num_threads,
         load=load_model if preloaded is None else preloaded.load,
         **_ranks_of(ranks, num_stages),
-        **_compute_options(worker),
+        **_compute_options(worker, block_size),
     )
 
 
@@ -143,11 +142,12 @@ def preload(config: MeshConfig) -> PreloadedModel | None:
     worker = config.worker
     directory = resolve_model(str(config.model))
     model = load_model_config(directory)
-    layout = model.kv_layout(
-        dtype=worker.dtype, block_size=worker.block_size, frees_windows=frees_behind_windows(config)
-    )
+    block_size = block_size_of(worker, model)
+    layout = model.kv_layout(dtype=worker.dtype, block_size=block_size, frees_windows=frees_behind_windows(config))
     check_memory(model, layout, num_instances=1, free_bytes=free_host_bytes())
-    options = ComputeOptions(device=torch.device("cpu"), frees_windows=layout.window > 0, **_compute_options(worker))
+    options = ComputeOptions(
+        device=torch.device("cpu"), frees_windows=layout.window > 0, **_compute_options(worker, block_size)
+    )
     return preload_model(directory, options)
 
 
@@ -193,8 +193,10 @@ def with_decided_dtype(config: MeshConfig, num_threads: int) -> MeshConfig:
     from pdmesh.engine.model_loading import decided_dtype
 
     torch.set_num_threads(num_threads)
-    options = ComputeOptions(device=torch.device("cpu"), **_compute_options(worker))
-    dtype = decided_dtype(resolve_model(config.model), options)
+    directory = resolve_model(config.model)
+    block_size = block_size_of(worker, load_model_config(directory))
+    options = ComputeOptions(device=torch.device("cpu"), **_compute_options(worker, block_size))
+    dtype = decided_dtype(directory, options)
     return replace(config, worker=replace(worker, dtype=dtype))
 
 
@@ -206,16 +208,17 @@ def load_rank(config: MeshConfig, num_threads: int, group: RankGroup) -> tuple[L
     from pdmesh.engine.model_loading import load_model
 
     torch.set_num_threads(num_threads)
-    options = ComputeOptions(device=torch.device("cpu"), **_compute_options(config.worker))
     share, directory = group.share, resolve_model(str(config.model))
+    block_size = block_size_of(config.worker, load_model_config(directory))
+    options = ComputeOptions(device=torch.device("cpu"), **_compute_options(config.worker, block_size))
     with unchanged_weights(directory, lora=options.lora, has_random_weights=options.has_random_weights) as weights:
         return load_model(directory, options, share, None if share.is_whole else group), weights
 
 
-def _compute_options(worker: WorkerConfig) -> dict[str, Any]:
+def _compute_options(worker: WorkerConfig, block_size: int) -> dict[str, Any]:
     """Return the arguments of `ComputeOptions` that must be equal in all ranks of an instance."""
     return {
-        "block_size": worker.block_size,
+        "block_size": block_size,
         "dtype": worker.dtype,
         "lora": worker.lora,
         "max_model_len": worker.max_model_len,
@@ -257,6 +260,11 @@ def max_frames_of(config: MeshConfig, layout: KvLayout, max_model_len: int) -> i
     return (3 * worker.max_num_seqs // 2 + 1) * num_seen + num_blocks_for(chunk_tokens, block_size)
 
 
+def block_size_of(worker: WorkerConfig, model: DecoderShape) -> int:
+    """Return the number of tokens in a KV block. By default a block with states is as large as a granule."""
+    return worker.block_size or (GRANULE_TOKENS if model.has_states else BLOCK_TOKENS)
+
+
 def check_states(config: MeshConfig, model: DecoderShape) -> None:
     """Raise ConfigError for settings that are not served for a model whose layers have states."""
     worker = config.worker
@@ -269,9 +277,9 @@ def check_states(config: MeshConfig, model: DecoderShape) -> None:
         raise ConfigError(
             f"{name} needs worker.free_behind_windows, one rank, a CPU and no offload tier: every block has its states"
         )
-    if worker.block_size < GRANULE_TOKENS:
+    if (block_size := block_size_of(worker, model)) < GRANULE_TOKENS:
         raise ConfigError(
-            f"worker.block_size is {worker.block_size}, but {name} has two states a block: set it to {GRANULE_TOKENS}"
+            f"worker.block_size is {block_size}, but {name} has two states a block: set it to {GRANULE_TOKENS}"
         )
 
 
@@ -281,8 +289,8 @@ def check_ranges(config: MeshConfig) -> None:
     name, limit = "worker.max_kv_tokens_per_instance", worker.max_kv_tokens_per_instance
     if not limit:
         return
-    if limit % worker.block_size:
-        raise ConfigError(f"{name} is {limit}, not a multiple of worker.block_size, {worker.block_size}")
+    if limit % (block_size := worker.block_size or BLOCK_TOKENS):
+        raise ConfigError(f"{name} is {limit}, not a multiple of worker.block_size, {block_size}")
     if worker.engine != "torch":
         raise ConfigError(f"{name} is set, but the engine {worker.engine} cannot spread contexts: set it to 0")
     if (device := device_name(config)) != "cpu":
