@@ -116,6 +116,7 @@ def test_where_no_process_may_read_another_kv_goes_through_ucx(tmp_path: Path, m
         assert (why_unreadable(scope) is None) == is_readable
     config = TransferConfig()
     assert transfer_for("cpu", config, None) == config
+    assert transfer_for("cpu", config, None, 3 << 20).max_payload_bytes == 3 << 20  # a page with states
     told = transfer_for("cpu", config, why_unreadable(scope))
     assert not names_shared_memory(ucx_tls(told))
     assert ucx_devices(told) == "lo"

@@ -103,7 +103,9 @@ async def run_worker(
                 facts = replace(facts, measured_steps=steps)
             if cores is not None:
                 cores = use_cores(engine, cores)
-            config = replace(config, transfer=transfer_for(device_name(config), config.transfer, why_unreadable()))
+            page_bytes = engine.kv.layout.max_page_bytes
+            transfer = transfer_for(device_name(config), config.transfer, why_unreadable(), page_bytes)
+            config = replace(config, transfer=transfer)
             async with UcxTransport(config.transfer) as transport:
                 # A full garbage collection would delay a step or a transfer by 100 ms.
                 with rare_collections():
@@ -415,13 +417,13 @@ def prompt_lookup(worker: WorkerConfig, device: str) -> PromptLookup | None:
     )
 
 
-def transfer_for(device: str, config: TransferConfig, unreadable: str | None) -> TransferConfig:
-    """Return the transfer settings for KV on ``device``.
+def transfer_for(device: str, config: TransferConfig, unreadable: str | None, page_bytes: int = 0) -> TransferConfig:
+    """Return the transfer settings for KV on ``device``. A message holds at least a page of ``page_bytes``.
 
     ``unreadable`` says why peers cannot read this process's memory; None: they can.
     """
-    if device != "cpu":
-        config = replace(config, max_payload_bytes=config.device_payload_bytes)
+    payload_bytes = config.max_payload_bytes if device == "cpu" else config.device_payload_bytes
+    config = replace(config, max_payload_bytes=max(payload_bytes, page_bytes))
     if unreadable is None or not names_shared_memory(ucx_tls(config)):
         return config
     log.warning("KV goes through UCX, about ten times slower than reading it in memory", reason=unreadable)
