@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,9 +20,11 @@ from _pytest.mark import ParameterSet
 from safetensors.torch import load_file, save_file
 
 from pdmesh.engine.compute import ComputeOptions
+from pdmesh.engine.experts import Experts
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.model_config import DecoderShape
 from pdmesh.engine.model_loading import plan_model
+from pdmesh.engine.native import NativeAttention, _NativePlan
 from pdmesh.engine.ranks.share import check_divisible, check_stages
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
@@ -77,6 +81,14 @@ def test_deterministic_mode_gives_the_same_tokens(checkpoint: Path, references: 
     length = PROMPT_LENGTHS[-1]
     alone = generate(engine, prompt_of(length), NUM_OUTPUT_TOKENS, chunk_tokens=30, params=PARAMS)
     assert_equal(alone.results, references[length])
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2"])
+def test_routers_round_as_those_of_transformers(tmp_path: Path, model_type: str) -> None:
+    checkpoint = write_transformers_checkpoint(tmp_path, model_type, **model_variants()[model_type][0])
+    with patch.object(Experts, "route", autospec=True, side_effect=Experts.route) as route:
+        generate(TorchEngine(checkpoint, num_blocks=4, dtype="bfloat16"), prompt_of(19), 2)
+    assert {call.args[1].dtype == torch.float32 for call in route.mock_calls} == {model_type != "minimax_m2"}
 
 
 def test_deterministic_mode_gives_the_same_bits(checkpoint: Path) -> None:
@@ -173,7 +185,8 @@ def test_tensors_and_fields_are_found_as_they_are_published(
     ("model_type", "variant", "refused"),
     [("gemma4_text", 2, {check_divisible: "read the KV", check_stages: "read the KV"}),
      ("gemma4_text", 0, {}), ("lfm2", 0, {check_divisible: "convolutions"}),
-     ("deepseek_v3", 0, {check_divisible: "latents"})],
+     ("deepseek_v3", 0, {check_divisible: "latents"}),
+     ("qwen3_5_text", 0, {check_divisible: "states", check_stages: "gates of attention"})],
 )  # fmt: skip
 def test_layers_that_differ_are_refused_where_they_are_not_served(
     tmp_path: Path, model_type: str, variant: int, refused: dict[Callable[[DecoderShape, int], None], str]
@@ -207,7 +220,30 @@ def test_tensors_that_are_published_and_not_read_are_left_alone(
     unread = {f"model.layers.{layer}.self_attn.{name}.weight": torch.ones(3) for name in names}
     assert not unread.keys() & tensors.keys()
     save_file({**tensors, **unread}, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    if model_type == "deepseek_v3":
+        set_fields(checkpoint, num_nextn_predict_layers=None)
+        with pytest.raises(ConfigError, match=r"layers\.4"):
+            TorchEngine(checkpoint, num_blocks=4)
+        set_fields(checkpoint, num_nextn_predict_layers=1)
     assert generate(TorchEngine(checkpoint, num_blocks=4), prompt_of(19), 6).output_ids == found
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [("deepseek_v3", {"num_nextn_predict_layers": 10**9}), ("deepseek_v3", {"q_lora_rank": 10**9}),
+     ("deepseek_v3", {"n_group": 2, "topk_group": 2, "n_routed_experts": 2}),
+     ("qwen3_5_text", {"linear_value_head_dim": 4096, "linear_num_value_heads": 512})],
+)  # fmt: skip
+def test_sizes_out_of_bounds_are_refused(tmp_path: Path, model_type: str, fields: dict[str, int]) -> None:
+    checkpoint = write_transformers_checkpoint(tmp_path, model_type, **model_variants()[model_type][0])
+    set_fields(checkpoint, **fields)
+    with pytest.raises(ConfigError, match=r"at most|groups must have"):
+        load_model_config(checkpoint)
+
+
+def set_fields(checkpoint: Path, **fields: int | None) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | fields))
 
 
 @pytest.mark.parametrize("wrapped", ["qwen3-vl-moe", "qwen3.5-moe"])
@@ -231,3 +267,13 @@ def test_experts_in_one_tensor_are_found_as_they_are_published(tmp_path: Path, w
         published |= {f"{prefix}.gate_up_proj": torch.cat((gate, up), dim=1), f"{prefix}.down_proj": down}
     save_file(published, checkpoint / "model.safetensors", metadata={"format": "pt"})
     assert generate(TorchEngine(checkpoint, num_blocks=4), prompt_of(19), 6).output_ids == found
+
+
+def test_latents_keep_their_shape_of_pages_and_queries_of_another_width_are_refused(tmp_path: Path) -> None:
+    config = load_model_config(write_transformers_checkpoint(tmp_path, "deepseek_v3"))
+    num_heads, width = config.layers[0].page or (0, 0)
+    layout = replace(config, num_kv_heads=num_heads, head_dim=width).kv_layout(dtype="float32", block_size=16)
+    assert set(layout.pages) == {(num_heads, width)}
+    plan = _NativePlan(NativeAttention(None, layout, 1.0), torch.empty(0), torch.empty(0))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"queries have 8 values a head, but keys {width}"):
+        plan.attend(torch.zeros(1, num_heads, 8), torch.zeros(1, 2, num_heads, 16, width))

@@ -78,7 +78,7 @@ def _unfused_if_single(config: ModelConfig, tensors: Tensors) -> ModelConfig:
     expert = names.expert.format(0)
     layers = [names.layer.format(number) for number, layer in enumerate(config.layers) if layer.experts]
     ends = ("weight", "qweight", "weight_packed")
-    if not any(f"{layers[0]}.{expert}.{names.expert_down}.{end}" in tensors for end in ends):
+    if not layers or not any(f"{layers[0]}.{expert}.{names.expert_down}.{end}" in tensors for end in ends):
         return config
     return replace(config, names=replace(names, expert_gate_up=TensorNames().expert_gate_up, fuses_experts=False))
 

@@ -14,11 +14,12 @@ from pdmesh.errors import ConfigError
 from pdmesh.model import PageShape
 
 #: Bounds of counts in a file: no model has more layers, and nothing is allocated from a larger number.
-_MAX_LAYERS = 1024
+MAX_LAYERS = 1024
 _MAX_EXPERTS = 1024
 #: Bounds of the number of heads and of their size, for the lists of reordered query and key rows.
 _MAX_HEADS = _MAX_HEAD_DIM = 4096
 _MAX_TAPS = 64
+_MAX_CHANNELS = 1 << 20
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
@@ -30,22 +31,24 @@ class Fields:
     raw: Mapping[str, Any]
     where: str
 
-    def integer(self, name: str, *, default: int | None = None) -> int:
-        """Return a positive integer. Raise ConfigError for any other value."""
+    def integer(self, name: str, *, default: int | None = None, most: int | None = None) -> int:
+        """Return a positive integer, ``most`` at most. Raise ConfigError for any other value."""
         value = self._value(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise ConfigError(f"{self.where}: {name} is {value!r}; it must be a positive integer")
+        if most is not None and value > most:
+            raise ConfigError(f"{self.where}: {name} is {value}; at most {most} are supported")
         return value
 
-    def count(self, name: str, *, default: int) -> int:
-        """Return an integer that may be zero. Raise ConfigError for any other value."""
-        return 0 if self.raw.get(name) == 0 else self.integer(name, default=default)
+    def count(self, name: str, *, default: int, most: int | None = None) -> int:
+        """Return an integer that may be zero, ``most`` at most. Raise ConfigError for any other value."""
+        return 0 if self._value(name, default) == 0 else self.integer(name, default=default, most=most)
 
-    def optional_integer(self, name: str, *, default: int | None = None) -> int | None:
-        """Return a positive integer, or None if the field is null, or absent without a default."""
+    def optional_integer(self, name: str, *, default: int | None = None, most: int | None = None) -> int | None:
+        """Return a positive integer, ``most`` at most, or None if it is null, or absent without a default."""
         if name in self.raw and self.raw[name] is None:
             return None
-        return None if name not in self.raw and default is None else self.integer(name, default=default)
+        return None if name not in self.raw and default is None else self.integer(name, default=default, most=most)
 
     def number(self, name: str, *, default: float | None = None) -> float:
         """Return a positive, finite number: the field, or ``default`` if absent. Raises ConfigError without one."""
@@ -89,10 +92,7 @@ class Fields:
         return None if value is None else Fields(value, f"{self.where}: {name}")
 
     def num_layers(self) -> int:
-        value = self.integer("num_hidden_layers")
-        if value > _MAX_LAYERS:
-            raise ConfigError(f"{self.where}: num_hidden_layers is {value}; at most {_MAX_LAYERS} are supported")
-        return value
+        return self.integer("num_hidden_layers", most=MAX_LAYERS)
 
     def layer_flags(self, name: str, meanings: Mapping[Any, bool], num_layers: int) -> tuple[bool, ...] | None:
         """Return the meaning of each layer's value in a list; None if there is no list.
@@ -220,6 +220,7 @@ def sigmoid_experts_of(fields: Fields, *, num_groups: int) -> ExpertsConfig:
     experts = replace(
         experts_of(fields, intermediate_size="moe_intermediate_size", normalizes=normalizes),
         by_sigmoid=True,
+        routes_in_fp32=True,
         has_preferences=True,
         epsilon=1e-20,
         scale=fields.number("routed_scaling_factor", default=1.0),
@@ -228,7 +229,8 @@ def sigmoid_experts_of(fields: Fields, *, num_groups: int) -> ExpertsConfig:
     )
     size = experts.num_experts // experts.num_groups
     num_experts = experts.num_chosen_groups * size
-    if experts.num_experts % experts.num_groups or num_experts < experts.num_per_token or size < 2 < experts.num_groups:
+    is_small = experts.num_groups > 1 and size < 2
+    if experts.num_experts % experts.num_groups or num_experts < experts.num_per_token or is_small:
         raise fields.error(
             f"n_group is {experts.num_groups} and topk_group is {experts.num_chosen_groups}; groups must have equal "
             f"sizes of 2 or more, and the chosen ones {experts.num_per_token} experts of {experts.num_experts}"
@@ -257,6 +259,8 @@ def check_delta_net(fields: Fields, delta: DeltaNet) -> DeltaNet:
             f"{delta.value_dim} and {delta.num_taps} taps; served are multiples of heads, at most {_MAX_HEADS} of each "
             f"and {_MAX_TAPS} taps"
         )
+    if delta.num_channels > _MAX_CHANNELS:
+        raise fields.error(f"a convolution has {delta.num_channels} channels; at most {_MAX_CHANNELS} are supported")
     if delta.key_dim & (delta.key_dim - 1):
         raise fields.error(f"a state has {delta.key_dim} values a key; it must be a power of two")
     return delta

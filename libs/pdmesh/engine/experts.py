@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -60,10 +61,18 @@ class Experts:
         return numbers, chosen if self.scales is None else chosen * self.scales[numbers]
 
 
+class Multiply(Protocol):
+    """Multiplies rows by a layer's weight."""
+
+    def __call__(self, rows: Tensor, linear: Linear, /, *, wide: bool = False) -> Tensor:
+        """Return the products in the rows' dtype or, if ``wide``, in fp32."""
+        ...
+
+
 def mix_experts(
     experts: Experts,
     rows: Tensor,
-    linear: Callable[[Tensor, Linear], Tensor],
+    linear: Multiply,
     mlp: Callable[[Tensor, Mlp], Tensor],
     *,
     routed: Tensor | None = None,
@@ -72,7 +81,7 @@ def mix_experts(
 
     ``linear`` and ``mlp`` take rows. ``routed`` are the router's rows if they are not the experts'.
     """
-    scores = linear(rows if routed is None else routed, experts.router)
+    scores = linear(rows if routed is None else routed, experts.router, wide=experts.config.routes_in_fp32)
     numbers, shares = experts.route(scores)
     # Places of rows in the flattened numbers, one for each expert of a row, sorted by expert.
     by_expert = numbers.flatten().argsort(stable=True)

@@ -130,6 +130,7 @@ class ExpertsConfig:
     ``by_sigmoid``: each share is a sigmoid, otherwise all are a softmax. ``has_preferences``: terms are added to the
     shares to choose experts. ``epsilon`` is added to the sum that normalises. ``scale`` multiplies the shares. Experts
     are chosen from the ``num_chosen_groups`` best of ``num_groups``, by the sum of a group's two highest shares.
+    ``routes_in_fp32``: the router's products are not rounded to the model's dtype.
 
     Each token also goes through a shared MLP of ``shared_size``; 0 means none. ``gates_shared``: a sigmoid of one more
     projection multiplies the shared MLP's result.
@@ -142,6 +143,7 @@ class ExpertsConfig:
     has_bias: bool = False
     is_beside_mlp: bool = False
     by_sigmoid: bool = False
+    routes_in_fp32: bool = False
     has_preferences: bool = False
     epsilon: float = 0.0
     scale: float = 1.0
@@ -342,7 +344,7 @@ class DecoderShape:
         With ``frees_windows``, layers with a window free the KV outside it, or outside the widest window if they
         differ.
         """
-        layers = self.kv_layers
+        layers, whole = self.kv_layers, {PageShape(self.num_kv_heads, self.head_dim)}
         windows = {number: layer.window for number, layer in enumerate(layers) if layer.window and frees_windows}
         pages = tuple(
             self.page(layer) if layer.delta is None else layer.delta.page(block_size, self.compute_dtype(dtype))
@@ -356,7 +358,7 @@ class DecoderShape:
             dtype=self.compute_dtype(dtype),
             window=max(windows.values(), default=0),
             windowed_layers=tuple(windows),
-            pages=pages if set(pages) != {PageShape(self.num_kv_heads, self.head_dim)} else (),
+            pages=pages if set(pages) != whole or any(layer.latent for layer in layers) else (),
         )
 
 

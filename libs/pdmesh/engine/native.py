@@ -22,7 +22,7 @@ def suits(level: CpuLevel, config: ModelConfig, layout: KvLayout) -> bool:
     """Return whether a level's kernels can compute this model and cache: its dtype, head widths and sizes."""
     pages = config.attention_pages if layout.pages else layout.distinct_pages
     widths = [page.head_dim for page in pages]
-    if layout.dtype not in level.suffixes or max(widths) > 1024:
+    if layout.dtype not in level.suffixes or max(widths, default=0) > 1024:
         return False
     if level.is_ordered:
         return all(width % 8 == 0 for width in widths)
@@ -66,7 +66,9 @@ class _NativePlan:
     def attend(
         self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False, wide: bool = False
     ) -> AttentionOutput:
-        """Attend. Heads of ``query`` are adjacent, perhaps in a wider row."""
+        """Attend. Heads of ``query`` are adjacent, perhaps in a wider row. Raise ValueError unless as wide as keys."""
+        if query.shape[-1] != cache.shape[-1]:
+            raise ValueError(f"queries have {query.shape[-1]} values a head, but keys {cache.shape[-1]}")
         output = query.new_empty(query.shape, dtype=torch.float32 if wide else query.dtype)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
         num_heads, head_dim = query.shape[1:]

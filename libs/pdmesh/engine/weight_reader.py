@@ -273,9 +273,11 @@ class WeightReader:
     def _experts(self, prefix: str, experts: ExpertsConfig) -> Experts:
         names, hidden = self.config.names, self.config.hidden_size
         prefixes = [f"{prefix}.{names.expert.format(number)}" for number in range(experts.num_experts)]
+        # oneDNN's products, used without a library, are rounded
+        unrounded = replace(self, packed=False) if experts.routes_in_fp32 and self.library is None else self
         return Experts(
             experts,
-            self._linear(prefix, (names.router,), [experts.num_experts], hidden, has_bias=experts.has_bias),
+            unrounded._linear(prefix, (names.router,), [experts.num_experts], hidden, has_bias=experts.has_bias),
             tuple(
                 self._mlp(
                     each,

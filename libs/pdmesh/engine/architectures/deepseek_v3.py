@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pdmesh.engine.architectures.description import Architecture
-from pdmesh.engine.config_fields import Fields, dense, sigmoid_experts_of
+from pdmesh.engine.config_fields import MAX_LAYERS, Fields, dense, sigmoid_experts_of
 from pdmesh.engine.latent import Latent
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.tensor_names import TensorNames
@@ -16,6 +16,7 @@ _NAME = "DeepseekV3ForCausalLM"
 
 #: Bound of a latent's size and of parts of heads, for the compiled kernels. No model has larger ones.
 _MAX_WIDTH = 1024
+_MAX_QUERY_RANK = 1 << 16
 
 NAMES = TensorNames(
     preferences="mlp.gate.e_score_correction_bias",
@@ -37,7 +38,7 @@ def latent_decoder(fields: Fields, name: str, *, epsilon: float) -> ModelConfig:
     config = dense(Fields({**fields.raw, **own}, fields.where), name, max_position_embeddings=4096, epsilon=epsilon)
     latent = Latent(
         rank=fields.integer("kv_lora_rank", default=512),
-        query_rank=fields.optional_integer("q_lora_rank", default=1536) or 0,
+        query_rank=fields.optional_integer("q_lora_rank", default=1536, most=_MAX_QUERY_RANK) or 0,
         plain_dim=fields.integer("qk_nope_head_dim", default=128),
         rotated_dim=rotated_dim,
         value_dim=fields.integer("v_head_dim", default=128),
@@ -65,7 +66,7 @@ def with_sigmoid_experts(fields: Fields, config: ModelConfig, has_experts: Seque
     return replace(
         config,
         layers=tuple(replace(layer, experts=experts if chosen else None) for layer, chosen in layers),
-        num_guessing_layers=fields.count("num_nextn_predict_layers", default=1),
+        num_guessing_layers=fields.count("num_nextn_predict_layers", default=0, most=MAX_LAYERS),
         names=NAMES,
     )
 

@@ -76,8 +76,8 @@ def device_store(layout: KvLayout, num_blocks: int, streams: CudaStreams) -> Dev
 
 
 def _needs_reference(config: ModelConfig) -> bool:
-    """Return whether FlashInfer and graphs lack a feature of the model: windows, capped scores, sinks or experts."""
-    return config.masks_more or config.has_sinks or config.has_experts
+    """Return whether FlashInfer and graphs lack a feature of the model: windows, caps, sinks, experts or gates."""
+    return config.masks_more or config.has_sinks or config.has_experts or config.gates_attention
 
 
 def _device_memory(device: torch.device) -> DeviceMemory | None:
