@@ -40,11 +40,11 @@ def with_file(name: str, content: str, *arguments: str) -> Mistake:
     return write
 
 
-def with_config(**fields: object) -> Mistake:
+def with_config(*arguments: str, **fields: object) -> Mistake:
     def write(folder: Path) -> list[str]:
         config = write_checkpoint(folder / "model") / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | fields))
-        return [str(folder / "model")]
+        return [str(folder / "model"), *arguments]
 
     return write
 
@@ -75,6 +75,7 @@ def of_an_unserved_type(content: bytes) -> bytes:
     return content[:place] + struct.pack("<I", 99) + content[place + 4 :]
 
 
+_STATES = ["linear_attention"] * 2
 MISTAKES: Mapping[str, tuple[Mistake, str]] = {
     "device": (typed("--device", "gpu"), "device is 'gpu': use auto, cpu or cuda"),
     "dtype": (typed("--dtype", "int8"), "--dtype is 'int8': must be one of auto, float32, bfloat16, float16"),
@@ -110,6 +111,10 @@ MISTAKES: Mapping[str, tuple[Mistake, str]] = {
     "no room for a block": (
         with_model("--kv-cache-bytes", "100"),
         "worker.kv_cache_bytes is 100, but one block of 16 tokens takes ",
+    ),
+    "states": (
+        with_config("--set=worker.free_behind_windows=0", architectures=["Qwen3_5ForCausalLM"], layer_types=_STATES),
+        "a Qwen3_5ForCausalLM, whose layers have states, needs worker.free_behind",
     ),
     "ranks": (with_model("-tp", "3"), "tensor_parallel_size is 3, but the model has 4 attention heads and 2 "),
     "ranges": (

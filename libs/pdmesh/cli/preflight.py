@@ -24,6 +24,7 @@ from pdmesh.worker.engines import (
     check_memory,
     check_ranges,
     check_ranks_can_compute,
+    check_states,
     device_name,
     engine_entry,
     num_blocks_of,
@@ -88,6 +89,7 @@ def check_checkpoint(config: MeshConfig, directory: Path, *, num_instances: int)
         return
     model = load_model_config(directory)
     check_installed(model)
+    check_states(config, model)
     max_model_len = model.context(worker.max_model_len)
     layout = model.kv_layout(dtype=worker.dtype, block_size=block_size_of(worker, model))
     if not (directory / "tokenizer.json").exists():
