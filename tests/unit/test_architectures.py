@@ -220,30 +220,12 @@ def test_tensors_that_are_published_and_not_read_are_left_alone(
     unread = {f"model.layers.{layer}.self_attn.{name}.weight": torch.ones(3) for name in names}
     assert not unread.keys() & tensors.keys()
     save_file({**tensors, **unread}, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    assert generate(TorchEngine(checkpoint, num_blocks=4), prompt_of(19), 6).output_ids == found
+    config = (checkpoint / "config.json").read_text()
+    (checkpoint / "config.json").write_text(config.replace("num_nextn_predict_layers", "unknown"))
     if model_type == "deepseek_v3":
-        set_fields(checkpoint, num_nextn_predict_layers=None)
         with pytest.raises(ConfigError, match=r"layers\.4"):
             TorchEngine(checkpoint, num_blocks=4)
-        set_fields(checkpoint, num_nextn_predict_layers=1)
-    assert generate(TorchEngine(checkpoint, num_blocks=4), prompt_of(19), 6).output_ids == found
-
-
-@pytest.mark.parametrize(
-    ("model_type", "fields"),
-    [("deepseek_v3", {"num_nextn_predict_layers": 10**9}), ("deepseek_v3", {"q_lora_rank": 10**9}),
-     ("deepseek_v3", {"n_group": 2, "topk_group": 2, "n_routed_experts": 2}),
-     ("qwen3_5_text", {"linear_value_head_dim": 4096, "linear_num_value_heads": 512})],
-)  # fmt: skip
-def test_sizes_out_of_bounds_are_refused(tmp_path: Path, model_type: str, fields: dict[str, int]) -> None:
-    checkpoint = write_transformers_checkpoint(tmp_path, model_type, **model_variants()[model_type][0])
-    set_fields(checkpoint, **fields)
-    with pytest.raises(ConfigError, match=r"at most|groups must have"):
-        load_model_config(checkpoint)
-
-
-def set_fields(checkpoint: Path, **fields: int | None) -> None:
-    config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps(config | fields))
 
 
 @pytest.mark.parametrize("wrapped", ["qwen3-vl-moe", "qwen3.5-moe"])

@@ -29,6 +29,11 @@ from pdmesh_testing.reference import HfReference
 from pdmesh_testing.stepping import generate
 
 PROMPT = list(range(20))
+_DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8, "num_experts_per_tok": 2, "topk_group": 2,
+    "moe_intermediate_size": 16,
+}  # fmt: skip
+_QWEN = {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["linear_attention"] * 2}
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
@@ -54,6 +59,10 @@ def edit_config(directory: Path, **changes: Any) -> None:
         ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "RoPE scaling 'ntk' is not supported"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor must be a list of 8 numbers"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 1024"),
+        ({**_DEEPSEEK, "num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers is 1000000000; at most 1024"),
+        ({**_DEEPSEEK, "q_lora_rank": 10**9}, "q_lora_rank is 1000000000; at most 65536"),
+        ({**_DEEPSEEK, "n_routed_experts": 2, "n_group": 2}, "groups must have equal sizes of 2 or more"),
+        ({**_QWEN, "linear_num_value_heads": 512, "linear_value_head_dim": 4096}, "channels; at most 1048576"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor is nan"),
         ({"rope_scaling": "linear"}, "must be an object"),

@@ -273,6 +273,7 @@ class WeightReader:
     def _experts(self, prefix: str, experts: ExpertsConfig) -> Experts:
         names, hidden = self.config.names, self.config.hidden_size
         prefixes = [f"{prefix}.{names.expert.format(number)}" for number in range(experts.num_experts)]
+        preferences, sizes = f"{prefix}.{names.preferences}", (experts.num_experts,)
         # oneDNN's products, used without a library, are rounded
         unrounded = replace(self, packed=False) if experts.routes_in_fp32 and self.library is None else self
         return Experts(
@@ -288,11 +289,7 @@ class WeightReader:
                 )
                 for each in prefixes
             ),
-            preferences=(
-                self._tensor(f"{prefix}.{names.preferences}", (experts.num_experts,), torch.float32)
-                if experts.has_preferences
-                else None
-            ),
+            preferences=self._tensor(preferences, sizes, torch.float32) if experts.has_preferences else None,
             shared=self._shared(prefix, experts.shared_size),
             shared_gate=self._linear(prefix, (names.shared_gate,), [1], hidden) if experts.gates_shared else None,
         )
