@@ -75,7 +75,7 @@ def of_an_unserved_type(content: bytes) -> bytes:
     return content[:place] + struct.pack("<I", 99) + content[place + 4 :]
 
 
-_STATES = ["linear_attention"] * 2
+_QWEN = {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["linear_attention"] * 2}
 MISTAKES: Mapping[str, tuple[Mistake, str]] = {
     "device": (typed("--device", "gpu"), "device is 'gpu': use auto, cpu or cuda"),
     "dtype": (typed("--dtype", "int8"), "--dtype is 'int8': must be one of auto, float32, bfloat16, float16"),
@@ -112,10 +112,7 @@ MISTAKES: Mapping[str, tuple[Mistake, str]] = {
         with_model("--kv-cache-bytes", "100"),
         "worker.kv_cache_bytes is 100, but one block of 16 tokens takes ",
     ),
-    "states": (
-        with_config("--set=worker.free_behind_windows=0", architectures=["Qwen3_5ForCausalLM"], layer_types=_STATES),
-        "a Qwen3_5ForCausalLM, whose layers have states, needs worker.free_behind",
-    ),
+    "states": (with_config("--set=worker.block_size=16", **_QWEN), "worker.block_size is 16, but a Qwen3_5ForCausalLM"),
     "ranks": (with_model("-tp", "3"), "tensor_parallel_size is 3, but the model has 4 attention heads and 2 "),
     "ranges": (
         typed("--set", "worker.max_kv_tokens_per_instance=63"),
