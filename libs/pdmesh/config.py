@@ -391,7 +391,9 @@ class PoolConfig:
 class TransferConfig:
     """How KV moves between instances."""
 
-    max_payload_bytes: Annotated[int, Meta(ge=4096, le=1 << 30), "largest piece of KV in one message"] = 1024 * 1024
+    max_payload_bytes: Annotated[
+        int, Meta(ge=4096, le=1 << 30), "largest piece of KV in one message; at least a page"
+    ] = 1024 * 1024
     no_progress_s: Annotated[
         Duration,
         "longest time that one piece of KV may take between instances of one host. A fifth of this time holds between "

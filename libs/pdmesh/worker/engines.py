@@ -167,6 +167,13 @@ def _num_blocks(
             num_tokens_if_all_was_held=of(replace(layout, window=0, windowed_layers=())) * layout.block_size,
             num_cache_bytes=cache_bytes(layout, num_blocks, min(num_blocks, max_frames)),
         )
+        if (num_tokens := num_blocks * layout.block_size) < max_model_len:
+            log.warning(
+                "the KV cache is smaller than a context: lower worker.max_num_seqs or policy.max_chunk_tokens, "
+                "which reserve KV of layers with a window, or raise worker.kv_cache_bytes",
+                num_tokens=num_tokens,
+                max_model_len=max_model_len,
+            )
     return num_blocks
 
 
