@@ -109,7 +109,7 @@ async def test_what_cannot_be_is_one_sentence_and_its_exit_code() -> None:
 async def test_advice_asks_for_the_decisions_that_the_scheduler_keeps_in_memory() -> None:
     async with three_instances() as mesh:
         few = await typed(mesh, "pool", "advise", "--slo-ttft", "500ms", "--last", "5m")
-    told = "0 requests finished in the last 300 s of the scheduler's memory: at least 20 are needed for advice"
+    told = "0 requests ended in the last 300 s of the scheduler's memory: at least 20 are needed for advice"
     assert few == (1, told)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.admission.aside import NUM_WAITS
+from pdmesh.core.admission.aside import IDLE_S, NUM_WAITS
 from pdmesh.core.commands import AdmitPrefill, RunStep
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import InstanceLost, RequestArrived, RequestCancelled, SessionEnded, Tick
@@ -90,7 +90,7 @@ def test_a_new_session_waits_and_the_others_keep_their_kv() -> None:
 def test_a_turn_waits_no_longer_than_the_limit_and_is_served_then() -> None:
     mesh = a_full_mesh()
     fourth = mesh.turn(4)
-    for at_s in range(10, 100, 10):
+    for at_s in range(4, 100, 4):
         for session in (1, 2, 3):
             mesh.turn(session, at_s=float(at_s))
     assert fourth not in mesh.num_cached
@@ -100,6 +100,59 @@ def test_a_turn_waits_no_longer_than_the_limit_and_is_served_then() -> None:
     assert mesh.num_cached[fourth] == 0
     assert mesh.core.sessions.working_set.longest_aside_s == MOST_S
     assert not mesh.core._mesh.queue.turns_aside
+
+
+def test_a_turn_goes_on_once_no_session_uses_the_mesh() -> None:
+    mesh = a_full_mesh()
+    turns = [mesh.turn(session) for session in (4, 5)]
+    mesh.serve(Tick(), IDLE_S - 0.5)
+    assert not set(turns) & set(mesh.num_cached)
+    mesh.serve(Tick(), IDLE_S)
+    assert set(turns) & set(mesh.num_cached) == {turns[0]}
+    mesh.serve(Tick(), 2 * IDLE_S)
+    assert set(turns) <= set(mesh.num_cached)
+
+
+def test_a_context_beyond_all_room_never_waits() -> None:
+    mesh = a_full_mesh()
+    assert mesh.turn(4, 3 * CONTEXT + 60) in mesh.num_cached
+
+
+def test_room_that_no_tenant_fills_goes_to_a_context_beyond_its_tenants_share() -> None:
+    mesh = Mesh()
+    for session in (1, 1, 2, 2):
+        mesh.turn(session, 1100 if session == 1 else 1000, tenant=f"t{session}")
+    mesh.serve(Tick(), IDLE_S)
+    turn = mesh.turn(1, 1100, tenant="t1", at_s=RECENT_S + IDLE_S)
+    assert turn in mesh.num_cached
+
+
+def test_sessions_that_vanish_lose_their_protection() -> None:
+    mesh = a_full_mesh()
+    mesh.turn(1, CONTEXT + 400)
+    assert mesh.core._mesh.cache_index.protected
+    mesh.serve(Tick(), RECENT_S)
+    mesh.serve(Tick(), 2 * RECENT_S)
+    assert not mesh.core._mesh.cache_index.protected
+
+
+def test_a_parent_keeps_its_room_while_a_child_works() -> None:
+    mesh = a_full_mesh()
+    name = SessionName(key=a_key(4), parent=a_key(1))
+    for turn, at_s in enumerate((20.0, 40.0, 60.0)):
+        mesh.serve(replace(a_prompt(f"child{turn}", CONTEXT, name=1), session=name, arrival_s=at_s), at_s)
+    mesh.turn(2, at_s=RECENT_S + 30.0)
+    assert mesh.session(1).member is not None
+    assert mesh.session(3).member is None
+
+
+def test_a_turn_that_was_never_answered_takes_no_room() -> None:
+    mesh = Mesh()
+    for turn in range(2):
+        request = replace(a_prompt(f"r{turn}", CONTEXT), session=SessionName(key=a_key(1)))
+        mesh.feed(RequestArrived(request))
+        mesh.feed(RequestCancelled(GATEWAY, request.request_id, Epoch(0)))
+    assert mesh.core.sessions.working_set.num_tokens == 0
 
 
 def test_of_sessions_that_grow_the_youngest_waits() -> None:
@@ -117,12 +170,12 @@ def test_a_session_that_waited_to_the_limit_keeps_its_room_for_its_next_turns() 
     mesh = a_full_mesh()
     mesh.turn(1, CONTEXT + 128)
     third = mesh.turn(3)
-    for at_s in range(10, 100, 10):
+    for at_s in range(4, 100, 4):
         for session, num_tokens in ((1, CONTEXT + 128), (2, CONTEXT)):
             mesh.turn(session, num_tokens, at_s=float(at_s))
     assert third in mesh.num_cached
-    second = mesh.turn(2, at_s=91.0)
-    next_third = mesh.turn(3, at_s=92.0)
+    second = mesh.turn(2, at_s=97.0)
+    next_third = mesh.turn(3, at_s=98.0)
     assert mesh.num_cached[next_third] == 4
     assert second not in mesh.num_cached
     assert mesh.core.sessions.working_set.longest_aside_s < MOST_S
@@ -184,7 +237,8 @@ def test_turns_go_on_when_no_instance_is_left_that_caches() -> None:
 
 def test_sessions_without_recent_turns_have_no_room() -> None:
     mesh = a_full_mesh()
-    fourth = mesh.turn(4, at_s=RECENT_S - 1.0)
+    mesh.turn(1, at_s=RECENT_S - 3.0)
+    fourth = mesh.turn(4, 2 * CONTEXT)
     assert fourth not in mesh.num_cached
     mesh.serve(Tick(), RECENT_S)
     assert fourth in mesh.num_cached

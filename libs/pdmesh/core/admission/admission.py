@@ -166,6 +166,10 @@ class Admission:
         self._predicted_s[state.key] = predicted_s
         return None
 
+    def forget(self, state: RequestState) -> None:
+        """Drop the prediction of a turn that is set aside: its wait says nothing of other requests'."""
+        self._predicted_s.pop(state.key, None)
+
     def when_full(self, state: RequestState, order: PrefillOrder, now_s: float) -> tuple[float, float]:
         """Return the seconds until a request that finds the queue full may come again, and to refuse similar ones."""
         if not self._config.refuses_early:

@@ -19,6 +19,7 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests.request import RequestState
 from pdmesh.core.sessions.session_state import Member
+from pdmesh.core.sessions.working_set import RECENT_S
 
 #: Longest wait of a turn that is set aside, as a multiple of the longest wait in the queue. Each wait that reaches its
 #: limit costs the computation of a whole context. A shorter limit brings back what the waiting avoids.
@@ -29,6 +30,10 @@ FILL: Final = 0.95
 
 #: Longest time between two looks at the turns that are set aside.
 LOOK_S: Final = 1.0
+
+#: Time without a turn of any session in line or running after which the turn that waited longest goes on: the sessions
+#: with room may not come back soon.
+IDLE_S: Final = 5.0
 
 #: Share of the longest wait for which a session that waited so long counts as the oldest.
 GUARD_SHARE: Final = 0.25
@@ -47,17 +52,21 @@ class Aside:
         self._mesh = mesh
         self._config = config
         self._seen_changes = -1
+        self._idle_from_s = inf
         self.next_look_s = inf
 
     def arrived(self, state: RequestState) -> None:
-        """Set a turn aside that just joined the line, if contexts exceed the room. `look` finds out whether it fits."""
+        """Set a turn aside that just joined the line, if contexts exceed the room. `look` finds out whether it fits.
+
+        A context that exceeds the room alone is never set aside: no wait would help.
+        """
         member = None if state.session is None else state.session.member
         if member is None:
             return
-        num_uncounted_tokens = 0 if member.num_tokens else state.num_work_tokens
-        if self._mesh.sessions.working_set.num_tokens + num_uncounted_tokens <= self._room:
+        num_uncounted_tokens, room = 0 if member.num_tokens else state.num_work_tokens, self._room
+        if self._mesh.sessions.working_set.num_tokens + num_uncounted_tokens <= room:
             member.is_out = False
-        elif self._may_wait(state, member):
+        elif member.num_own_tokens <= room and self._may_wait(state, member):
             self._mesh.set_aside(state, member)
 
     def look(self, now_s: float) -> None:
@@ -82,11 +91,12 @@ class Aside:
                     self._come_back(state, now_s)
         elif index.protected:
             index.protected.clear()
+        self._let_in_if_idle(now_s)
         self._seen_changes = working_set.num_changes
-        self.next_look_s = inf
+        self.next_look_s = now_s + RECENT_S if index.protected else inf
         if turns:
             _, since_s = next(iter(turns.values()))
-            self.next_look_s = min(now_s + LOOK_S, since_s + self._most_s)
+            self.next_look_s = min(now_s + LOOK_S, since_s + self._most_s, self._idle_from_s + IDLE_S)
 
     def keeps_waiting(self, state: RequestState, now_s: float) -> bool:
         """Postpone a turn's limit in the queue if it is set aside; return False if it is not."""
@@ -105,6 +115,18 @@ class Aside:
             if state.session is not None and state.session.member is not None:
                 state.session.member.let_in_s = now_s
                 working_set.changed(state.session.member)
+
+    def _let_in_if_idle(self, now_s: float) -> None:
+        """Let the turn go on that waited longest if no session's turn has been in line or running for `IDLE_S`."""
+        turns = self._mesh.queue.turns_aside
+        if self._mesh.sessions.working_set.is_running:
+            self._idle_from_s = inf
+        elif self._idle_from_s == inf:
+            self._idle_from_s = now_s
+        elif turns and now_s >= self._idle_from_s + IDLE_S:
+            state, _ = next(iter(turns.values()))
+            self._come_back(state, now_s)
+            self._idle_from_s = inf
 
     def _come_back(self, state: RequestState, now_s: float) -> None:
         """Let a turn go on. It may wait in line as long as one that just arrived."""
@@ -126,12 +148,16 @@ class Aside:
     def _may_wait(self, state: RequestState, member: Member) -> bool:
         """Whether a turn may be set aside: its context is cached for the next one, and no other request needs it now.
 
-        A new session with most of its prompt in the cache continues another one, which may wait for it.
+        A new session with most of its prompt in the cache continues another one, which may wait for it. So does a child
+        whose parent has room.
         """
         request, queue, session = state.request, self._mesh.queue, member.session
         if request.epoch > 0 or request.slo_ttft_s is not None or not request.chain:
             return False
         if session.num_live - member.num_aside > 1:
+            return False
+        parent = None if session.parent is None else session.parent.member
+        if parent is not None and not parent.is_out and not parent.session.num_live:
             return False
         if session.is_new and 2 * state.num_reused_tokens >= request.num_prompt_tokens:
             return False

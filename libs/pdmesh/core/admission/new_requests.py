@@ -90,6 +90,8 @@ class NewRequests:
         else:
             mesh.queue.add(state, now_s + self._config.max_queue_s)
             self._aside.arrived(state)
+            if state.key in mesh.queue.turns_aside:
+                self._admission.forget(state)
             self._prefill_groups.arrived(state, now_s)
 
     def _is_full_for(self, state: RequestState) -> bool:

@@ -81,15 +81,16 @@ class Session:
     """A session of one tenant.
 
     ``num_live`` counts requests that wait or run. ``num_children`` counts known child sessions, ``num_live_children``
-    the ones with live requests. ``since_s`` is the time of the last change between a turn and a pause. ``tail`` is the
-    last granule of the latest prompt, of ``depth`` granules. Of the prompts' tokens, ``num_possible_tokens`` were
-    computed for an earlier turn, and ``num_reused_tokens`` were not computed again. ``member`` is its part in the
-    working set, None without one.
+    the ones with live requests, of which the latest ended at ``children_ended_s``. ``since_s`` is the time of the last
+    change between a turn and a pause. ``tail`` is the last granule of the latest prompt, of ``depth`` granules. Of the
+    prompts' tokens, ``num_possible_tokens`` were computed for an earlier turn, and ``num_reused_tokens`` were not
+    computed again. ``member`` is its part in the working set, None without one.
     """
 
     __slots__ = (
         "_log_pause",
         "_num_pauses",
+        "children_ended_s",
         "depth",
         "generation",
         "is_ended",
@@ -117,6 +118,7 @@ class Session:
         self.num_live = 0
         self.num_children = 0
         self.num_live_children = 0
+        self.children_ended_s = -inf
         self.num_turns = 0
         self.since_s = now_s
         self.is_ended = False
@@ -205,3 +207,4 @@ class Session:
             self.since_s = now_s
             if self.parent is not None:
                 self.parent.num_live_children -= 1
+                self.parent.children_ended_s = now_s

@@ -128,9 +128,12 @@ class Sessions:
             self.num_reused_tokens += num_reused_tokens
             if session.member is not None:
                 self.working_set.end(session.member, request)
+        elif session.member is not None:
+            session.member.num_context_tokens = session.num_prompt_tokens
         session.let_go(self.now_s)
-        if session.member is not None:
-            self.working_set.changed(session.member)
+        for each in (session.parent, session):
+            if each is not None and each.member is not None:
+                self.working_set.changed(each.member)
         if not session.num_live:
             self._tenants[session.tenant].idle[session.key] = session
 

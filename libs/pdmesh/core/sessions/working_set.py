@@ -68,6 +68,12 @@ class WorkingSet:
         self._num_members = 0
         self._num_joined = 0
         self._num_chained = 0
+        self._running: dict[SessionKey, None] = {}
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a member's request is in line or runs."""
+        return bool(self._running)
 
     def members(self, tenant: str) -> list[Member]:
         """Return a tenant's members, in the order of their last changes."""
@@ -128,6 +134,10 @@ class WorkingSet:
         member.num_tokens = num_tokens
         own.members.pop(session.key, None)
         own.members[session.key] = member
+        if member.is_running:
+            self._running[session.key] = None
+        else:
+            self._running.pop(session.key, None)
         self.num_changes += 1
 
     def leave(self, session: Session) -> None:
@@ -141,6 +151,7 @@ class WorkingSet:
         self.num_tokens -= member.num_tokens
         self._num_members -= 1
         self._num_chained -= len(member.chain)
+        self._running.pop(session.key, None)
         session.member = None
         if not own.members:
             del self._tenants[session.tenant]
@@ -154,7 +165,7 @@ class WorkingSet:
                 session = member.session
                 if session.num_live or session.num_live_children:
                     continue
-                if not session.is_ended and session.since_s + RECENT_S > now_s:
+                if not session.is_ended and max(session.since_s, session.children_ended_s) + RECENT_S > now_s:
                     break
                 stale.append(session)
             for session in stale:
@@ -199,11 +210,21 @@ class WorkingSet:
         Tenants get room by their shares, as far as they need it. Within a tenant, members that have room keep it, the
         oldest first, as far as all fit. Others follow by their age, and the ones with one turn come last. *Due* members
         come before all: their wait reached its limit after ``let_in_from_s``, or they have waited since before
-        ``due_from_s``.
+        ``due_from_s``. What no tenant's members fill goes to the ones of any tenant that have waited longest.
         """
-        rooms = self._rooms(num_tokens)
-        for own, room in rooms.items():
-            yield from self._divide(own, room, let_in_from_s, due_from_s)
+        left, waiting = num_tokens, list[Member]()
+        for own, room in self._rooms(num_tokens).items():
+            may_run = self._divide(own, room, let_in_from_s, due_from_s)
+            yield from may_run
+            left -= sum(
+                [member.num_tokens for member in own.members.values() if member.is_running or not member.is_out]
+            )
+            waiting += [member for member in own.members.values() if member.is_out and member.num_aside]
+        for member in sorted(waiting, key=_waits_from):
+            if member.num_tokens <= left:
+                left -= member.num_tokens
+                member.is_out = False
+                yield member
 
     @staticmethod
     def _divide(own: _OfTenant, left: int, let_in_from_s: float, due_from_s: float) -> list[Member]:
@@ -260,6 +281,10 @@ class WorkingSet:
 
 def _num_members(own: _OfTenant) -> int:
     return len(own.members)
+
+
+def _waits_from(member: Member) -> float:
+    return member.aside_from_s
 
 
 def _want(own: _OfTenant) -> float:
