@@ -340,6 +340,8 @@ class FakeEngine:
 
     def has_states(self, sequence: EngineSequence, num_tokens: int) -> bool:
         """Return whether all layers of states have the state behind the first ``num_tokens`` of a sequence."""
+        if not self._state_layers:
+            return True
         block_id = sequence.block_table[(num_tokens - 1) // self.kv.layout.block_size]
         return all(
             num_tokens in self.kv.words[layer, self.kv.page(layer, block_id)].reshape(2, -1)[:, _POSITION]

@@ -77,8 +77,14 @@ def test_bits_do_not_depend_on_ranks_and_stages(
     assert all(each == found[0] for each in found)
 
 
-#: Architectures with convolutions or states: several ranks are refused.
-UNDIVIDED = {"lfm2", "lfm2_moe", "qwen3_5_text"}
+#: Architectures with convolutions, states or latents: several ranks are refused.
+UNDIVIDED = {
+    *("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid"),
+    *("deepseek_v3", "glm4_moe_lite"),
+}
+
+#: Architectures whose experts, in the small checkpoints, are too narrow for the arithmetic of one rank on two.
+NARROW = {"qwen3_moe", "glm4_moe"}
 
 
 @pytest.mark.slow
@@ -87,7 +93,7 @@ def test_every_architecture_is_divided(model_type: str, tmp_path: Path) -> None:
     """Windows, caps, experts, fused projections, partial rotation: norms over all heads: the bits of one class."""
     checkpoint = write_transformers_checkpoint(tmp_path, model_type, seed=1, **model_variants()[model_type][0])
     tokens: list[object] = []
-    found: dict[str, list[object]] = {}  # by arithmetic class: experts of 40 outputs are too narrow for two ranks
+    found: dict[str, list[object]] = {}  # by arithmetic class
     for num_ranks in (1, 2):
         with ranked_engine(checkpoint, num_ranks, num_blocks=32, dtype="float32", deterministic=True) as engine:
             requests = [generate(engine, prompt_of(length), 4, params=ALL) for length in (60, 3)]
@@ -95,7 +101,7 @@ def test_every_architecture_is_divided(model_type: str, tmp_path: Path) -> None:
             found.setdefault(engine.arithmetic, []).append([request.results for request in requests])
     assert tokens[1] == tokens[0]
     assert all(results == same[0] for same in found.values() for results in same)
-    assert len(found) == (2 if model_type == "qwen3_moe" else 1)
+    assert len(found) == (2 if model_type in NARROW else 1)
 
 
 @pytest.mark.parametrize(
