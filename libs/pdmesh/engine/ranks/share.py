@@ -37,6 +37,11 @@ def check_divisible(model: DecoderShape, num_ranks: int) -> None:
             f"tensor_parallel_size is {num_ranks}, but convolutions, states and latents of a "
             f"{model.architecture} are not divided: set it to 1"
         )
+    if num_ranks > 1 and isinstance(model, ModelConfig) and model.gates_attention:
+        raise ConfigError(
+            f"tensor_parallel_size is {num_ranks}, but gates of attention of a {model.architecture} are not divided: "
+            "set it to 1"
+        )
     _check_reads(model, "tensor_parallel_size", num_ranks)
     if num_ranks > 1 and isinstance(model, UndescribedModel):
         raise ConfigError(
@@ -46,18 +51,11 @@ def check_divisible(model: DecoderShape, num_ranks: int) -> None:
 
 
 def _check_reads(model: DecoderShape, setting: str, number: int) -> None:
-    """Raise ConfigError if several ranks or stages would divide layers that are not divided.
-
-    These read other layers' KV or embeddings of their own, or have gates of attention.
-    """
+    """Raise ConfigError if several ranks or stages would divide layers that read other layers' KV or own embeddings."""
     if number > 1 and model.reads_across_layers:
         raise ConfigError(
             f"{setting} is {number}, but layers of a {model.architecture} read the KV of other layers or embeddings of "
             "their own, and are not divided: set it to 1"
-        )
-    if number > 1 and isinstance(model, ModelConfig) and model.gates_attention:
-        raise ConfigError(
-            f"{setting} is {number}, but gates of attention of a {model.architecture} are not divided: set it to 1"
         )
 
 
