@@ -30,7 +30,8 @@ from benchmarks.gpu.gpu_timing import Stopwatch, queued_s, timed
 from benchmarks.harness.report import heading, unavailable
 from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.model import RequestId, SamplingParams, num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
+from pdmesh.model import RequestId, SamplingParams
 from pdmesh_testing.checkpoints import LLAMA_3_8B, CheckpointShape, write_config
 
 BLOCK_SIZE = 16

@@ -14,7 +14,7 @@ from pdmesh.engine.cuda.flashinfer import FlashInfer, FlashInferAttention, load_
 from pdmesh.engine.cuda.page_tables import PageTables
 from pdmesh.engine.cuda.staging import PLAN_BYTES, Staging
 from pdmesh.engine.cuda.streams import CudaStreams
-from pdmesh.model import KvLayout, num_blocks_for
+from pdmesh.kv_layout import KvLayout, num_blocks_for
 
 #: (queries, context before them) of a chunk.
 CHUNKS = ((128, 32_768), (192, 32_768), (256, 32_768), (512, 32_768), (2048, 6_144), (8192, 0))

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.harness.report import GREEDY, SAMPLED
 from pdmesh.engine.base import EngineSequence, SequenceSlice
-from pdmesh.model import RequestId, SamplingParams, num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
+from pdmesh.model import RequestId, SamplingParams
 from pdmesh_testing.checkpoints import CheckpointShape
 
 SHAPE = CheckpointShape(

@@ -33,19 +33,9 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, RequestArrived, StepDone
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.garbage import rare_collections
+from pdmesh.kv_layout import GRANULE_TOKENS, KvLayout
 from pdmesh.metrics import percentile
-from pdmesh.model import (
-    GRANULE_TOKENS,
-    Epoch,
-    GatewayId,
-    KvLayout,
-    PrefixHash,
-    PrefixHashes,
-    Request,
-    RequestId,
-    RequestKey,
-    Role,
-)
+from pdmesh.model import Epoch, GatewayId, PrefixHash, PrefixHashes, Request, RequestId, RequestKey, Role
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LLAMA_3_8B, ChunkShape, StepShape

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from statistics import fmean
 
 from benchmarks.harness.report import heading
-from pdmesh.model import KvLayout
+from pdmesh.kv_layout import KvLayout
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import TETRIS_A100_LLAMA_3_8B, ChunkShape, StepShape
 from pdmesh_lab.sim.mesh import MeshShape, study_core

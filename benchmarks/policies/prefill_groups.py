@@ -35,7 +35,7 @@ import anyio
 import httpx
 
 from benchmarks.harness.report import Limits, heading
-from pdmesh.model import KvLayout
+from pdmesh.kv_layout import KvLayout
 from pdmesh.policy.config import PolicyConfig
 from pdmesh_lab.sim.mesh import MeshShape, study_core
 from pdmesh_lab.sim.simulator import SimConfig, Simulator

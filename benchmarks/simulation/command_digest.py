@@ -69,18 +69,8 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import (
-    NO_TRANSFER,
-    Epoch,
-    GatewayId,
-    InstanceId,
-    KvLayout,
-    Request,
-    RequestId,
-    RequestKey,
-    Role,
-    Then,
-)
+from pdmesh.kv_layout import KvLayout
+from pdmesh.model import NO_TRANSFER, Epoch, GatewayId, InstanceId, Request, RequestId, RequestKey, Role, Then
 from pdmesh.plans import PrefillGroup
 from pdmesh.policy.bundles import BUNDLE_NAMES, make_bundle
 from pdmesh.policy.config import PolicyConfig

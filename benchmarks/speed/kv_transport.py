@@ -52,7 +52,8 @@ from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.piece import FirstToken, KvDestination
 from pdmesh.kv.store import KvStore
-from pdmesh.model import Epoch, KvLayout, RequestId
+from pdmesh.kv_layout import KvLayout
+from pdmesh.model import Epoch, RequestId
 from pdmesh.transport.ucx import UcxTransport
 from pdmesh_testing.cuda import FakeStreams
 from pdmesh_testing.hosts import Host, running_hosts

@@ -43,7 +43,7 @@ import httpx
 
 from benchmarks.harness.clients import Answer, ask
 from benchmarks.harness.report import Limits, heading, quantile
-from pdmesh.model import GRANULE_TOKENS
+from pdmesh.kv_layout import GRANULE_TOKENS
 from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
 from pdmesh_testing.mesh import RunningMesh, running_mesh
 

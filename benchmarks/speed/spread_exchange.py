@@ -28,7 +28,7 @@ from benchmarks.harness.report import Limits, heading, quantile
 from benchmarks.speed.formats import FORMATS, quantization_config
 from pdmesh.kv.remote_kv import RangeQuestion
 from pdmesh.kv.spread import SpreadKv
-from pdmesh.model import KvLayout
+from pdmesh.kv_layout import KvLayout
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh_lab.sim.mesh import MeshShape, study_core

@@ -27,7 +27,7 @@ API = {
     "Scheduler core": ["pdmesh.core.scheduler", "pdmesh.core.events", "pdmesh.core.commands"],
     "Instance machine": ["pdmesh.instance.machine", "pdmesh.instance.effects", "pdmesh.instance.sequence"],
     "Policies": ["pdmesh.policy.bundle", "pdmesh.policy.views", "pdmesh.policy.order", "pdmesh.policy.placement"],
-    "Model": ["pdmesh.model", "pdmesh.plans", "pdmesh.errors"],
+    "Model": ["pdmesh.model", "pdmesh.kv_layout", "pdmesh.plans", "pdmesh.errors"],
 }
 
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s:#]+)(#[^()\s]*)?\)")

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from pdmesh.errors import ConfigError
-from pdmesh.model import GRANULE_TOKENS
+from pdmesh.kv_layout import GRANULE_TOKENS
 from pdmesh_lab.sim.workload import Arrival
 
 #: Tokens in the block that one of Mooncake's ``hash_ids`` names.

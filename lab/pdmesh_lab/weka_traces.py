@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from pdmesh.model import GRANULE_TOKENS, MAX_REQUEST_TOKENS, SessionKey, SessionName
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import MAX_REQUEST_TOKENS, SessionKey, SessionName
 from pdmesh_lab.sim.agents import AgentSession, AgentTurn
 from pdmesh_lab.sim.workload import Arrival
 from pdmesh_lab.traces import TraceError

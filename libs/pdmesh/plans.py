@@ -9,16 +9,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from pdmesh.model import (
-    Epoch,
-    InstanceId,
-    KvPart,
-    NumTokens,
-    PrefixHashes,
-    RequestId,
-    Then,
-    TransferId,
-)
+from pdmesh.kv_layout import KvPart
+from pdmesh.model import Epoch, InstanceId, NumTokens, PrefixHashes, RequestId, Then, TransferId
 
 
 class KvShard(Struct, frozen=True, kw_only=True):

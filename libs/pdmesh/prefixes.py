@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 
-from pdmesh.model import GRANULE_TOKENS, PrefixHash, PrefixHashes
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import PrefixHash, PrefixHashes
 
 HASH_BYTES = 16
 

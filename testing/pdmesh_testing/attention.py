@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.kv_cache import TORCH_DTYPES
-from pdmesh.model import KvLayout, num_blocks_for
+from pdmesh.kv_layout import KvLayout, num_blocks_for
 
 
 class PagedCase(NamedTuple):

@@ -10,7 +10,7 @@ from pdmesh.config import MeshConfig
 from pdmesh.engine.files import load_model_info, resolve_model
 from pdmesh.engine.identity import stand_in_identity
 from pdmesh.errors import ConfigError
-from pdmesh.model import KvLayout
+from pdmesh.kv_layout import KvLayout
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.profiles import load_profile
 from pdmesh.worker.engines import EngineFacts, num_blocks_of

@@ -12,7 +12,8 @@ import pytest
 
 from pdmesh.engine.base import SequenceSlice
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.model import SamplingParams, num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
+from pdmesh.model import SamplingParams
 from pdmesh_testing.stepping import SteppedRequest, new_sequence, separate_tables, step
 
 DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")

@@ -17,7 +17,8 @@ from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import TransferOutcome
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import NO_CHECK, PieceHeader, PieceKind, pack_header
-from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
+from pdmesh.kv_layout import IndexRange, KvPart
+from pdmesh.model import Epoch, RequestId
 from pdmesh.transport.kv_transport import KvTransport
 from pdmesh.transport.seal import MeshKey
 from pdmesh_testing.kv import SMALL_LAYOUT, ByteStore, TransportMaker

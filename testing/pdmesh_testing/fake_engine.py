@@ -42,7 +42,8 @@ from pdmesh.kv.frames import FrameMap
 from pdmesh.kv.remote_kv import RangeQuestion, RemoteKv
 from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
-from pdmesh.model import ComputePath, KvLayout, RequestId, SamplingParams, num_blocks_for
+from pdmesh.kv_layout import KvLayout, num_blocks_for
+from pdmesh.model import ComputePath, RequestId, SamplingParams
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh_testing.turns import StageTurns
 

@@ -8,7 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pdmesh.config import TransferConfig
 from pdmesh.core.commands import AdmitPrefill, SetPlaces
 from pdmesh.engine.base import Engine
-from pdmesh.model import Role, num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
+from pdmesh.model import Role
 from pdmesh.plans import ChunkPlan, PrefillGroup
 from pdmesh.transport.kv_transport import KvTransport
 from pdmesh.wire.messages import Generation

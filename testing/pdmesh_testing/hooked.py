@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import anyio.to_thread
 
 from pdmesh.kv.sharing import HostCache, PeerCache
-from pdmesh.model import IndexRange, KvLayout
+from pdmesh.kv_layout import IndexRange, KvLayout
 from pdmesh_testing.kv import ByteStore
 
 

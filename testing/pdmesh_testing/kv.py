@@ -12,7 +12,7 @@ from itertools import accumulate
 from pdmesh.config import TransferConfig
 from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
-from pdmesh.model import IndexRange, KvLayout, KvPart, PageShape
+from pdmesh.kv_layout import IndexRange, KvLayout, KvPart, PageShape
 from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.kv_transport import KvTransport
 from pdmesh.transport.ucx import UcxTransport

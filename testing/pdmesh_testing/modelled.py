@@ -30,17 +30,8 @@ from pdmesh.instance.effects import (
 from pdmesh.instance.residents import Length
 from pdmesh.instance.sequence import Sequence
 from pdmesh.instance.sequence_phases import LeavingState
-from pdmesh.model import (
-    FinishReason,
-    GatewayId,
-    InstanceId,
-    InstanceProfile,
-    KvLayout,
-    PrefixHashes,
-    RequestKey,
-    Resident,
-    Role,
-)
+from pdmesh.kv_layout import KvLayout
+from pdmesh.model import FinishReason, GatewayId, InstanceId, InstanceProfile, PrefixHashes, RequestKey, Resident, Role
 from pdmesh.plans import StepPlan
 from pdmesh_testing.modelled_groups import ModelledMember, ModelledPieces
 

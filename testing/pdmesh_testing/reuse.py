@@ -8,11 +8,10 @@ from dataclasses import replace
 
 from pdmesh.core.commands import AdmitPrefill, ExpectCopy, RunStep, SendCopy
 from pdmesh.core.events import KvReleased, RequestArrived
+from pdmesh.kv_layout import GRANULE_TOKENS, KvLayout, blocks_of_granule
 from pdmesh.model import (
-    GRANULE_TOKENS,
     Epoch,
     InstanceProfile,
-    KvLayout,
     PrefixHash,
     PrefixHashes,
     Request,
@@ -20,7 +19,6 @@ from pdmesh.model import (
     SamplingParams,
     Then,
     TransferId,
-    blocks_of_granule,
 )
 from pdmesh.plans import Evictions, TransferPlan
 from pdmesh.wire.messages import Generation, pack_token_ids

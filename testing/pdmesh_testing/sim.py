@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import TypedDict
 
-from pdmesh.model import KvLayout
+from pdmesh.kv_layout import KvLayout
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LatencyModel, LinearLatencyModel
 from pdmesh_lab.sim.mesh import MeshShape, study_core

@@ -13,7 +13,8 @@ from torch import Tensor
 from pdmesh.engine.base import Engine, EngineSequence, SequenceSlice, SliceResult
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.engine.transformer_model import Transformer
-from pdmesh.model import RequestId, SamplingParams, num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
+from pdmesh.model import RequestId, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
 

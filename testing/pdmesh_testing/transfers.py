@@ -19,7 +19,8 @@ from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.piece import FirstToken, KvDestination
 from pdmesh.kv.store import KvStore
-from pdmesh.model import Epoch, KvLayout, RequestId
+from pdmesh.kv_layout import KvLayout
+from pdmesh.model import Epoch, RequestId
 from pdmesh.threads import CallThreads
 from pdmesh.transport.kv_transport import KvTransport
 from pdmesh.transport.seal import MeshKey

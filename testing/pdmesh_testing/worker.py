@@ -31,22 +31,8 @@ from pdmesh.kv.mover import KvMover
 from pdmesh.kv.offload.tier import OffloadTier
 from pdmesh.kv.outcome import TransferOutcome
 from pdmesh.kv.store import KvStore
-from pdmesh.model import (
-    GRANULE_TOKENS,
-    Epoch,
-    GatewayId,
-    IndexRange,
-    InstanceId,
-    KvLayout,
-    KvPart,
-    PrefixHashes,
-    RequestId,
-    Role,
-    SamplingParams,
-    TransferId,
-    blocks_of_granule,
-    num_blocks_for,
-)
+from pdmesh.kv_layout import GRANULE_TOKENS, IndexRange, KvLayout, KvPart, blocks_of_granule, num_blocks_for
+from pdmesh.model import Epoch, GatewayId, InstanceId, PrefixHashes, RequestId, Role, SamplingParams, TransferId
 from pdmesh.plans import ChunkPlan, Evictions, KvShard, StepPlan, TransferPlan
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.telemetry.tracing import Tracing

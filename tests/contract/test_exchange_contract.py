@@ -14,7 +14,8 @@ from pdmesh.kv.intake import PageIntake
 from pdmesh.kv.outcome import FailedExchange
 from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
 from pdmesh.kv.repair import FREE_PIECES, SOUND_PIECES_EACH
-from pdmesh.model import Epoch, IndexRange, KvPart
+from pdmesh.kv_layout import IndexRange, KvPart
+from pdmesh.model import Epoch
 from pdmesh.transport.buffers import PieceBuffer
 from pdmesh.transport.kv_transport import ReceivedPiece
 from pdmesh_testing.exchanges import (

@@ -27,7 +27,8 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.piece import FirstToken, KvDestination, PieceHeader, PieceKind, pack_header, request_key
-from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
+from pdmesh.kv_layout import IndexRange, KvPart
+from pdmesh.model import Epoch, RequestId
 from pdmesh.transport import local
 from pdmesh.transport.address import peer_id, unpack_address
 from pdmesh.transport.buffers import HEADER_BYTES

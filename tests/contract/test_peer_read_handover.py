@@ -16,7 +16,8 @@ from pdmesh.kv.peer_reads import CacheOwner, PeerReadWriter, ReadNote, note_byte
 from pdmesh.kv.piece import NO_CHECK, FirstToken, PieceHeader, PieceKind, pack_header, request_key, unpack_header
 from pdmesh.kv.repair import FREE_PIECES
 from pdmesh.kv.sharing import HostCache
-from pdmesh.model import Epoch, IndexRange, KvPart
+from pdmesh.kv_layout import IndexRange, KvPart
+from pdmesh.model import Epoch
 from pdmesh.transport.seal import MeshKey
 from pdmesh_testing.hooked import HookedStore
 from pdmesh_testing.kv import SMALL_LAYOUT, TransportMaker

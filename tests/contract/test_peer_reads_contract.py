@@ -16,7 +16,7 @@ from pdmesh.kv.pages import Blocks
 from pdmesh.kv.peer_reads import MAX_WINDOWS, PeerReadWriter, ReadWindow
 from pdmesh.kv.piece import PieceKind
 from pdmesh.kv.repair import FREE_PIECES
-from pdmesh.model import IndexRange, KvPart
+from pdmesh.kv_layout import IndexRange, KvPart
 from pdmesh.policy.pacing import ChunkPace
 from pdmesh_testing.exchanges import HEADS, NUM_BLOCKS, NUM_LAYERS, Member, a_piece, open_members
 from pdmesh_testing.hooked import HookedStore

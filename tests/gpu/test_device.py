@@ -23,7 +23,8 @@ from pdmesh.engine.grammar_state import GrammarState
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.engine.sampler import draw, sample
 from pdmesh.grammars import Grammars
-from pdmesh.model import KvLayout, SamplingParams, num_blocks_for
+from pdmesh.kv_layout import KvLayout, num_blocks_for
+from pdmesh.model import SamplingParams
 from pdmesh.transport.buffers import allocate_buffers
 from pdmesh_testing.checkpoints import write_checkpoint
 from pdmesh_testing.devices import drawn_in_any_order, drawn_logprobs, prompt_of, scored

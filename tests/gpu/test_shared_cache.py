@@ -14,7 +14,7 @@ from pdmesh.engine.cuda.kv_store import DeviceKvStore
 from pdmesh.engine.cuda.shared_cache import CudaDriver
 from pdmesh.engine.cuda.streams import CudaStreams
 from pdmesh.errors import KvTransferError
-from pdmesh.model import IndexRange, KvLayout
+from pdmesh.kv_layout import IndexRange, KvLayout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 
 from pdmesh.core.requests.broker import TransferBroker
 from pdmesh.core.requests.copy import Copy
-from pdmesh.model import Epoch, IndexRange, InstanceId, KvPart, RequestId, RequestKey
+from pdmesh.kv_layout import IndexRange, KvPart
+from pdmesh.model import Epoch, InstanceId, RequestId, RequestKey
 from pdmesh.plans import KvShard
 from pdmesh_testing.examples import examples
 

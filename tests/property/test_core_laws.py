@@ -73,6 +73,7 @@ from pdmesh.core.operator_events import (
 from pdmesh.core.operators.actuators import host_bytes
 from pdmesh.core.operators.desired import DesiredState
 from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.kv_layout import num_blocks_for
 from pdmesh.model import (
     Epoch,
     GatewayId,
@@ -85,7 +86,6 @@ from pdmesh.model import (
     Role,
     Then,
     TransferId,
-    num_blocks_for,
 )
 from pdmesh.operations import (
     ManagedProcess,

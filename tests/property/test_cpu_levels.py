@@ -21,7 +21,8 @@ from pdmesh.engine.model_config import NormConfig
 from pdmesh.engine.native import NativeAttention, NativeKernels
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
-from pdmesh.model import KvLayout, SamplingParams
+from pdmesh.kv_layout import KvLayout
+from pdmesh.model import SamplingParams
 from pdmesh_testing.checkpoints import TINY, Family, write_checkpoint
 from pdmesh_testing.examples import examples
 from pdmesh_testing.levels import ordered_levels

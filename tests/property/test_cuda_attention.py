@@ -17,7 +17,7 @@ from pdmesh.engine.attention import AttentionPlan, QuerySpan, TorchAttention
 from pdmesh.engine.cuda.flashinfer import FlashInfer, FlashInferAttention, workspace_bytes
 from pdmesh.engine.cuda.page_tables import PageTables
 from pdmesh.engine.cuda.staging import Staging
-from pdmesh.model import KvLayout
+from pdmesh.kv_layout import KvLayout
 from pdmesh_testing.attention import paged_case
 from pdmesh_testing.cuda import FakeStreams
 from pdmesh_testing.examples import examples

@@ -18,7 +18,7 @@ from pdmesh.engine.attention import AttentionPlan, QuerySpan, TorchAttention
 from pdmesh.engine.cuda.flashinfer import FlashInfer, FlashInferAttention
 from pdmesh.engine.cuda.page_tables import PageTables, write_pages
 from pdmesh.engine.cuda.staging import PLAN_BYTES, Staging
-from pdmesh.model import KvLayout
+from pdmesh.kv_layout import KvLayout
 from pdmesh_testing.cuda import FakeStreams
 
 flashinfer = pytest.importorskip("flashinfer", reason="needs FlashInfer's wheel", exc_type=ImportError)

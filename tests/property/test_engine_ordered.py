@@ -14,7 +14,7 @@ from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.levels import KernelLibrary, load_library
 from pdmesh.engine.native import NativeAttention
-from pdmesh.model import KvLayout, num_blocks_for
+from pdmesh.kv_layout import KvLayout, num_blocks_for
 from pdmesh_testing.attention import defined_attention
 from pdmesh_testing.examples import examples
 from pdmesh_testing.levels import library_or_skip, ordered_levels

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.frames import FrameMap, OutOfFrames, WindowFrames
 from pdmesh.kv.store import HostKvStore
-from pdmesh.model import GRANULE_TOKENS, IndexRange, KvLayout, num_blocks_for
+from pdmesh.kv_layout import GRANULE_TOKENS, IndexRange, KvLayout, num_blocks_for
 from pdmesh.worker.windows import HeldBlocks, Windows
 from pdmesh_testing.examples import examples
 

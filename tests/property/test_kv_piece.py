@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from pdmesh.errors import KvTransferError, ProtocolError
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, unpack_header
-from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
+from pdmesh.kv_layout import IndexRange, KvPart
+from pdmesh.model import Epoch, RequestId
 from pdmesh.transport.address import WorkerAddress, pack_address, unpack_address
 from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.seal import CHECK_BYTES, SEAL_BYTES, MeshKey

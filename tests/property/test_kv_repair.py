@@ -14,7 +14,8 @@ from pdmesh.kv.pages import Blocks
 from pdmesh.kv.peer_reads import note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.repair import FREE_PIECES, DamageLimit, RefusalLimit
-from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
+from pdmesh.kv_layout import IndexRange, KvPart
+from pdmesh.model import Epoch, RequestId
 from pdmesh_testing.kv import SMALL_LAYOUT, ByteStore
 from pdmesh_testing.transfers import a_context
 

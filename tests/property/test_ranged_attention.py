@@ -19,7 +19,7 @@ from pdmesh.engine.native import NativeAttention
 from pdmesh.engine.ranged_attention import RangedAttention
 from pdmesh.engine.tiled_attention import TiledAttention
 from pdmesh.kv.remote_kv import RangeQuestion
-from pdmesh.model import KvLayout
+from pdmesh.kv_layout import KvLayout
 from pdmesh_testing.examples import examples
 
 pytestmark = pytest.mark.usefixtures("one_thread")

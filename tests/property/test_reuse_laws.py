@@ -32,8 +32,8 @@ from pdmesh.core.events import (
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.instance.sequence import Sequence as HeldSequence
+from pdmesh.kv_layout import GRANULE_TOKENS
 from pdmesh.model import (
-    GRANULE_TOKENS,
     Epoch,
     FinishReason,
     GatewayId,

@@ -12,7 +12,8 @@ from pdmesh.core.commands import AdmitPrefill, RunStep, WakeAt
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import RequestArrived, Tick
 from pdmesh.core.sessions.working_set import RETURNS_ASSUMED
-from pdmesh.model import GRANULE_TOKENS, SessionKey, SessionName
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import SessionKey, SessionName
 from pdmesh.plans import StepPlan
 from pdmesh.policy.config import PolicyConfig
 from pdmesh_testing.core import CoreBench, of

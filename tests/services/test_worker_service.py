@@ -24,7 +24,8 @@ from pdmesh.core.events import (
     TokenLinkReported,
 )
 from pdmesh.errors import InstanceUnavailable, ProtocolError, leaves
-from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Role, SamplingParams, num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
+from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Role, SamplingParams
 from pdmesh.plans import StepPlan
 from pdmesh.service import ServiceContext
 from pdmesh.wire.messages import (

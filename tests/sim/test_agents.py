@@ -8,8 +8,9 @@ import pytest
 
 from pdmesh.core.commands import Outcome
 from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.kv_layout import KvLayout
 from pdmesh.metrics import NO_SLO
-from pdmesh.model import KvLayout, SessionKey, SessionName
+from pdmesh.model import SessionKey, SessionName
 from pdmesh.policy.config import PolicyConfig
 from pdmesh_lab.sim.agents import AgentLoop, AgentSession, AgentTurn
 from pdmesh_lab.sim.mesh import MeshShape, study_core

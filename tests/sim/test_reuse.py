@@ -11,7 +11,8 @@ import pytest
 from pdmesh.core.config import KvReservation
 from pdmesh.core.events import Event
 from pdmesh.core.operator_events import OperationRequested, RollingRequested
-from pdmesh.model import GRANULE_TOKENS, InstanceId, KvLayout, Role
+from pdmesh.kv_layout import GRANULE_TOKENS, KvLayout
+from pdmesh.model import InstanceId, Role
 from pdmesh.operations import OperationId, OperationKind
 from pdmesh.policy.config import PolicyConfig
 from pdmesh_lab.sim.faults import Death, random_deaths

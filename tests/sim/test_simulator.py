@@ -12,7 +12,8 @@ from itertools import permutations
 import pytest
 
 from pdmesh.core.commands import Outcome
-from pdmesh.model import KvLayout, Role
+from pdmesh.kv_layout import KvLayout
+from pdmesh.model import Role
 from pdmesh.policy.bundles import BUNDLE_NAMES
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel

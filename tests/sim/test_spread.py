@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 
 from pdmesh.core.config import KvReservation
-from pdmesh.model import InstanceId, KvLayout, Role
+from pdmesh.kv_layout import KvLayout
+from pdmesh.model import InstanceId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh_lab.sim.faults import Death

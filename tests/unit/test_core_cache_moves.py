@@ -23,7 +23,8 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.core.operator_events import OperationCancelled, OperationRequested
-from pdmesh.model import GRANULE_TOKENS, InstanceId, Request, Then
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import InstanceId, Request, Then
 from pdmesh.operations import OperationId, OperationKind, OperationState
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel

@@ -11,7 +11,8 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import InstanceJoined, InstanceLost, RequestArrived, Tick, TokenLinkReported
 from pdmesh.core.instances.cut_pairs import MAX_PAIRS, CutPairs, have_way
 from pdmesh.core.operator_events import BundleChangeRequested
-from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PrefixHash, RequestId, Role
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import Epoch, InstanceId, PrefixHash, RequestId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh_testing.core import GATEWAY, CoreBench, a_request, bench_of, named_profile, of

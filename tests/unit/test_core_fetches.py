@@ -23,7 +23,8 @@ from pdmesh.core.events import (
     TransferLanded,
     TransferSent,
 )
-from pdmesh.model import GRANULE_TOKENS, InstanceId, Role
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import InstanceId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh_testing.core import CoreBench, a_request, a_role, of

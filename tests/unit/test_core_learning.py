@@ -19,7 +19,8 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import Epoch, FinishReason, InstanceProfile, KvLayout, MeasuredStep, OwnDecodeSteps, RequestId, Role
+from pdmesh.kv_layout import KvLayout
+from pdmesh.model import Epoch, FinishReason, InstanceProfile, MeasuredStep, OwnDecodeSteps, RequestId, Role
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape

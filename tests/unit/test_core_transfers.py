@@ -10,7 +10,8 @@ from pdmesh.core.commands import FreeKv, Restart, RunStep, SendCopy
 from pdmesh.core.events import RequestDropped
 from pdmesh.core.requests.broker import TransferBroker
 from pdmesh.core.requests.copy import Copy
-from pdmesh.model import Epoch, IndexRange, InstanceId, KvPart, RequestId, RequestKey, Role
+from pdmesh.kv_layout import IndexRange, KvPart
+from pdmesh.model import Epoch, InstanceId, RequestId, RequestKey, Role
 from pdmesh.plans import KvShard
 from pdmesh_testing.core import CoreBench, of
 from pdmesh_testing.modelled import modelled_profile

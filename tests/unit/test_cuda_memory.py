@@ -18,7 +18,8 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.piece import FirstToken, KvDestination
-from pdmesh.model import Epoch, KvLayout, RequestId, num_blocks_for
+from pdmesh.kv_layout import KvLayout, num_blocks_for
+from pdmesh.model import Epoch, RequestId
 from pdmesh_testing.cuda import FakeStreams
 from pdmesh_testing.kv import EVERYTHING, SMALL_TRANSFER, ByteStore, TransportMaker
 

@@ -25,7 +25,8 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.pages import Blocks
-from pdmesh.model import Epoch, IndexRange, KvLayout, RequestId
+from pdmesh.kv_layout import IndexRange, KvLayout
+from pdmesh.model import Epoch, RequestId
 from pdmesh_testing.cuda import FakeDriver, FakeHost, FakeStreams
 from pdmesh_testing.kv import SMALL_TRANSFER, TransportMaker
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pdmesh.engine.kv_cache import TorchKvStore
-from pdmesh.model import IndexRange, KvLayout, PageShape
+from pdmesh.kv_layout import IndexRange, KvLayout, PageShape
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=5, dtype="bfloat16")
 

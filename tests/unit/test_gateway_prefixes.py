@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from pdmesh.engine.files import DefaultSampling, ModelInfo, load_model_info
 from pdmesh.errors import RequestRejected
-from pdmesh.model import GRANULE_TOKENS, GatewayId, InstanceId, PrefixHashes, RequestId, SamplingParams
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import GatewayId, InstanceId, PrefixHashes, RequestId, SamplingParams
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.wire.messages import TokenOut, pack_token_ids
 from pdmesh_gateway.mailbox import Mailbox

@@ -12,7 +12,8 @@ from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.pages import Blocks, marked, runs
 from pdmesh.kv.piece import PieceHeader, PieceKind
-from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
+from pdmesh.kv_layout import IndexRange, KvLayout, KvPart
+from pdmesh.model import Epoch, RequestId
 from pdmesh.policy.pacing import ChunkPace
 from pdmesh_testing.calls import num_calls
 from pdmesh_testing.kv import ByteStore

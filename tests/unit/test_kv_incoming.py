@@ -18,7 +18,8 @@ from pdmesh.kv.pages import Blocks
 from pdmesh.kv.peer_reads import note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.store import HostKvStore
-from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart
+from pdmesh.kv_layout import IndexRange, KvLayout, KvPart
+from pdmesh.model import Epoch
 from pdmesh.threads import CallThreads
 from pdmesh.transport.seal import MeshKey
 from pdmesh_testing.transfers import a_context

@@ -21,7 +21,8 @@ from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, PausedTransfer, SentTransfer
 from pdmesh.kv.piece import FirstToken, PieceHeader, PieceKind, pack_header, request_key, unpack_header, weights_word
 from pdmesh.kv.repair import FREE_PIECES
-from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
+from pdmesh.kv_layout import IndexRange, KvLayout, KvPart
+from pdmesh.model import Epoch, RequestId
 from pdmesh.transport.buffers import MAX_PIECES, MESSAGE_BYTES, PieceBuffer
 from pdmesh.transport.seal import MeshKey
 from pdmesh_testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, UNEQUAL_LAYOUT, ByteStore, TransportMaker

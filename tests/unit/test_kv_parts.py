@@ -20,7 +20,8 @@ from pdmesh.kv.parts import AttendPart
 from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind
 from pdmesh.kv.remote_kv import RangeQuestion, RemoteKvLost
 from pdmesh.kv.spread import JoinedPieces, PartHolder, SpreadKv
-from pdmesh.model import Epoch, IndexRange, RequestId
+from pdmesh.kv_layout import IndexRange
+from pdmesh.model import Epoch, RequestId
 from pdmesh.transport.kv_transport import KvTransport
 from pdmesh_testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
 

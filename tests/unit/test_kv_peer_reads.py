@@ -22,7 +22,7 @@ from pdmesh.kv import peer_reads as module
 from pdmesh.kv.copy_out import FREEZE_LIMIT_S
 from pdmesh.kv.peer_reads import CacheOwner, Copies, PeerReads, ReadNote
 from pdmesh.kv.sharing import HostCache, HostPeerCache, PeerCache, SharedCache, common_runs
-from pdmesh.model import IndexRange, KvLayout
+from pdmesh.kv_layout import IndexRange, KvLayout
 from pdmesh_testing.cache_owner import NUM_BLOCKS
 from pdmesh_testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore
 from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport

@@ -10,7 +10,8 @@ from pdmesh.kv.copy_out import CopyOut, KvSource
 from pdmesh.kv.lane import STEPS_A_CHUNK
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import FirstToken, KvDestination
-from pdmesh.model import Epoch, KvLayout, RequestId
+from pdmesh.kv_layout import KvLayout
+from pdmesh.model import Epoch, RequestId
 from pdmesh_testing.kv import EVERYTHING, ByteStore
 from pdmesh_testing.transfers import a_context
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.model import KvLayout, MeasuredStep, Role
+from pdmesh.kv_layout import KvLayout
+from pdmesh.model import MeasuredStep, Role
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.latency_profile import self_measured
 from pdmesh.policy.packing import NOTHING, ChunkSizer

@@ -14,7 +14,7 @@ from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.engine.ranks.rank_commands import Command, Deltas, Replicas, Step, frame
 from pdmesh.errors import ProtocolError
 from pdmesh.kv.remote_kv import RangeQuestion
-from pdmesh.model import num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
 from pdmesh_testing.stepping import new_sequence
 
 BLOCK_SIZE = 16

@@ -12,7 +12,8 @@ import pytest
 from pdmesh.config import TransferConfig
 from pdmesh.core.commands import Hold
 from pdmesh.core.events import KvLow, KvReleased, RequestFinished, StepDone, TransferSent
-from pdmesh.model import RequestId, Role, SamplingParams, num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
+from pdmesh.model import RequestId, Role, SamplingParams
 from pdmesh.worker.drafts import PromptLookup, most_drafted
 from pdmesh.worker.sequences import LocalRequest
 from pdmesh_testing.fake_engine import FakeEngine, reference_output

@@ -13,7 +13,7 @@ import pytest
 from pdmesh.cli.preflight import check_settings
 from pdmesh.config import HOST_KV_CACHE_BYTES, InstanceDegrees, MeshConfig, PoolConfig, WorkerConfig
 from pdmesh.errors import ConfigError
-from pdmesh.model import GRANULE_TOKENS, KvLayout, num_blocks_for
+from pdmesh.kv_layout import GRANULE_TOKENS, KvLayout, num_blocks_for
 from pdmesh.policy.latency import PROFILES, ChunkShape, StepShape
 from pdmesh.worker.engines import (
     EngineFacts,

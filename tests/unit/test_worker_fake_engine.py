@@ -8,7 +8,8 @@ import pytest
 
 from pdmesh.engine.base import EngineSequence, SequenceSlice, SliceResult
 from pdmesh.kv.remote_kv import RangeQuestion
-from pdmesh.model import FinishReason, KvLayout, RequestId, SamplingParams
+from pdmesh.kv_layout import KvLayout
+from pdmesh.model import FinishReason, RequestId, SamplingParams
 from pdmesh_testing.fake_engine import FAKE_LAYOUT, FakeEngine, reference_output
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)

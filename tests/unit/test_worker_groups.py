@@ -25,7 +25,8 @@ from pdmesh.core.events import (
 )
 from pdmesh.kv.intake import WINDOW_CLOSED
 from pdmesh.kv.piece import PieceKind, unpack_header
-from pdmesh.model import GRANULE_TOKENS, Epoch, KvPart, Role, SamplingParams
+from pdmesh.kv_layout import GRANULE_TOKENS, KvPart
+from pdmesh.model import Epoch, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.transport.seal import MeshKey
 from pdmesh.wire.messages import Generation, PeerGone, PromptLogprobs

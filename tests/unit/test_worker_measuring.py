@@ -12,7 +12,7 @@ import pytest
 from pdmesh.config import MeshConfig, WorkerConfig
 from pdmesh.engine.base import SequenceSlice
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.model import num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
 from pdmesh.policy.fit import fit
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.latency_profile import shape_of

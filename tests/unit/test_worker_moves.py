@@ -30,7 +30,8 @@ from pdmesh.kv.copy_out import KvSource
 from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.piece import PieceHeader, PieceKind, unpack_header
 from pdmesh.kv.transcript import pack_transcript
-from pdmesh.model import Epoch, KvPart, RequestId, Role, SamplingParams, TransferId, num_blocks_for
+from pdmesh.kv_layout import KvPart, num_blocks_for
+from pdmesh.model import Epoch, RequestId, Role, SamplingParams, TransferId
 from pdmesh.transport.buffers import PieceBuffer
 from pdmesh.transport.seal import MeshKey
 from pdmesh.wire.messages import Generation, StreamHandover

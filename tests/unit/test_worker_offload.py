@@ -27,7 +27,8 @@ from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.offload.disk import DiskSlots
 from pdmesh.kv.offload.tier import OffloadTier
 from pdmesh.kv.store import KvStore
-from pdmesh.model import GRANULE_TOKENS, PrefixHash, PrefixHashes, Role, SamplingParams
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import PrefixHash, PrefixHashes, Role, SamplingParams
 from pdmesh.wire.messages import Generation, pack_token_ids
 from pdmesh_testing.fake_engine import FakeEngine, reference_output
 from pdmesh_testing.kv import UNEQUAL_LAYOUT, ByteStore

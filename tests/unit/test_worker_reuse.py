@@ -24,7 +24,8 @@ from pdmesh.core.events import (
 )
 from pdmesh.kv.copy_in import CopyIn
 from pdmesh.kv.piece import PieceHeader, PieceKind
-from pdmesh.model import GRANULE_TOKENS, Epoch, IndexRange, KvPart, PrefixHash, RequestId, Role, SamplingParams
+from pdmesh.kv_layout import GRANULE_TOKENS, IndexRange, KvPart
+from pdmesh.model import Epoch, PrefixHash, RequestId, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, Evictions
 from pdmesh_testing.fake_engine import FakeEngine, StepGate, reference_output
 from pdmesh_testing.groups import admit_member, block_chunks, running_members

@@ -25,18 +25,8 @@ from pdmesh.core.events import (
     TransferLanded,
     TransferSent,
 )
-from pdmesh.model import (
-    Epoch,
-    IndexRange,
-    InstanceId,
-    KvPart,
-    PartMember,
-    RequestId,
-    SamplingParams,
-    Then,
-    TransferId,
-    num_blocks_for,
-)
+from pdmesh.kv_layout import IndexRange, KvPart, num_blocks_for
+from pdmesh.model import Epoch, InstanceId, PartMember, RequestId, SamplingParams, Then, TransferId
 from pdmesh.plans import KvShard, TransferPlan
 from pdmesh_testing.checkpoints import TINY, write_checkpoint
 from pdmesh_testing.exactness import random_prompts

@@ -27,7 +27,8 @@ from pdmesh.core.events import (
 )
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.kv.remote_kv import RangeQuestion
-from pdmesh.model import IndexRange, PartMember, RequestId, SamplingParams, TransferId, num_blocks_for
+from pdmesh.kv_layout import IndexRange, num_blocks_for
+from pdmesh.model import PartMember, RequestId, SamplingParams, TransferId
 from pdmesh.plans import KvShard, StepPlan, TransferPlan
 from pdmesh.wire.messages import Generation
 from pdmesh_testing.checkpoints import TINY, write_checkpoint

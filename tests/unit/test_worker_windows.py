@@ -30,7 +30,8 @@ from pdmesh.core.events import (
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.kv.frames import WindowFrames
-from pdmesh.model import GRANULE_TOKENS, Epoch, KvLayout, Role, SamplingParams, TransferId, num_blocks_for
+from pdmesh.kv_layout import GRANULE_TOKENS, KvLayout, num_blocks_for
+from pdmesh.model import Epoch, Role, SamplingParams, TransferId
 from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
 from pdmesh_testing.reuse import FETCH, a_generation, granules_of, output, run, tell_of_fetch
 from pdmesh_testing.stepping import generate

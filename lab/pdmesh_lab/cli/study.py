@@ -10,7 +10,7 @@ from itertools import permutations
 from pathlib import Path
 
 from pdmesh.errors import ConfigError, PdmeshError
-from pdmesh.model import KvLayout
+from pdmesh.kv_layout import KvLayout
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency_profile import Profile

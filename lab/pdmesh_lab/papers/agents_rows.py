@@ -14,8 +14,8 @@ from pdmesh.core.commands import Command
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import Event, RequestArrived
 from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.kv_layout import GRANULE_TOKENS, KvLayout
 from pdmesh.metrics import NO_SLO, percentile
-from pdmesh.model import GRANULE_TOKENS, KvLayout
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from pdmesh.kv_layout import KvLayout
 from pdmesh.metrics import Slo
-from pdmesh.model import KvLayout
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import ModelShape

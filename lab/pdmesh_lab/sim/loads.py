@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdmesh.instance.sequence import Sequence
-from pdmesh.model import GRANULE_TOKENS, InstanceProfile, RequestKey
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import InstanceProfile, RequestKey
 from pdmesh_lab.sim.agenda import Agenda
 from pdmesh_lab.sim.planned_step import PlannedStep
 

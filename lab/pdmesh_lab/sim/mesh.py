@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import GRANULE_TOKENS, InstanceId, InstanceProfile, KvLayout, Role
+from pdmesh.kv_layout import GRANULE_TOKENS, KvLayout
+from pdmesh.model import InstanceId, InstanceProfile, Role
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig

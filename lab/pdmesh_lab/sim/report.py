@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from pdmesh import metrics
 from pdmesh.core.commands import Outcome
+from pdmesh.kv_layout import GRANULE_TOKENS
 from pdmesh.metrics import Slo
-from pdmesh.model import GRANULE_TOKENS, PrefixHash
+from pdmesh.model import PrefixHash
 from pdmesh_lab.sim.result import RequestRun, SimResult
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from pdmesh import metrics
 from pdmesh.core.commands import Outcome
-from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PrefixHashes, Request, Role
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import Epoch, InstanceId, PrefixHashes, Request, Role
 from pdmesh.plans import ChunkPlan
 
 

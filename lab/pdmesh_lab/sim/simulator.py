@@ -20,7 +20,8 @@ from pdmesh.core.commands import (
     WakeAt,
 )
 from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, InstanceLost, RequestArrived, Tick
-from pdmesh.model import GRANULE_TOKENS, Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, RequestKey
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, RequestKey
 from pdmesh.plans import TransferPlan
 from pdmesh.policy.latency import LatencyModel
 from pdmesh_lab.sim.agenda import Agenda, Timer

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from pdmesh.instance.effects import CopySent
 from pdmesh.instance.sequence import Sequence
-from pdmesh.model import GRANULE_TOKENS, RequestKey, Then
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import RequestKey, Then
 from pdmesh.plans import TransferPlan
 from pdmesh_lab.sim.flows import SimulatedFlows
 

@@ -12,7 +12,8 @@ import typer
 from pdmesh.cli.options import Asked, Output
 from pdmesh.cli.state_folder import MeshRecord, scheduler_of
 from pdmesh.cli.tables import Column, Table, duration
-from pdmesh.model import GRANULE_TOKENS, short_weights
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import short_weights
 from pdmesh.wire import messages
 
 #: Time span of measured speeds, and the largest number of requests in it.

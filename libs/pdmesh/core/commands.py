@@ -11,8 +11,8 @@ from enum import StrEnum
 from msgspec import Struct
 
 from pdmesh.core.record_line import RecordLine
+from pdmesh.kv_layout import GRANULE_TOKENS
 from pdmesh.model import (
-    GRANULE_TOKENS,
     NO_TRANSFER,
     Epoch,
     GatewayId,

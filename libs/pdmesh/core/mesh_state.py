@@ -25,17 +25,8 @@ from pdmesh.core.sessions.sessions import Sessions
 from pdmesh.core.waiting.awaiting_decode import AwaitingDecode
 from pdmesh.core.waiting.computing import Computing
 from pdmesh.core.waiting.queue import WaitingQueue
-from pdmesh.model import (
-    GRANULE_TOKENS,
-    GatewayId,
-    InstanceId,
-    PrefixHashes,
-    RejectReason,
-    Request,
-    RequestId,
-    RequestKey,
-    Then,
-)
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import GatewayId, InstanceId, PrefixHashes, RejectReason, Request, RequestId, RequestKey, Then
 from pdmesh.plans import KvShard
 from pdmesh.policy.seams import DecodePlacement
 from pdmesh.policy.views import Rank

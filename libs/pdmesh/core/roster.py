@@ -12,7 +12,8 @@ from pdmesh.core.instances.id_pool import IdPool
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.link_rates import MeasuredLinks
 from pdmesh.core.instances.revisions import weights_for_new
-from pdmesh.model import GRANULE_TOKENS, InstanceId, Request, RequestKey
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import InstanceId, Request, RequestKey
 
 
 class FromInstance(Protocol):

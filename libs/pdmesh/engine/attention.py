@@ -22,7 +22,7 @@ from torch import Tensor
 from pdmesh.engine.bf16 import onednn_multiplies_bf16
 from pdmesh.engine.kv_cache import num_cache_heads
 from pdmesh.kv.remote_kv import RemoteKv
-from pdmesh.model import KvLayout, PageShape, num_blocks_for
+from pdmesh.kv_layout import KvLayout, PageShape, num_blocks_for
 
 #: Score elements of one tile of queries. The bound limits the memory of a long context, and keeps a tile within the
 #: processor's caches. On CPU, softmax of bf16 computes in fp32 inside; asking for an fp32 result would only add two

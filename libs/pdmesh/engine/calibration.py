@@ -19,7 +19,8 @@ from pdmesh.engine.forward import DirectForward, step_spans
 from pdmesh.engine.kernels import Kernels, Rotation
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.transformer_model import Transformer
-from pdmesh.model import RequestId, SamplingParams, num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
+from pdmesh.model import RequestId, SamplingParams
 
 #: Largest accepted magnitude. Float16 ends at 65,504; the margin is for prompts with larger activations.
 FLOAT16_LIMIT = 65_504 / 16

@@ -21,7 +21,7 @@ from pdmesh.engine.native import NativeAttention, NativeKernels, suits
 from pdmesh.engine.packed import PACKED_KIND
 from pdmesh.engine.ranged_attention import RangedAttention
 from pdmesh.engine.tiled_attention import TiledAttention
-from pdmesh.model import KvLayout, PageShape
+from pdmesh.kv_layout import KvLayout, PageShape
 
 
 def choose_library(

@@ -18,7 +18,7 @@ from pdmesh.engine.ranks.share import WHOLE, RankShare
 from pdmesh.engine.transformer_model import Transformer
 from pdmesh.engine.weights import ModelWeights
 from pdmesh.kv.store import KvStore
-from pdmesh.model import IndexRange, KvLayout, PageShape
+from pdmesh.kv_layout import IndexRange, KvLayout, PageShape
 
 
 class PagedStore(KvStore, Protocol):

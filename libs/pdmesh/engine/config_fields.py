@@ -11,7 +11,7 @@ from pdmesh.engine.model_config import DTYPES, Activation, ExpertsConfig, LayerC
 from pdmesh.engine.rope_config import RopeConfig, RopeType
 from pdmesh.engine.state_sizes import DeltaNet
 from pdmesh.errors import ConfigError
-from pdmesh.model import PageShape
+from pdmesh.kv_layout import PageShape
 
 #: Bounds of counts in a file: no model has more layers, and nothing is allocated from a larger number.
 MAX_LAYERS = 1024

@@ -20,7 +20,7 @@ from pdmesh.engine.sampler import sample
 from pdmesh.engine.states import state_slices
 from pdmesh.engine.transformer_model import Places, StepInputs
 from pdmesh.kv.frames import FrameMap
-from pdmesh.model import KvLayout, num_blocks_for
+from pdmesh.kv_layout import KvLayout, num_blocks_for
 
 Ints = npt.NDArray[np.int64]
 _NONE: Ints = np.empty(0, dtype=np.int64)

@@ -20,7 +20,7 @@ from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.quantized import FLOATS, Shape, Stored
 from pdmesh.engine.stored import FileTensors, StoredFiles
 from pdmesh.errors import ConfigError
-from pdmesh.model import IndexRange
+from pdmesh.kv_layout import IndexRange
 
 _GATE_UP = "gate_up_proj"
 _NAME = re.compile(rf"(.+\.experts)\.(\d+)\.({_GATE_UP}|down_proj)\.(weight|bias)")

@@ -17,7 +17,7 @@ from torch import Tensor
 from pdmesh.kv.frames import FrameMap
 from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
-from pdmesh.model import KvLayout, PageShape
+from pdmesh.kv_layout import KvLayout, PageShape
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

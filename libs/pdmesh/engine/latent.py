@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdmesh.model import PageShape
+from pdmesh.kv_layout import PageShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from pdmesh.engine.linear import Linear
 from pdmesh.engine.model_config import NormConfig
 from pdmesh.engine.rope import rotate
 from pdmesh.engine.weights import LatentWeights
-from pdmesh.model import num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
 
 #: The norms of latents. Their epsilon is in no ``config.json``.
 _NORMS = TorchKernels(Elementwise(NormConfig(epsilon=1e-6)))

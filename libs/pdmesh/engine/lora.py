@@ -21,7 +21,7 @@ from pdmesh.engine.quantized import FLOATS, Shape, Stored
 from pdmesh.engine.stored import FileTensors
 from pdmesh.engine.tensors import Tensors, some
 from pdmesh.errors import ConfigError
-from pdmesh.model import IndexRange
+from pdmesh.kv_layout import IndexRange
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")

@@ -15,7 +15,7 @@ from pdmesh.engine.rope_config import RopeConfig
 from pdmesh.engine.state_sizes import DeltaNet
 from pdmesh.engine.tensor_names import TensorNames
 from pdmesh.errors import ConfigError
-from pdmesh.model import KvLayout, PageShape
+from pdmesh.kv_layout import KvLayout, PageShape
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -24,7 +24,7 @@ from pdmesh.engine.model_config import DecoderShape, ModelConfig, QuantizedForma
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.engine.ranks.share import WHOLE, RankShare, check_divisible, check_stages
 from pdmesh.errors import ConfigError
-from pdmesh.model import KvLayout
+from pdmesh.kv_layout import KvLayout
 
 log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ from pdmesh.engine.kernels import Elementwise, Rotation, TorchKernels
 from pdmesh.engine.kv_cache import TORCH_DTYPES, num_cache_heads
 from pdmesh.engine.levels import CpuLevel, KernelLibrary
 from pdmesh.engine.model_config import Activation, ModelConfig, NormKind
-from pdmesh.model import KvLayout, num_blocks_for
+from pdmesh.kv_layout import KvLayout, num_blocks_for
 
 
 def suits(level: CpuLevel, config: ModelConfig, layout: KvLayout) -> bool:

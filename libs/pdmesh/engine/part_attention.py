@@ -14,7 +14,7 @@ from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.ranged_attention import RangedAttention
 from pdmesh.kv.remote_kv import RangeQuestion
-from pdmesh.model import KvLayout
+from pdmesh.kv_layout import KvLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,8 @@ from pdmesh.engine.sampler import token_logprobs
 from pdmesh.errors import ConfigError
 from pdmesh.grammars import Grammars, is_json
 from pdmesh.kv.remote_kv import RangeQuestion
-from pdmesh.model import ComputePath, FinishReason, KvLayout
+from pdmesh.kv_layout import KvLayout
+from pdmesh.model import ComputePath, FinishReason
 
 log = structlog.get_logger()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdmesh.model import PageShape
+from pdmesh.kv_layout import PageShape
 
 #: Window of layers with a state: a token needs the state behind the token before.
 STATE_WINDOW = 2

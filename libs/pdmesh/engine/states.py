@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pdmesh.engine.base import SequenceSlice
 from pdmesh.kv.frames import FrameMap
-from pdmesh.model import num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
 
 #: Position of a place without a state. Zeros are no state, and no state is read before the first token.
 NO_POSITION = 0

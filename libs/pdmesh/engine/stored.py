@@ -13,7 +13,7 @@ from pdmesh.engine.grouped import GroupedWeight
 from pdmesh.engine.quantized import FLOATS, Shape, Stored
 from pdmesh.engine.unused import check_unused
 from pdmesh.errors import ConfigError
-from pdmesh.model import IndexRange
+from pdmesh.kv_layout import IndexRange
 
 #: The open file with a tensor, and the tensor's name in it, by the tensor's name here.
 StoredFiles = dict[str, tuple[Any, str]]

@@ -22,7 +22,7 @@ from pdmesh.engine.quantized import Layout, LayoutError, Shape, Stored, Weight, 
 from pdmesh.engine.stored import FileTensors, StoredFiles
 from pdmesh.engine.tensor_names import TensorNames
 from pdmesh.errors import ConfigError
-from pdmesh.model import IndexRange
+from pdmesh.kv_layout import IndexRange
 
 _WEIGHT = ".weight"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdmesh.engine.attention import AttentionOutput, PartialPlan, QuerySpan, cap_scores, multiplicable
-from pdmesh.model import KvLayout, num_blocks_for
+from pdmesh.kv_layout import KvLayout, num_blocks_for
 
 _TILE_ROWS = 64
 _TILE_KEYS = 256

@@ -27,7 +27,7 @@ from pdmesh.engine.rope import RotaryEmbedding, rotate
 from pdmesh.engine.state_sizes import DeltaNet
 from pdmesh.engine.states import StateSlice
 from pdmesh.engine.weights import HeadNorm, LayerInput, LayerWeights, ModelWeights, Norm
-from pdmesh.model import IndexRange
+from pdmesh.kv_layout import IndexRange
 
 #: Number of rows per product in deterministic mode. Libraries choose the order of sums by the number of rows. With a
 #: fixed number, a row's result depends on itself alone (measured: oneDNN bf16 with AMX and without, MKL fp32). Fewer

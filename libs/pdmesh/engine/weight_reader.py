@@ -36,7 +36,7 @@ from pdmesh.engine.weights import (
     ModelWeights,
     Norm,
 )
-from pdmesh.model import IndexRange
+from pdmesh.kv_layout import IndexRange
 
 #: Source row of each row of a weight. None keeps the stored order.
 Order = Sequence[int] | None

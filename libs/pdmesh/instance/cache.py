@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from pdmesh.model import PrefixHash, PrefixHashes, blocks_of_granule
+from pdmesh.kv_layout import blocks_of_granule
+from pdmesh.model import PrefixHash, PrefixHashes
 from pdmesh.plans import Evictions
 
 

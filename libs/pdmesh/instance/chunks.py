@@ -6,7 +6,7 @@ from pdmesh.core.events import TransferOffered
 from pdmesh.instance.floor import Floor
 from pdmesh.instance.sequence import Sequence
 from pdmesh.instance.sequence_phases import LeavingState
-from pdmesh.model import GRANULE_TOKENS
+from pdmesh.kv_layout import GRANULE_TOKENS
 from pdmesh.plans import ChunkPlan
 
 

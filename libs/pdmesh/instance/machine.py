@@ -43,7 +43,8 @@ from pdmesh.instance.new_copies import NewCopies
 from pdmesh.instance.sequence import PromptWork, Sequence
 from pdmesh.instance.sequence_phases import DECODES, SeqPhase
 from pdmesh.instance.spreading import Spreading
-from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PartMember, RequestKey, Role, Then
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import Epoch, InstanceId, PartMember, RequestKey, Role, Then
 from pdmesh.plans import ChunkPlan, PrefillGroup, StepPlan
 
 

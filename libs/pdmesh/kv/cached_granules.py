@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.model import PrefixHash, PrefixHashes, blocks_of_granule
+from pdmesh.kv_layout import blocks_of_granule
+from pdmesh.model import PrefixHash, PrefixHashes
 
 
 class CachedGranules:

@@ -15,7 +15,8 @@ from pdmesh.kv.outcome import LandedTransfer
 from pdmesh.kv.pages import NO_BLOCK, Blocks
 from pdmesh.kv.piece import FirstToken, PieceHeader, PieceKind, request_key
 from pdmesh.kv.transcript import is_complete
-from pdmesh.model import Epoch, IndexRange, KvPart, RequestId, num_blocks_for
+from pdmesh.kv_layout import IndexRange, KvPart, num_blocks_for
+from pdmesh.model import Epoch, RequestId
 from pdmesh.transport.kv_transport import ReceivedPiece
 
 #: Maximum bytes of a transcript before its tokens. They hold the sampling parameters and the gateway.

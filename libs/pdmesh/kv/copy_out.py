@@ -23,7 +23,8 @@ from pdmesh.kv.ledger import PageLedger
 from pdmesh.kv.outcome import PausedTransfer, SentTransfer
 from pdmesh.kv.pages import NO_BLOCK, Blocks
 from pdmesh.kv.piece import FirstToken, KvDestination, PieceHeader, PieceKind, request_key
-from pdmesh.model import Epoch, IndexRange, KvPart, RequestId, num_blocks_for
+from pdmesh.kv_layout import IndexRange, KvPart, num_blocks_for
+from pdmesh.model import Epoch, RequestId
 
 #: Time after which a commit is sent again, so that the receiver notices lost pieces. A piece with a damaged header is
 #: lost.

@@ -45,7 +45,8 @@ from pdmesh.kv.outbox import Outgoing
 from pdmesh.kv.outcome import FailedExchange
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind
-from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
+from pdmesh.kv_layout import IndexRange, KvPart
+from pdmesh.model import Epoch, RequestId
 from pdmesh.plans import MAX_GROUP_MEMBERS
 from pdmesh.policy.pacing import ChunkPace, layers_a_piece
 from pdmesh.transport.kv_transport import ReceivedPiece

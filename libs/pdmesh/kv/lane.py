@@ -24,7 +24,7 @@ from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.repair import DamageLimit, RefusalLimit
-from pdmesh.model import IndexRange, KvLayout, KvPart
+from pdmesh.kv_layout import IndexRange, KvLayout, KvPart
 
 #: Maximum number of pieces under way to one peer: one is copied and checked while others travel. Between hosts each
 #: needs a round trip before its bytes are sent: a busy machine's TCP carried 1.1 to 1.2 GB/s with 4, and 1.35 with 8.

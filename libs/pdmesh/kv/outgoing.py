@@ -12,7 +12,7 @@ from pdmesh.errors import KvTransferError
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import PieceHeader, pack_header
 from pdmesh.kv.store import KvStore
-from pdmesh.model import IndexRange, KvPart
+from pdmesh.kv_layout import IndexRange, KvPart
 from pdmesh.threads import CallThreads
 from pdmesh.transport.buffers import PieceBuffer
 from pdmesh.transport.kv_transport import KvTransport

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from pdmesh.kv.piece import PieceHeader
-from pdmesh.model import IndexRange, KvLayout, KvPart
+from pdmesh.kv_layout import IndexRange, KvLayout, KvPart
 
 #: Entry of a block table for a block of the context that is held elsewhere.
 NO_BLOCK = -1

@@ -26,7 +26,8 @@ import structlog
 from anyio import CancelScope, to_thread
 
 from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind
-from pdmesh.model import Epoch, IndexRange
+from pdmesh.kv_layout import IndexRange
+from pdmesh.model import Epoch
 from pdmesh.transport.address import peer_id
 from pdmesh.transport.local import process_and_user
 from pdmesh.transport.seal import SEAL_BYTES, MeshKey

@@ -40,7 +40,7 @@ from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.sharing import PeerCache, SharedCache
 from pdmesh.kv.store import KvStore
-from pdmesh.model import IndexRange, KvLayout
+from pdmesh.kv_layout import IndexRange, KvLayout
 from pdmesh.transport.buffers import PieceBuffer
 from pdmesh.transport.kv_transport import KvTransport
 from pdmesh.transport.reading import FORBIDDEN, read_memory

@@ -13,7 +13,8 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from pdmesh.errors import ProtocolError
-from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
+from pdmesh.kv_layout import IndexRange, KvPart
+from pdmesh.model import Epoch, RequestId
 from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.seal import CHECK_BYTES, SEAL_BYTES, MeshKey
 

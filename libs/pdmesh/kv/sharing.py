@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from pdmesh.errors import KvTransferError
-from pdmesh.model import IndexRange, KvLayout
+from pdmesh.kv_layout import IndexRange, KvLayout
 from pdmesh.transport.reading import read_parts
 
 _SIZES = struct.Struct("<2Q")

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from pdmesh.kv.frames import FrameMap
 from pdmesh.kv.sharing import SharedCache
-from pdmesh.model import KvLayout
+from pdmesh.kv_layout import KvLayout
 
 
 class KvStore(Protocol):

@@ -11,7 +11,8 @@ import math
 from statistics import NormalDist
 from typing import NamedTuple
 
-from pdmesh.model import Request, num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
+from pdmesh.model import Request
 
 #: Room for output that a request is admitted with, in blocks.
 FIRST_BLOCKS = 2

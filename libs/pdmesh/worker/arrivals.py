@@ -13,7 +13,8 @@ from pdmesh.kv.copy_in import Expected
 from pdmesh.kv.frames import OutOfFrames
 from pdmesh.kv.outcome import LandedTransfer
 from pdmesh.kv.transcript import unpack_transcript
-from pdmesh.model import GRANULE_TOKENS, IndexRange, PartMember, Then
+from pdmesh.kv_layout import GRANULE_TOKENS, IndexRange
+from pdmesh.model import PartMember, Then
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.growth import RoomGrowth
 from pdmesh.worker.intake import Intake, check_request

@@ -11,7 +11,7 @@ from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.gate import Gate
 from pdmesh.kv.offload.copies import KvLoad
 from pdmesh.kv.pages import Blocks
-from pdmesh.model import num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.policy.pacing import ChunkPace
 from pdmesh.worker.sequences import LocalRequest

@@ -12,7 +12,8 @@ from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.cached_granules import CachedGranules
 from pdmesh.kv.offload.tier import OffloadTier
-from pdmesh.model import GRANULE_TOKENS, InstanceId, PrefixHash, PrefixHashes
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import InstanceId, PrefixHash, PrefixHashes
 from pdmesh.plans import Evictions
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.wire.messages import pack_token_ids

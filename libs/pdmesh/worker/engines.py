@@ -20,7 +20,8 @@ from pdmesh.engine.ranks.share import check_divisible, check_stages
 from pdmesh.errors import ConfigError
 from pdmesh.extensions import extension
 from pdmesh.host import free_host_bytes
-from pdmesh.model import GRANULE_TOKENS, KvLayout, MeasuredStep, Role, num_blocks_for
+from pdmesh.kv_layout import GRANULE_TOKENS, KvLayout, num_blocks_for
+from pdmesh.model import MeasuredStep, Role
 
 # Importing torch takes seconds, and numpy a third of a second.
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pdmesh.core.events import GroupPrefix
 from pdmesh.errors import ProtocolError
 from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.gate import Wakeup
-from pdmesh.model import num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
 from pdmesh.plans import MAX_GROUP_MEMBERS, PrefillGroup
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.sequences import LocalRequest

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pdmesh.core.commands import Hold
 from pdmesh.core.events import KvLow
 from pdmesh.kv.blocks import OutOfBlocks
-from pdmesh.model import num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
 from pdmesh.plans import ResidentContext
 from pdmesh.policy.on_demand import granted_blocks
 from pdmesh.worker.context import InstanceContext

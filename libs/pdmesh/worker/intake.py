@@ -16,16 +16,8 @@ from pdmesh.instance.floor import TakesBlocks
 from pdmesh.instance.sequence import Sequence
 from pdmesh.kv.offload.copies import KvLoad
 from pdmesh.kv.pages import NO_BLOCK
-from pdmesh.model import (
-    GRANULE_TOKENS,
-    GatewayId,
-    PrefixHashes,
-    RequestKey,
-    SamplingParams,
-    Then,
-    num_blocks_for,
-    short_weights,
-)
+from pdmesh.kv_layout import GRANULE_TOKENS, num_blocks_for
+from pdmesh.model import GatewayId, PrefixHashes, RequestKey, SamplingParams, Then, short_weights
 from pdmesh.wire.messages import Generation, Prompt, unpack_token_ids
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.groups import PrefillGroups

@@ -17,7 +17,8 @@ from pdmesh.kv.outcome import FailedTransfer, SentTransfer
 from pdmesh.kv.pages import NO_BLOCK
 from pdmesh.kv.piece import KvDestination
 from pdmesh.kv.spread import PartHolder
-from pdmesh.model import GRANULE_TOKENS, IndexRange, KvPart, Then, blocks_of_granule
+from pdmesh.kv_layout import GRANULE_TOKENS, IndexRange, KvPart, blocks_of_granule
+from pdmesh.model import Then
 from pdmesh.plans import TransferPlan
 from pdmesh.wire.messages import pack_token_ids
 from pdmesh.worker.context import InstanceContext

@@ -17,7 +17,8 @@ from pdmesh.instance.sequence import Sequence
 from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.kv.blocks import OutOfBlocks
 from pdmesh.kv.spread import SpreadKv
-from pdmesh.model import GRANULE_TOKENS, InstanceId, PartMember, PrefixHashes, RequestKey
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import InstanceId, PartMember, PrefixHashes, RequestKey
 from pdmesh.plans import TransferPlan
 from pdmesh.worker.block_tables import StalePrefix
 from pdmesh.worker.context import InstanceContext

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from math import inf
 
 from pdmesh.engine.base import Engine, EngineSequence, SequenceSlice
-from pdmesh.model import MeasuredStep, RequestId, SamplingParams, num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
+from pdmesh.model import MeasuredStep, RequestId, SamplingParams
 from pdmesh.policy.latency import ChunkShape, StepShape
 from pdmesh.policy.latency_profile import shape_of
 from pdmesh.worker.known_steps import KnownSteps

@@ -23,15 +23,8 @@ from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.offload.copies import KvLoad
 from pdmesh.kv.pages import NO_BLOCK
-from pdmesh.model import (
-    Epoch,
-    InstanceId,
-    PrefixHashes,
-    RequestId,
-    RequestKey,
-    Resident,
-    num_blocks_for,
-)
+from pdmesh.kv_layout import num_blocks_for
+from pdmesh.model import Epoch, InstanceId, PrefixHashes, RequestId, RequestKey, Resident
 from pdmesh.plans import ChunkPlan
 from pdmesh.policy.on_demand import is_low
 from pdmesh.wire.messages import Generation

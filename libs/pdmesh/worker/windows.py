@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.frames import WindowFrames
 from pdmesh.kv.store import KvStore
-from pdmesh.model import IndexRange, num_blocks_for
+from pdmesh.kv_layout import IndexRange, num_blocks_for
 
 
 @dataclass(slots=True, eq=False)

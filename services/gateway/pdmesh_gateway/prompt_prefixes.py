@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import anyio.to_thread
 
 from pdmesh.engine.files import ModelInfo
-from pdmesh.model import GRANULE_TOKENS, PrefixHashes, SamplingParams
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import PrefixHashes, SamplingParams
 from pdmesh.prefixes import PrefixHasher
 
 #: Longer prompts are hashed on a thread: this many bytes take a millisecond or two.

@@ -15,15 +15,8 @@ from pdmesh.config import SchedulerConfig
 from pdmesh.core.commands import Reject
 from pdmesh.core.events import GatewayJoined, GatewayLost, RequestArrived, SessionEnded
 from pdmesh.errors import InstanceUnavailable, ProtocolError
-from pdmesh.model import (
-    GRANULE_TOKENS,
-    MAX_REQUEST_TOKENS,
-    MAX_WEIGHTS_CHARS,
-    GatewayId,
-    RejectReason,
-    Request,
-    is_request_of,
-)
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import MAX_REQUEST_TOKENS, MAX_WEIGHTS_CHARS, GatewayId, RejectReason, Request, is_request_of
 from pdmesh.prefixes import HASH_BYTES
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (

@@ -12,7 +12,8 @@ from pdmesh.core.commands import AdmitPrefill, ExpectCopy, ForgetRequest, Instan
 from pdmesh.core.events import Event, InstanceLost, RequestArrived, StepDone, TransferLanded
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.engine.base import needs_prompt_tokens
-from pdmesh.model import GRANULE_TOKENS, InstanceId, InstanceProfile, RequestKey
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import InstanceId, InstanceProfile, RequestKey
 from pdmesh.wire.messages import Generation, Prompt
 
 

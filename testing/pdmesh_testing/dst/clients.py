@@ -9,7 +9,8 @@ from functools import lru_cache
 import anyio
 
 from pdmesh.errors import RequestRejected
-from pdmesh.model import KvLayout, SamplingParams
+from pdmesh.kv_layout import KvLayout
+from pdmesh.model import SamplingParams
 from pdmesh_gateway.dialects import COMPLETIONS
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_testing.dst.plan import Ask

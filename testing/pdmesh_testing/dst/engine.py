@@ -17,7 +17,7 @@ import anyio
 from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult, StepFlight
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.offload.copies import CopyThread, TierCopy
-from pdmesh.model import KvLayout
+from pdmesh.kv_layout import KvLayout
 from pdmesh.threads import CallThreads
 from pdmesh.worker.threads import EngineThread
 from pdmesh_testing.dst.process import running_process

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pdmesh.model import KvLayout, Role
+from pdmesh.kv_layout import KvLayout
+from pdmesh.model import Role
 from pdmesh_testing.fake_engine import FAKE_LAYOUT, STATE_LAYOUT
 
 SCHEDULER = "scheduler"

@@ -14,7 +14,8 @@ import pdmesh.worker.runtime as worker_runtime
 import pdmesh_scheduler.main as scheduler_main
 from pdmesh.config import MeshConfig, SchedulerConfig, SecurityConfig, TransferConfig, WorkerConfig
 from pdmesh.engine.files import DefaultSampling, ModelInfo
-from pdmesh.model import GRANULE_TOKENS, GatewayId, Role
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import GatewayId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.service import ServiceContext

@@ -18,7 +18,8 @@ from pdmesh.core.operators.bundle_choice import BundleChoice
 from pdmesh.core.operators.instance_operations import COME_BACK_S
 from pdmesh.core.recovery.reconcile import Reconciler
 from pdmesh.core.requests.request import RequestState
-from pdmesh.model import GRANULE_TOKENS, RejectReason, Request, short_weights
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import RejectReason, Request, short_weights
 from pdmesh.policy.bundle import Bundle
 
 _SHORTEN = "Shorten the prompt, or ask for fewer output tokens."

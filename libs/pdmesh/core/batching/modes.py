@@ -12,7 +12,8 @@ from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.lengths_seen import LengthsSeen
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests.request import RequestState
-from pdmesh.model import GRANULE_TOKENS, Role
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import Role
 from pdmesh.plans import StepPlan
 from pdmesh.policy.batching import Batching, DecodePhase, Load, Mode, ModeChoice, other_mode
 from pdmesh.policy.bundle import Bundle

@@ -19,7 +19,8 @@ from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.request import RequestState
-from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PrefixHash, PrefixHashes, RequestId, RequestKey, Then
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import Epoch, InstanceId, PrefixHash, PrefixHashes, RequestId, RequestKey, Then
 
 #: Largest number of fetches from or to one instance at once: two are sent, and the next are ready.
 MAX_AT_ONCE = 4

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pdmesh.core.instances.kv_growth import Growth
-from pdmesh.model import InstanceProfile, Request, Role, num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
+from pdmesh.model import InstanceProfile, Request, Role
 from pdmesh.policy.on_demand import first_tokens
 
 #: Most ranges that an instance holds at once of a prompt longer than its whole room, or half of the room if that is

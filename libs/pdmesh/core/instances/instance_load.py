@@ -14,20 +14,8 @@ from pdmesh.core.instances.instance_capacity import InstanceCapacity
 from pdmesh.core.instances.kv_growth import Growth, GrowthSums
 from pdmesh.core.instances.prefix_cache import NOTHING, PrefixCache
 from pdmesh.core.instances.recent_prefixes import RecentPrefixes
-from pdmesh.model import (
-    GRANULE_TOKENS,
-    NO_TRANSFER,
-    IndexRange,
-    InstanceId,
-    InstanceProfile,
-    KvPart,
-    PrefixHash,
-    Request,
-    RequestKey,
-    Role,
-    TransferId,
-    num_blocks_for,
-)
+from pdmesh.kv_layout import GRANULE_TOKENS, IndexRange, KvPart, num_blocks_for
+from pdmesh.model import NO_TRANSFER, InstanceId, InstanceProfile, PrefixHash, Request, RequestKey, Role, TransferId
 from pdmesh.plans import Evictions, KvShard
 from pdmesh.policy.on_demand import Room
 

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Sequence
 from pdmesh.core.instances.cache_index import CacheIndex
 from pdmesh.core.instances.idle import IdleGranules, IdleLine
 from pdmesh.core.instances.offloaded import OffloadedHere
-from pdmesh.model import PrefixHash, blocks_of_granule
+from pdmesh.kv_layout import blocks_of_granule
+from pdmesh.model import PrefixHash
 from pdmesh.plans import NO_EVICTIONS, Evictions
 
 

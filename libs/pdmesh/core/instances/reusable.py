@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from pdmesh.core.instances.cache_index import CacheIndex
 from pdmesh.core.instances.instance import InstanceState
-from pdmesh.model import GRANULE_TOKENS, Request
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import Request
 from pdmesh.policy.reuse import ReuseCost
 
 

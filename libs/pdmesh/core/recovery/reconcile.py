@@ -19,6 +19,7 @@ from pdmesh.core.recovery.spread_residents import SpreadResidents
 from pdmesh.core.recovery.suspects import Deaths
 from pdmesh.core.requests.phases import Phase
 from pdmesh.core.requests.request import RequestState
+from pdmesh.kv_layout import num_blocks_for
 from pdmesh.model import (
     Epoch,
     GatewayId,
@@ -29,7 +30,6 @@ from pdmesh.model import (
     RequestId,
     RequestKey,
     Resident,
-    num_blocks_for,
 )
 from pdmesh.policy.views import Rank
 

@@ -14,7 +14,8 @@ from pdmesh.core.requests.copy import Copy
 from pdmesh.core.requests.group_state import GroupState
 from pdmesh.core.requests.phases import DECODES, FACTS, IN_PREFILL, TRANSITIONS, Facts, IllegalTransition, Phase
 from pdmesh.core.sessions.session_state import Session
-from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PartMember, PrefixHash, Request, RequestId, RequestKey
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import Epoch, InstanceId, PartMember, PrefixHash, Request, RequestId, RequestKey
 from pdmesh.plans import KvShard, PrefillGroup
 from pdmesh.policy.seams import PrefillOrder
 from pdmesh.policy.views import Rank

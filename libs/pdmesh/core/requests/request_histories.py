@@ -38,16 +38,8 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.core.record_line import RecordLine
-from pdmesh.model import (
-    GRANULE_TOKENS,
-    Epoch,
-    InstanceId,
-    Request,
-    RequestId,
-    RequestKey,
-    Then,
-    TransferId,
-)
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import Epoch, InstanceId, Request, RequestId, RequestKey, Then, TransferId
 from pdmesh.plans import ChunkPlan
 
 #: Largest number of fetches whose landing is reported to the waiting request; the oldest are forgotten.

@@ -8,7 +8,8 @@ from __future__ import annotations
 from enum import StrEnum
 from math import exp, inf, log
 
-from pdmesh.model import GRANULE_TOKENS, PrefixHash, PrefixHashes, Request, SessionKey
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import PrefixHash, PrefixHashes, Request, SessionKey
 
 #: Number of pauses after which the pause of a session is known, and which the mean then follows.
 NUM_PAUSES = 3

@@ -26,7 +26,8 @@ from pdmesh.core.steps.one_step import StepSlot, next_chunk
 from pdmesh.core.steps.placing import Placement, Wait, place, place_locally
 from pdmesh.core.steps.reusing import PrefillCandidate, Reusing
 from pdmesh.core.waiting.queue import in_order
-from pdmesh.model import GRANULE_TOKENS, InstanceId, Request, Role
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import InstanceId, Request, Role
 from pdmesh.plans import StepPlan
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundle import Bundle

@@ -11,7 +11,8 @@ from pdmesh.core.copies.handover import HandOvers
 from pdmesh.core.instances.cut_pairs import CutPairs, have_way
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.ranking import NOTHING_KEPT, Decoders
-from pdmesh.model import GRANULE_TOKENS, InstanceId, Request
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import InstanceId, Request
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.views import InstanceView
 

@@ -19,7 +19,8 @@ from pdmesh.core.instances.reusable import reusable
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests.request import RequestState
 from pdmesh.core.steps.placing import MAX_ASKED
-from pdmesh.model import GRANULE_TOKENS, InstanceId, PrefixHash
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import InstanceId, PrefixHash
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.reuse import ReuseCost
 from pdmesh.policy.views import InstanceView

@@ -11,7 +11,7 @@ from pdmesh.engine.architectures.gemma2 import NAMES
 from pdmesh.engine.config_fields import Fields, experts_of, listed_windows, page_of, windowed, with_layered_ropes
 from pdmesh.engine.model_config import LayerConfig, LayerEmbedding, ModelConfig, QkNorm
 from pdmesh.engine.tensor_names import TensorNames
-from pdmesh.model import PageShape
+from pdmesh.kv_layout import PageShape
 
 _NAME = "Gemma4ForCausalLM"
 

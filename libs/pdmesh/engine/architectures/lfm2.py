@@ -8,7 +8,7 @@ from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.config_fields import Fields, dense
 from pdmesh.engine.model_config import LayerConfig, ModelConfig, QkNorm, ShortConv
 from pdmesh.engine.tensor_names import TensorNames
-from pdmesh.model import PageShape
+from pdmesh.kv_layout import PageShape
 
 _NAME = "Lfm2ForCausalLM"
 

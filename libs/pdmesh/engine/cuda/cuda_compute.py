@@ -19,7 +19,7 @@ from pdmesh.engine.cuda.streams import CudaStreams
 from pdmesh.engine.forward import DirectForward
 from pdmesh.engine.kernels import Elementwise, Kernels, TorchKernels
 from pdmesh.engine.model_config import ModelConfig
-from pdmesh.model import KvLayout
+from pdmesh.kv_layout import KvLayout
 
 log = structlog.get_logger()
 

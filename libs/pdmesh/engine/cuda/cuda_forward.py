@@ -22,7 +22,8 @@ from pdmesh.engine.cuda.streams import Event, Streams
 from pdmesh.engine.forward import HiddenOutput, Rows, StepOutput, begun_blocks, step_arrays, step_spans, unfilled_rows
 from pdmesh.engine.sampler import draw
 from pdmesh.engine.transformer_model import StepInputs, Transformer
-from pdmesh.model import RequestId, SamplingParams, num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
+from pdmesh.model import RequestId, SamplingParams
 
 #: Least number of tokens for which a layer takes the device many times longer than its launches take the host.
 _LARGE_STEP = 2048

@@ -20,7 +20,7 @@ from pdmesh.engine.attention import AttentionOutput, QuerySpan
 from pdmesh.engine.cuda.page_tables import Ints, PageIndex, PageTables
 from pdmesh.engine.cuda.staging import Staging
 from pdmesh.engine.kv_cache import TORCH_DTYPES
-from pdmesh.model import KvLayout
+from pdmesh.kv_layout import KvLayout
 
 #: Alignment of each part of FlashInfer's workspace.
 _ALIGNMENT_BYTES = 4096

@@ -17,7 +17,7 @@ from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.errors import KvTransferError
 from pdmesh.host import num_usable_cores
 from pdmesh.kv.sharing import common_runs
-from pdmesh.model import KvLayout
+from pdmesh.kv_layout import KvLayout
 
 log = structlog.get_logger()
 

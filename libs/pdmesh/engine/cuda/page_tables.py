@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.cuda.staging import Staging
-from pdmesh.model import num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
 
 Ints = npt.NDArray[np.int32]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.sharing import check_blocks, common_runs
-from pdmesh.model import IndexRange, KvLayout
+from pdmesh.kv_layout import IndexRange, KvLayout
 
 log = structlog.get_logger()
 

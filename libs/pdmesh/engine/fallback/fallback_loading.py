@@ -23,7 +23,8 @@ from pdmesh.engine.forward import DirectForward, step_spans
 from pdmesh.engine.kv_cache import TORCH_DTYPES, TorchKvStore
 from pdmesh.engine.model_config import UndescribedModel
 from pdmesh.errors import ConfigError
-from pdmesh.model import KvLayout, RequestId, SamplingParams, num_blocks_for
+from pdmesh.kv_layout import KvLayout, num_blocks_for
+from pdmesh.model import RequestId, SamplingParams
 
 log = structlog.get_logger()
 

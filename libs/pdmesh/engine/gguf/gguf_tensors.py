@@ -17,7 +17,7 @@ from pdmesh.engine.gguf.gguf_reader import F32, TYPES, StoredTensor, read_parts
 from pdmesh.engine.grouped import GroupedWeight, of_blocks
 from pdmesh.engine.unused import check_unused
 from pdmesh.errors import ConfigError
-from pdmesh.model import IndexRange
+from pdmesh.kv_layout import IndexRange
 
 _NAMES: Mapping[str, str] = {
     "model.embed_tokens": "token_embd",

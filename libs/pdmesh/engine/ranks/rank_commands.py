@@ -19,7 +19,8 @@ import msgspec
 from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.kv.remote_kv import RangeQuestion, RemoteKv
-from pdmesh.model import RequestId, SamplingParams, num_blocks_for
+from pdmesh.kv_layout import num_blocks_for
+from pdmesh.model import RequestId, SamplingParams
 
 _LENGTH = struct.Struct("<I")
 

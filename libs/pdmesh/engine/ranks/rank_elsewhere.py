@@ -18,7 +18,7 @@ from pdmesh.engine.model_config import DecoderShape
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.engine.ranks.share import RankShare
 from pdmesh.kv.remote_kv import RangeQuestion, RemoteKv, RemoteKvLost
-from pdmesh.model import KvLayout
+from pdmesh.kv_layout import KvLayout
 
 
 class AskedRows(NamedTuple):

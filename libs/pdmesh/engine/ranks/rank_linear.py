@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdmesh.engine.linear import Linear, Vocabulary
 from pdmesh.engine.ranks.group import RankGroup
-from pdmesh.model import IndexRange
+from pdmesh.kv_layout import IndexRange
 
 
 @dataclass(frozen=True, slots=True)

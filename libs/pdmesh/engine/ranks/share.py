@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from pdmesh.engine.model_config import DecoderShape, ExpertsConfig, ModelConfig, UndescribedModel
 from pdmesh.errors import ConfigError
-from pdmesh.model import IndexRange, PageShape
+from pdmesh.kv_layout import IndexRange, PageShape
 
 #: Layers' outputs are divided at multiples of this number, the width of the compiled kernels' panels. Layers with too
 #: few outputs use a smaller one.

@@ -32,7 +32,8 @@ from pdmesh.kv.gate import Progress, Wakeup
 from pdmesh.kv.offload.copies import CopyThread, KvLoad, TierCopy
 from pdmesh.kv.offload.disk import DiskSlots
 from pdmesh.kv.store import KvStore
-from pdmesh.model import PrefixHash, PrefixHashes, blocks_of_granule
+from pdmesh.kv_layout import blocks_of_granule
+from pdmesh.model import PrefixHash, PrefixHashes
 
 log = structlog.get_logger()
 

@@ -185,7 +185,7 @@ Change = SetPolicy | SetBatching | StartOperation | StartResize | StartRolling |
 class OperationStatus(Message, frozen=True, kw_only=True):
     """An operation of an operator, and its progress.
 
-    * ``state``: as in `pdmesh.model.OperationState`.
+    * ``state``: as in `pdmesh.operations.OperationState`.
     * ``num_left``: number of requests that must leave the instance; for the whole mesh, of instances or processes.
     * ``began_at``, ``ended_at``: in Unix time.
     * ``pools``: of a resize, which has no instance. ``request_id``: of a move.
