@@ -39,8 +39,8 @@ from pdmesh.policy.views import PartialStep
 #: rows of the chunk at once, in fp32: 128 rows of 32 heads of 128 are 2 MiB.
 SPREAD_CHUNK_TOKENS = 128
 
-#: Most requests that step aside in one round, to wait for cheaper instances or older weights.
-MAX_ASIDE = 64
+#: Most requests that one round skips, because they wait for cheaper instances or older weights.
+MAX_SKIPPED = 64
 
 
 class Round:
@@ -113,10 +113,10 @@ class Round:
         queue = self._mesh.queue
         queue.call_all()
         self._place_in_order()
-        queue.step_back()
+        queue.restore_skipped()
 
     def _place_in_order(self) -> None:
-        queue, num_aside = self._mesh.queue, 0
+        queue, num_skipped = self._mesh.queue, 0
         while (head := queue.head(self._bundle.order, self._now_s)) is not None:
             match self._place_for(head):
                 case Placement() as placement:
@@ -127,9 +127,9 @@ class Round:
                 case Wait.FOR_INSTANCE:
                     queue.park(head)
                 case Wait.FOR_KEPT | Wait.FOR_WEIGHTS:
-                    queue.step_aside(head)
-                    num_aside += 1
-                    if num_aside == MAX_ASIDE:
+                    queue.skip(head)
+                    num_skipped += 1
+                    if num_skipped == MAX_SKIPPED:
                         return
                 case Wait.FOR_ROOM | Wait.FOR_STEP_SLOT:
                     return

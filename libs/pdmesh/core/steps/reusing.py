@@ -1,7 +1,7 @@
 """Cost comparison for a waiting request with cached KV: it goes to the cheapest instance, and may wait for it a while.
 
 The candidates are the holders of the request's prefix and the first offers of the placement. If the cheapest candidate
-has no room for a plan now, the request steps aside and others may overtake it. It waits while waiting is predicted to
+has no room for a plan now, the request is skipped and others may overtake it. It waits while waiting is predicted to
 cost less than beginning elsewhere, and no longer than the predicted saving when it began to wait.
 """
 

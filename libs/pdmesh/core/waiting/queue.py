@@ -28,8 +28,8 @@ class WaitingQueue:
         self._lines: dict[str, Line] = {}
         # Whether `defer` has passed over a bucket since `call_all`.
         self._lets_wait = False
-        # Requests removed from their lines by `step_aside`, during one round of placing.
-        self._aside: list[RequestState] = []
+        # Requests removed from their lines by `skip`, during one round of placing.
+        self._skipped: list[RequestState] = []
         self._parked: dict[RequestKey, RequestState] = {}
         #: Turns that are set aside, with the time since when, the longest waiting first.
         self.turns_aside: dict[RequestKey, tuple[RequestState, float]] = {}
@@ -76,19 +76,19 @@ class WaitingQueue:
             for line in self._lines.values():
                 line.defer_from(head.num_work_tokens)
 
-    def step_aside(self, head: RequestState) -> None:
-        """Take the head alone out of its line until `step_back`, during one round of placing."""
+    def skip(self, head: RequestState) -> None:
+        """Take the head alone out of its line until `restore_skipped`, during one round of placing."""
         self._lines[head.request.tenant].leave(head)
-        self._aside.append(head)
+        self._skipped.append(head)
 
-    def step_back(self) -> None:
-        """Put every request that stepped aside back into its line."""
-        for state in self._aside:
+    def restore_skipped(self) -> None:
+        """Put every skipped request back into its line."""
+        for state in self._skipped:
             self._lines[state.request.tenant].join(state)
-        self._aside.clear()
+        self._skipped.clear()
 
     def call_all(self) -> None:
-        """Pass over no bucket any more."""
+        """Let `head` consider all buckets again, also the buckets that `defer` passed over."""
         if self._lets_wait:
             self._lets_wait = False
             for line in self._lines.values():
@@ -201,7 +201,7 @@ class WaitingQueue:
         tenant = state.request.tenant
         line = self._lines[tenant]
         line.leave(state)
-        if not line and all(each.request.tenant != tenant for each in self._aside):
+        if not line and all(each.request.tenant != tenant for each in self._skipped):
             del self._lines[tenant]
         self.counters.left(state.request)
 
