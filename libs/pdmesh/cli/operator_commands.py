@@ -170,7 +170,7 @@ def ops_show(asked: Asked, operation: Annotated[str, Argument(metavar="ID")]) ->
 @ops_app.command("cancel", example="pdmesh ops cancel 54b2f72b")
 @asks_scheduler
 def ops_cancel(asked: Asked, operation: Annotated[str, Argument(metavar="ID")]) -> None:
-    """Cancel an operation and use its instances as before. What has restarted stays restarted.
+    """Cancel an operation and use its instances as before. Restarts that have begun are completed.
 
     Exits with 1 if the operation was over.
     """

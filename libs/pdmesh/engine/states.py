@@ -1,4 +1,4 @@
-"""Pages of layers with a state: which page holds the state behind which token.
+"""Pages of layers with a state: the page that holds the state behind each token.
 
 A layer's page of a block holds two states, each with its *position*: the number of tokens that the state covers. A step
 reads the state that covers the tokens before its first. The step writes the state behind each block and behind its last
@@ -40,7 +40,7 @@ class StateSlice(NamedTuple):
 
 
 class StatePlace(NamedTuple):
-    """One of the two states of a page."""
+    """Slot of a page: each page has two states."""
 
     page: int
     slot: int

@@ -36,8 +36,8 @@ from pdmesh.policy.sequence_parallel import (
 #: alike for 4 to 16 members, and 5 % better for 8 members than beginning with long chunks.
 _GROWTH = 3
 
-#: Instances for each long prompt from which `GroupPolicy.at_once` is in force. With fewer, members are often busy, and
-#: slices that must begin together make them wait.
+#: Least number of instances for each long prompt with which members compute at once (`GroupPolicy.at_once`). With
+#: fewer, members are often busy, and slices that must begin together make them wait.
 AT_ONCE_SHARE = 4
 
 #: Most members of a group that takes turns where another one computes at once: with more, the start and the end of the

@@ -25,8 +25,8 @@ _NOISE, _COMMON, _OWN, _NEW_INTERFERENCE = 0.1, 1.0, 0.5, 2.0
 #: Relative error above which a step is an outlier, and weighs less in proportion.
 _OUTLIER = 0.5
 
-#: Mean relative error of predictions below which steps are predictable, and from which they no longer are. The mean is
-#: over about `_ERROR_STEPS` steps with chunks; the first value takes three times as many to forget.
+#: Steps become predictable below the first mean relative error of predictions, and unpredictable at the second. The
+#: mean is over about `_ERROR_STEPS` steps with chunks; the first value takes three times as many to forget.
 PREDICTABLE, UNPREDICTABLE = 0.05, 0.1
 _FIRST_ERROR, _ERROR_STEPS = 0.5, 64
 

@@ -309,7 +309,7 @@ class Plans:
         return Batch(plan=plan, chunks=chunks, decodes=decodes, guards=tuple(copies))
 
     def _decodes(self, residents: Iterable[LocalRequest], *, drafts: bool = True) -> tuple[BatchDecode, ...]:
-        """Make residents part of the step that begins now, except those that get no frames and are dropped."""
+        """Make residents part of the step that begins now, except residents without frames, which are dropped."""
         begun: list[BatchDecode] = []
         self._num_batches += 1
         for request in residents:

@@ -2,8 +2,8 @@
 
 A turn is fast only if its whole context is cached. So if the contexts of the working set (`pdmesh.core.sessions`) do
 not fit into the instances' KV, some sessions are set aside, and the others keep their KV. New sessions wait first, then
-the next turns of the youngest ones. The oldest one goes on first. A turn waits at most `NUM_WAITS` times as long as a
-request may wait in the queue. Then it joins its line as any other request does, and its session counts as the oldest
+the next turns of the youngest ones. The oldest one is served first. A turn waits at most `NUM_WAITS` times as long as
+a request may wait in the queue. Then it joins its line as any other request does, and its session counts as the oldest
 for a while, so that the next turns find its KV.
 
 Room is dealt out to tenants by their shares: sessions within a tenant's share are never set aside for others. Requests
@@ -31,14 +31,14 @@ FILL: Final = 0.95
 #: Longest time between two looks at the turns that are set aside.
 LOOK_S: Final = 1.0
 
-#: Time without a turn of any session in line or running after which the turn that waited longest goes on: the sessions
-#: with room may not come back soon.
+#: Time in which no session has a turn in line or running. Then the turn that waited longest joins its line, because the
+#: sessions with room may not come back soon.
 IDLE_S: Final = 5.0
 
-#: Share of the longest wait for which a session that waited so long counts as the oldest.
+#: After a turn waited to its limit, its session counts as the oldest for this share of the limit.
 GUARD_SHARE: Final = 0.25
 
-#: Share of the longest wait before its end from which on room is made for a session.
+#: Room is made for a session in the last part of its wait, which is this share of the limit.
 LEAD_SHARE: Final = 0.125
 
 #: Share of the queue's limits up to which turns are set aside: others must find room in the queue.
@@ -70,12 +70,9 @@ class Aside:
             self._mesh.set_aside(state, member)
 
     def look(self, now_s: float) -> None:
-        """Let the turns go on whose sessions have room now, and protect these sessions' KV from eviction."""
-        turns, working_set, index = (
-            self._mesh.queue.turns_aside,
-            self._mesh.sessions.working_set,
-            self._mesh.cache_index,
-        )
+        """Return turns to their lines if their sessions have room now, and protect these sessions' KV from eviction."""
+        mesh = self._mesh
+        turns, working_set, index = mesh.queue.turns_aside, mesh.sessions.working_set, mesh.cache_index
         if working_set.num_changes == self._seen_changes and now_s < self.next_look_s:
             return
         working_set.expire(now_s)
@@ -106,7 +103,7 @@ class Aside:
         return True
 
     def _let_in_due(self, now_s: float) -> None:
-        """Let the turns go on that waited as long as they may."""
+        """Return the turns that waited to their limit to their lines."""
         turns, working_set = self._mesh.queue.turns_aside, self._mesh.sessions.working_set
         for state, since_s in list(turns.values()):
             if since_s + self._most_s > now_s:
@@ -117,7 +114,7 @@ class Aside:
                 working_set.changed(state.session.member)
 
     def _let_in_if_idle(self, now_s: float) -> None:
-        """Let the turn go on that waited longest if no session's turn has been in line or running for `IDLE_S`."""
+        """Return the turn that waited longest to its line if no session had a turn in line or running for `IDLE_S`."""
         turns = self._mesh.queue.turns_aside
         if self._mesh.sessions.working_set.is_running:
             self._idle_from_s = inf
@@ -129,7 +126,7 @@ class Aside:
             self._idle_from_s = inf
 
     def _come_back(self, state: RequestState, now_s: float) -> None:
-        """Let a turn go on. It may wait in line as long as one that just arrived."""
+        """Return a turn to its line. The turn may wait there as long as one that just arrived."""
         _, since_s = self._mesh.queue.turns_aside[state.key]
         self._mesh.come_back(state)
         if since_s < now_s:

@@ -82,9 +82,9 @@ class Session:
     """A session of one tenant.
 
     ``num_live`` counts requests that wait or run. ``num_children`` counts known child sessions, ``num_live_children``
-    the ones with live requests, of which the latest ended at ``children_ended_s``. ``since_s`` is the time of the last
-    change between a turn and a pause. ``tail`` is the last granule of the latest prompt, of ``depth`` granules. Of the
-    prompts' tokens, ``num_possible_tokens`` were computed for an earlier turn, and ``num_reused_tokens`` were not
+    the ones with live requests. A child's last request ended at ``children_ended_s``. ``since_s`` is the time of the
+    last change between a turn and a pause. ``tail`` is the last granule of the latest prompt, of ``depth`` granules. Of
+    the prompts' tokens, ``num_possible_tokens`` were computed for an earlier turn, and ``num_reused_tokens`` were not
     computed again. ``member`` is its part in the working set, None without one.
     """
 

@@ -190,7 +190,7 @@ class Sessions:
             del self._tenants[session.tenant]
         if session.parent is not None:
             session.parent.num_children -= 1
-            # A child may still refer to this session. Its ancestors need not stay in memory for that.
+            # A child may still refer to this session. Its ancestors need not stay in memory.
             session.parent = None
 
     def check_integrity(self) -> None:

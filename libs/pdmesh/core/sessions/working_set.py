@@ -210,7 +210,7 @@ class WorkingSet:
         Tenants get room by their shares, as far as they need it. Within a tenant, members that have room keep it, the
         oldest first, as far as all fit. Others follow by their age, and the ones with one turn come last. *Due* members
         come before all: their wait reached its limit after ``let_in_from_s``, or they have waited since before
-        ``due_from_s``. What no tenant's members fill goes to the ones of any tenant that have waited longest.
+        ``due_from_s``. The members that have waited longest get the room that no tenant fills.
         """
         left, waiting = num_tokens, list[Member]()
         for own, room in self._rooms(num_tokens).items():
@@ -248,7 +248,8 @@ class WorkingSet:
         # Turns that still run without room hold KV until their ends.
         left -= sum([member.num_tokens for member in own.members.values() if member.is_out and member.is_running])
         if left < 0:
-            return [member for member in may_run if not member.num_aside or member not in due]
+            are_due = set(due)
+            return [member for member in may_run if not member.num_aside or member not in are_due]
         for member in others:
             if member.num_aside and member.num_tokens <= left:
                 left -= member.num_tokens
@@ -257,7 +258,7 @@ class WorkingSet:
         return may_run
 
     def _rooms(self, num_tokens: int) -> dict[_OfTenant, int]:
-        """Return each tenant's part of the room: its share, and of what others leave as much as it needs."""
+        """Return each tenant's part of the room: its share, and more if it needs more and other tenants need less."""
         rooms: dict[_OfTenant, int] = {}
         num_shares = sum([own.share for own in self._tenants.values()])
         for own in sorted(self._tenants.values(), key=_want):
@@ -274,6 +275,7 @@ class WorkingSet:
             for member in own.members.values():
                 assert member.session.member is member, "a session does not know that it is a member"
                 assert 0 <= member.num_aside <= member.session.num_live, "more requests are aside than are live"
+                assert (member.session.key in self._running) == member.is_running, "running members miscounted"
         num_tokens = sum(own.num_tokens for own in self._tenants.values())
         assert num_tokens == self.num_tokens, "the working set is miscounted"
         assert self._num_members == sum(map(_num_members, self._tenants.values())), "members miscounted"

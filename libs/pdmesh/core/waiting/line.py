@@ -212,7 +212,7 @@ class Line:
                 self._waiting_buckets.add(bucket)
 
     def call_all(self) -> None:
-        """Let `head` consider all buckets again, also those that `defer` and `defer_from` passed over."""
+        """Let `head` consider all buckets again, also the buckets that `defer` and `defer_from` passed over."""
         self._waiting_buckets.clear()
         for bucket in self._passed_over:
             if bucket in self._buckets:
