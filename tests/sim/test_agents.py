@@ -138,3 +138,13 @@ def test_no_turn_begins_after_the_duration_and_first_sessions_begin_anywhere() -
     firsts = {run.request.session: run.request.num_prompt_tokens for run in reversed(once.requests)}
     assert len(firsts) == 8
     assert len(set(firsts.values())) > 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_turn_before_the_beginning_is_not_sent_once_a_longer_subagent_ends(seed: int) -> None:
+    """A recording whose parent went on before its subagent's last turn."""
+    session = [a_turn([1]), a_turn([2], at_s=30, name=CHILD), a_turn([1, 3], after=(0, 1), at_s=3)]
+    late = replace(session[2], arrival=replace(session[2].arrival, granules=[1, 3, 4], arrival_s=40.0), after=(2,))
+    result, _ = simulate(AgentLoop(sessions=[[*session, late]], num_lanes=1, duration_s=900.0, seed=seed))
+    lengths = [run.request.num_prompt_tokens for run in result.requests]
+    assert len(lengths) == len({(run.request.session, run.request.chain) for run in result.requests}) <= 4

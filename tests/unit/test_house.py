@@ -27,7 +27,7 @@ RECORDED = {
     "lines of product, lab, testing and kubernetes": 113_000,
     "test lines": 73_100,
     "benchmark lines": 9_000,
-    "files over 500 lines": 22,
+    "files over 500 lines": 21,
     "file names that occur more than once": 47,
 }
 

@@ -86,16 +86,21 @@ class _Agents:
 
 
 class _Running:
-    """A session under way. `num_left` turns have not ended."""
+    """A session under way."""
 
     def __init__(self, session: AgentSession) -> None:
         self.session = session
-        self.num_left = len(session)
+        self._left = set(range(len(session)))
         self._num_awaited = [len(turn.after) for turn in session]
         self._followers: list[list[int]] = [[] for _ in session]
         for index, turn in enumerate(session):
             for earlier in turn.after:
                 self._followers[earlier].append(index)
+
+    @property
+    def num_left(self) -> int:
+        """Number of turns that have not ended."""
+        return len(self._left)
 
     def begin(self, instant_s: float) -> list[tuple[int, float]]:
         """Begin at a recorded time. Return the turns to be sent, and the seconds until then."""
@@ -109,11 +114,15 @@ class _Running:
         ]
 
     def ended(self, index: int) -> list[tuple[int, float]]:
-        """End a turn. Return the turns that waited only for this one, and their pauses."""
+        """End a turn. Return the turns that waited only for this one, and their pauses.
+
+        A turn that ended before the recorded time of `begin` is not sent, even if it waited for this one.
+        """
         self._end(index)
-        return [(each, self.session[each].pause_s) for each in self._followers[index] if not self._num_awaited[each]]
+        ready = [each for each in self._followers[index] if each in self._left and not self._num_awaited[each]]
+        return [(each, self.session[each].pause_s) for each in ready]
 
     def _end(self, index: int) -> None:
-        self.num_left -= 1
+        self._left.remove(index)
         for each in self._followers[index]:
             self._num_awaited[each] -= 1
