@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from pdmesh_lab.papers import agents_rows, ebplus_rows, medha_rows, mnemosyne_rows, pecsched_rows, tetris_rows
+from pdmesh_lab.papers import (
+    agents_rows,
+    ebplus_rows,
+    medha_rows,
+    mnemosyne_rows,
+    pecsched_rows,
+    tetris_rows,
+    topology_rows,
+)
 
 Cells = Sequence[str]
 
@@ -31,5 +39,6 @@ SECTIONS: Mapping[str, Section] = {
     "tetris": Section(tetris_rows.HEADS, tetris_rows.first_tokens),
     "tetris-loads": Section(tetris_rows.LOAD_HEADS, tetris_rows.loads),
     "pecsched": Section(pecsched_rows.HEADS, pecsched_rows.claims),
+    "topology": Section(topology_rows.HEADS, topology_rows.topologies),
     "agents": Section(agents_rows.HEADS, agents_rows.named_and_unnamed),
 }
