@@ -22,9 +22,10 @@ from pdmesh.core.events import (
     RequestArrived,
     RequestCancelled,
     RequestDropped,
+    TransferSent,
 )
 from pdmesh.core.operator_events import BundleChangeRequested
-from pdmesh.model import Epoch, InstanceId, PrefixHash, RequestId, Role
+from pdmesh.model import Epoch, InstanceId, PrefixHash, RequestId, Role, TransferId
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.improvement import MinimumGain
@@ -58,13 +59,16 @@ def bench_of(
     policy: PolicyConfig = POLICY,
     num_transfer_backends: int = 2,
     config: CoreConfig | None = None,
+    hosts: str = "",
 ) -> CoreBench:
+    """``hosts``: a letter for each prefill instance."""
     profiles = [
         modelled_profile(
             f"p{i}", role, num_blocks=num_blocks, max_model_len=4096, num_layers=8, joins_groups=joins_groups
         )
         for i in range(num_prefill)
     ]
+    profiles = [replace(each, host=host) for each, host in zip(profiles, hosts or [""] * num_prefill, strict=True)]
     decode = modelled_profile(
         "d",
         Role.DECODE,
@@ -272,6 +276,28 @@ def test_who_joins_late_begins_when_it_has_been_sent_what_was_computed() -> None
     assert not [name for name, _ in chunks_of(join(bench, "p2")) if name == "p2"], "it has nothing to go on"
     bench.now_s += 100.0
     assert {name for name, _ in chunks_of(running.end(HELPER))} == {HELPER, "p2"}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "far_bytes_per_s", "expected"),
+    [
+        pytest.param("abba", None, ["p3"], id="the leader's host first"),
+        pytest.param("abbb", None, ["p1"], id="another host as well"),
+        pytest.param("abbb", 1e6, ["p1"], id="a link that keeps up"),
+        pytest.param("abbb", 100.0, [], id="a link that is slower than computing alone"),
+        pytest.param("acbb", 100.0, ["p1"], id="only one of two other hosts behind a slow link"),
+    ],
+)
+def test_helpers_are_near_the_leader_or_behind_a_link_that_keeps_up(
+    hosts: str, far_bytes_per_s: float | None, expected: list[str]
+) -> None:
+    """A token takes a second to compute, and has 512 B of KV."""
+    bench = bench_of(num_prefill=4, policy=replace(POLICY, max_group_members=2), hosts=hosts)
+    if far_bytes_per_s is not None:
+        sent_s = (1 << 20) / far_bytes_per_s
+        of_request = LEADER, RequestId("before"), Epoch(0), TransferId(1)
+        bench.feed(TransferSent(*of_request, 1 << 20, sent_s, 0.0, sent_s, InstanceId("p2"), was_decoding=True))
+    assert asked(bench.arrive("long", 1024)) == expected
 
 
 @pytest.mark.parametrize("has_refused", [True, False])

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel, StepShape
+from pdmesh.policy.links import EqualLinks
 from pdmesh.policy.prefill_groups import GroupPolicy, Schedule
 
 BLOCK = 16
@@ -20,7 +21,7 @@ def a_group_policy(
         latency=latency,
         max_members=8,
         improvement_rate=0.1,
-        bytes_per_s=1e9,
+        links=EqualLinks(1e9),
         min_step_s=0.1,
         step_overhead=0.05,
         schedule=schedule,

@@ -121,7 +121,7 @@ def make_group_policy(config: PolicyConfig) -> GroupPolicy:
         latency=config.latency,
         max_members=config.max_group_members,
         improvement_rate=config.group_improvement,
-        bytes_per_s=config.link_bytes_per_s,
+        links=links_of(config),
         min_step_s=max(
             replace(config.latency, weights_s=0.0).step_s(_ONE_TOKEN) / config.max_group_step_overhead,
             config.latency.step_s(_ONE_TOKEN),

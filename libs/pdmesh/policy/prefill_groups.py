@@ -16,13 +16,15 @@ and groups with more members than layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
+from math import frexp, inf, ldexp
 
 from pdmesh.model import InstanceId
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
+from pdmesh.policy.links import LinkRates
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, NOTHING, ChunkSizer
 from pdmesh.policy.sequence_parallel import (
     ElasticPlanner,
@@ -31,6 +33,7 @@ from pdmesh.policy.sequence_parallel import (
     SequenceParallelPlanner,
     tokens_within,
 )
+from pdmesh.policy.views import InstanceView
 
 #: Growth of chunks: each is at most this multiple of the tokens before it, shared by the members. Values of 2 to 4 are
 #: alike for 4 to 16 members, and 5 % better for 8 members than beginning with long chunks.
@@ -66,7 +69,7 @@ class GroupPolicy:
     ``latency``: step times of one instance.
     ``max_members``: most members of a group; 1: no groups.
     ``improvement_rate``: share by which more members must bring the first token forward; None: by the load.
-    ``bytes_per_s``: rate at which an instance sends KV to others.
+    ``links``: rates at which members send KV to each other.
     ``min_step_s``: shortest step of a chunk, except a prompt's last one.
     ``step_overhead``: share of steps that is their constant time.
     ``planner``: builds a planner from latencies by group size, an improvement rate and the fewest tokens of a chunk.
@@ -80,7 +83,7 @@ class GroupPolicy:
     latency: LinearLatencyModel
     max_members: int
     improvement_rate: float | None
-    bytes_per_s: float
+    links: LinkRates
     min_step_s: float
     step_overhead: float
     planner: Callable[[GroupLatency, float, int], SequenceParallelPlanner] = ElasticPlanner
@@ -89,7 +92,7 @@ class GroupPolicy:
     group_size: int = 1
     beside_decodes: bool = False
     at_once: GroupPolicy | None = None
-    #: By bytes of a token's KV, the most members, and the improvement rate.
+    #: By seconds to send a token's KV, the most members, and the improvement rate.
     _planners: dict[tuple[float, int, float], SequenceParallelPlanner] = field(
         default_factory=dict[tuple[float, int, float], SequenceParallelPlanner]
     )
@@ -100,28 +103,50 @@ class GroupPolicy:
         num_done_tokens: int,
         members: Collection[InstanceId],
         pool: Sequence[FreeAt],
-        token_bytes: float,
+        links_s: Mapping[InstanceId, float],
         max_members: int,
         rate_for_load: float,
     ) -> tuple[InstanceId, ...]:
         """Return the instances of the ``pool`` that should help ``members`` with the rest of a prompt.
 
-        ``pool`` has the seconds until each instance is free, ``members`` included. A token's KV has ``token_bytes``.
-        ``rate_for_load`` is the improvement rate that the load of the mesh suggests, used where none is configured. The
-        helpers need not be free yet; the choice is made anew for each chunk.
+        ``pool`` has the seconds until each instance is free, and ``links_s`` how long one token's KV takes to it
+        (`link_s`); ``members`` are included. ``rate_for_load`` is the improvement rate that the load of the
+        mesh suggests, used where none is configured. The helpers need not be free yet; the choice is made anew for each
+        chunk.
+
+        All members receive all KV, so the slowest link sets the group's pace. Instances behind a slower link are taken
+        only if a plan with them ends earlier by the improvement rate. Of instances that are free at the same time,
+        those behind the fastest links come first, and of these the first ones of the ``pool``.
         """
         rate = rate_for_load if self.improvement_rate is None else self.improvement_rate
-        planner = self._planner(token_bytes, min(max_members, self.max_members), rate)
-        if not any(len(members) < size <= len(pool) for size in planner.latency):
-            return ()
-        copy_s = num_done_tokens * token_bytes / self.bytes_per_s
-        arriving = sorted([(free_s if name in members else max(free_s, copy_s), name) for free_s, name in pool])
-        largest = planner.plan(num_tokens, num_done_tokens, members, arriving)[-1].members
-        return tuple([name for name in largest if name not in members])
+        most = min(max_members, self.max_members)
+        of_members_s = max(links_s[name] for _, name in pool if name in members)
+        best: tuple[InstanceId, ...] = ()
+        best_s = inf
+        for pace_s in sorted({max(of_members_s, each_s) for each_s in links_s.values()}):
+            planner = self._planner(pace_s, most, rate)
+            near = [(free_s, name) for free_s, name in pool if links_s[name] <= pace_s]
+            if not any(len(members) < size <= len(near) for size in planner.latency):
+                continue
+            arriving = [
+                (free_s if name in members else max(free_s, num_done_tokens * links_s[name]), name)
+                for free_s, name in near
+            ]
+            arriving.sort(key=lambda entry: (entry[0], links_s[entry[1]]))
+            last = planner.plan(num_tokens, num_done_tokens, members, arriving)[-1]
+            if last.end_s < best_s * (1 - rate):
+                best, best_s = last.members, last.end_s
+        return tuple([name for name in best if name not in members])
 
-    def copy_s(self, num_tokens: int, token_bytes: float) -> float:
-        """Return the seconds until a member that joins has the KV of ``num_tokens``."""
-        return num_tokens * token_bytes / self.bytes_per_s
+    def link_s(self, leader: InstanceView, member: InstanceView, token_bytes: float) -> float:
+        """Return the predicted seconds in which the KV of one token moves between two members, the slower way.
+
+        A rate other than the configured one is rounded down to a power of two, which bounds the number of planners.
+        """
+        configured = self.links.bytes_per_s(leader, None)
+        rates = self.links.bytes_per_s(leader, member), self.links.bytes_per_s(member, leader)
+        rate = configured if leader is member else min(rates)
+        return token_bytes / (rate if rate == configured else ldexp(1.0, frexp(rate)[1] - 1))
 
     def chunk_tokens(self, start: int, num_left: int, num_members: int, most: int) -> int:
         """Return the size of a group's next chunk, for a member with a step for at most ``most`` tokens.
@@ -217,29 +242,28 @@ class GroupPolicy:
             CHUNK_UNIT_TOKENS, ChunkSizer(self.latency, num_left).largest(NOTHING, start, num_left, self.min_step_s)
         )
 
-    def _planner(self, token_bytes: float, most: int, rate: float) -> SequenceParallelPlanner:
-        known = self._planners.get((token_bytes, most, rate))
+    def _planner(self, send_s: float, most: int, rate: float) -> SequenceParallelPlanner:
+        known = self._planners.get((send_s, most, rate))
         if known is None:
             sizes = [size for size in range(1, most + 1) if not (self.doubles and size & (size - 1))]
             in_turn = self.schedule is Schedule.PIPELINED
-            latency = {size: self._of_size(size, token_bytes, self._tail_s(size) if in_turn else 0.0) for size in sizes}
+            latency = {size: self._of_size(size, send_s, self._tail_s(size) if in_turn else 0.0) for size in sizes}
             known = self.planner(latency, rate, CHUNK_UNIT_TOKENS)
-            self._planners[token_bytes, most, rate] = known
+            self._planners[send_s, most, rate] = known
         return known
 
     def _tail_s(self, size: int) -> float:
         """Return the seconds lost at a pipelined group's end, where not every member has a chunk."""
         return self.min_step_s * (1 - 1 / size)
 
-    def _of_size(self, size: int, token_bytes: float, more_s: float) -> LinearLatencyModel:
+    def _of_size(self, size: int, send_s: float, more_s: float) -> LinearLatencyModel:
         """Return the latency model of a group whose members compute equal parts and send their KV to all others."""
         model = self.latency
         linear_s = model.b_s * (1 + self.step_overhead)
-        sent_s = token_bytes * (size - 1) / self.bytes_per_s
         return replace(
             model,
             a_s=model.a_s + more_s,
-            b_s=max(linear_s, sent_s) / size,
+            b_s=max(linear_s, send_s * (size - 1)) / size,
             c_s=model.c_s / size,
             d_s=model.d_s / size,
         )

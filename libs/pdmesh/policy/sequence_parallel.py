@@ -3,7 +3,8 @@
 A plan is a sequence of chunks. Each chunk's group contains the groups of earlier chunks. A chunk begins when all
 instances of its group are free and the previous chunk is done. Eq. 1 of Tetris (`pdmesh.policy.latency`) gives its
 duration for the group's size. Instances that already hold a part of the prompt come first, then the others in the order
-in which they become free. The planner assumes equal instances at equal distances (one host, or one switch).
+in which they become free. The planner assumes equal instances and links; `pdmesh.policy.prefill_groups` plans anew with
+each further kind of link.
 
 `ElasticPlanner` finds the best of all chains of sizes by dynamic programming. One number for each size is enough: of
 two ways to have a group free at the same time, the one with more tokens done is never worse. For comparison,

@@ -147,11 +147,10 @@ class GroupPlanner:
         in_flight = [chunk.num_tokens for name in state.prefill_ids for chunk in self._in_flight(state, name)]
         num_computed_tokens = state.num_planned_tokens - sum(in_flight)
         state.group.join(event.instance_id, num_computed_tokens)
-        copy_s = (
-            0.0
-            if bundle.group_policy is None
-            else bundle.group_policy.copy_s(num_computed_tokens, instance.profile.kv_layout.token_bytes)
-        )
+        copy_s = 0.0
+        if bundle.group_policy is not None:
+            leader, token_bytes = self._mesh.instances[state.prefill_ids[0]], instance.profile.kv_layout.token_bytes
+            copy_s = num_computed_tokens * bundle.group_policy.link_s(leader.view, instance.view, token_bytes)
         self._helping.setdefault(event.instance_id, {})[state.key] = now_s + copy_s
         tell_group(self._mesh, state)
 
@@ -348,13 +347,16 @@ class GroupPlanner:
         if not candidates:
             return
         members = {leader.instance_id, *state.prefill_ids, *self._awaited(state)}
-        line = [*(mesh.instances[name] for name in members), *candidates]
+        # Of instances that are alike, those on the leader's host come first.
+        candidates.sort(key=lambda each: (each.profile.host != leader.profile.host, each.instance_id))
+        line = [*(mesh.instances[name] for name in sorted(members)), *candidates]
+        token_bytes = leader.profile.kv_layout.token_bytes
         helper_ids = group_policy.helpers(
             request.num_prompt_tokens,
             state.num_planned_tokens,
             members,
             [(in_flight_s(instance, group_policy), instance.instance_id) for instance in line],
-            leader.profile.kv_layout.token_bytes,
+            {each.instance_id: group_policy.link_s(leader.view, each.view, token_bytes) for each in line},
             most_members,
             self._minimum_gain.rate,
         )
