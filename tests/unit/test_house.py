@@ -24,7 +24,7 @@ RECORDED = {
     "mentions of TransferPurpose outside core": 0,
     "implementations of commands outside core": 29,
     "product lines": 91_200,
-    "lines of product, lab, testing and kubernetes": 113_250,
+    "lines of product, lab, testing and kubernetes": 113_300,
     "test lines": 73_150,
     "benchmark lines": 9_000,
     "files over 500 lines": 21,
