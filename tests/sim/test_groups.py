@@ -34,6 +34,7 @@ POLICY = PolicyConfig(
 )
 IN_GROUPS = (
     "fcfs",
+    "pdmesh",
     "short-first",
     "reservation",
     "pecsched",
@@ -84,7 +85,7 @@ def span_s(result: SimResult, index: int) -> tuple[float, float]:
 @pytest.mark.parametrize("schedule", ["parallel", "pipelined"])
 def test_a_group_computes_a_long_prompt_together_and_its_leader_decodes(bundle: str, schedule: str) -> None:
     policy = replace(POLICY, sequence_parallel=schedule)
-    alone_s = run([LONG], bundle, policy=policy, group_size=1).requests[0].ttft_s
+    alone_s = run([LONG], bundle, policy=replace(policy, max_group_members=1), group_size=1).requests[0].ttft_s
     result = run([LONG], bundle, policy=policy)
     (request,) = result.requests
     assert request.outcome is Outcome.FINISHED

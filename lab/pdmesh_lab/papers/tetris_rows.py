@@ -63,6 +63,10 @@ TRACES: Mapping[str, Trace] = {
 
 POLICY = PolicyConfig(latency=TETRIS_A100_LLAMA_3_8B[1], link_bytes_per_s=1e11)
 AT_ONCE = replace(POLICY, sequence_parallel="parallel")
+
+#: Size of the groups that `pdmesh` forms at once where `policy.group_size` is set.
+GROUP_SIZE = 4
+IN_GROUPS = replace(AT_ONCE, group_size=GROUP_SIZE)
 MESH = MeshShape(
     num_prefill=NUM_INSTANCES,
     num_decode=2,
@@ -123,6 +127,7 @@ LOAD_HEADS = (
     "groups of 16",
     "groups of 8",
     *(f"`pdmesh` in time at {each} x" for each in OVER_STATIC),
+    *(f"groups of {GROUP_SIZE} at {each} x" for each in OVER_STATIC),
 )
 
 
@@ -133,7 +138,8 @@ def loads() -> Iterator[Sequence[str]]:
         of_own_s = [SLOWDOWN * alone_s(length) for length in lengths]
         for title, limits_s in (("own", of_own_s), ("mean", [fmean(of_own_s)] * len(lengths))):
             wide, static = (sustained(trace, size, limits_s) for size in (16, STATIC))
-            found = [by_core(trace.arrivals(NUM_OF_LOADS, static * each)) for each in OVER_STATIC]
+            arrivals = [trace.arrivals(NUM_OF_LOADS, static * each) for each in OVER_STATIC]
+            found = [by_core(each, policy=policy) for policy in (POLICY, IN_GROUPS) for each in arrivals]
             yield (name, title, f"{wide:.2f}", f"{static:.2f}", *(f"{in_time(each, limits_s):.1%}" for each in found))
 
 

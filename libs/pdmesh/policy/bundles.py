@@ -56,7 +56,7 @@ def _rebalancing(config: PolicyConfig) -> Rebalancing | None:
 def _pdmesh(config: PolicyConfig) -> Bundle:
     packing, prediction = adaptive(config, efficient=True)
     long_tokens, links = config.long_prompt_tokens, links_of(config)
-    return Bundle(
+    bundle = Bundle(
         name="pdmesh",
         order=GuardedShortestFirst(prediction, config.spare_slack, config.min_share),
         packing=packing,
@@ -83,6 +83,7 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
         rebalancing=_rebalancing(config),
         reuse=ReuseCost(prediction.remaining, links),
     )
+    return in_groups(config, bundle)
 
 
 #: Bundles that are part of the scheduler.

@@ -62,8 +62,8 @@ class PolicyConfig:
     ] = "auto"
     group_size: Annotated[
         _Members,
-        "number of instances that compute every long prompt together, one prompt at a time (`pecsched`, its ablations, "
-        "`fcfs`, `short-first`, `reservation`); 1: one instance computes it",
+        "number of instances that compute every long prompt together, one prompt at a time (`pdmesh`, `pecsched`, its "
+        "ablations, `fcfs`, `short-first`, `reservation`); 1: one instance and the helpers that it finds",
     ] = 1
     rebalances: Annotated[
         bool,
