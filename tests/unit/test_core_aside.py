@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from pdmesh.core.admission import aside
 from pdmesh.core.admission.aside import IDLE_S, NUM_WAITS
-from pdmesh.core.commands import AdmitPrefill, RunStep
+from pdmesh.core.commands import AdmitPrefill, RunStep, WakeAt
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import InstanceLost, RequestArrived, RequestCancelled, SessionEnded, Tick
 from pdmesh.core.instances.idle import IdleGranules
@@ -111,6 +112,19 @@ def test_a_turn_goes_on_once_no_session_uses_the_mesh() -> None:
     assert set(turns) & set(mesh.num_cached) == {turns[0]}
     mesh.serve(Tick(), 2 * IDLE_S)
     assert set(turns) <= set(mesh.num_cached)
+
+
+def test_room_is_divided_after_a_while_beside_many_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aside, "MEMBERS_AT_ONCE", 3)
+    monkeypatch.setattr(aside, "DIVIDE_S_PER_MEMBER", 0.5)
+    mesh = a_full_mesh()
+    fourth = mesh.turn(4)
+    assert mesh.num_cached[mesh.turn(1)] == 4, "a session with room need not wait for the next division"
+    mesh.serve(SessionEnded(a_key(2)), 0.25)
+    assert fourth not in mesh.num_cached
+    assert of(WakeAt, mesh.commands)[-1].at_s == 0.5
+    mesh.serve(Tick(), 0.5)
+    assert fourth in mesh.num_cached
 
 
 def test_a_context_beyond_all_room_never_waits() -> None:
@@ -252,6 +266,8 @@ def test_new_names_set_no_session_aside_and_are_not_counted_when_none_returns() 
     assert not set(names) & set(mesh.num_cached)
     for number in (1, 2, 3):
         mesh.serve(SessionEnded(a_key(number)))
+    for number in range(1, 100):
+        mesh.serve(Tick(), number * 100 * aside.DIVIDE_S_PER_MEMBER)
     assert set(names) <= set(mesh.num_cached)
     other = mesh.turn(4)
     assert other in mesh.num_cached

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tracemalloc
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
@@ -12,7 +13,7 @@ from pdmesh.core.commands import RunStep
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import RequestArrived, SessionEnded
 from pdmesh.core.sessions import sessions as module
-from pdmesh.core.sessions.session_state import SessionState
+from pdmesh.core.sessions.session_state import Session, SessionState
 from pdmesh.core.sessions.sessions import IDLE_S, MAX_CHILDREN, MAX_GENERATIONS, MAX_SESSIONS, Sessions
 from pdmesh.model import Epoch, Request, SessionKey, SessionName
 from pdmesh.policy.config import PolicyConfig
@@ -221,10 +222,33 @@ def test_any_order_of_requests_leaves_the_indexes_right() -> None:
             sessions.end(session, request, rng.choice((None, 0)))  # type: ignore[arg-type]
         else:
             parent = rng.choice((None, rng.randrange(40)))
-            request = replace(named(a_request(f"r{index}"), rng.randrange(40), parent), tenant=str(rng.randrange(3)))
+            name = named(a_request(f"r{index}"), rng.randrange(40), parent, is_last=rng.random() < 0.3)
+            request = replace(name, tenant=str(rng.randrange(3)))
             if (session := sessions.begin(request)) is not None:
                 live.append((session, request))
+        if rng.random() < 0.2:
+            sessions.close(a_key(rng.randrange(40)))
         sessions.check_integrity()
+
+
+def test_the_newest_sessions_are_found_without_a_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions, looked = Sessions(), list[Session]()
+    for number in range(200):
+        a_turn(sessions, number, float(number), tenant=f"t{number % 2}")
+    sessions.begin(replace(named(a_request("live"), 4), tenant="t0"))
+
+    def since_s(session: Session) -> float:
+        looked.append(session)
+        return session.since_s
+
+    monkeypatch.setattr(module, "_since_s", since_s)
+    newest = {name: [session.key for session in islice(sessions.newest(name), 3)] for name in (None, "t0", "t2")}
+    assert newest == {
+        None: [a_key(4), a_key(199), a_key(198)],
+        "t0": [a_key(4), a_key(198), a_key(196)],
+        "t2": [],
+    }
+    assert len(looked) < 20
 
 
 @pytest.mark.slow
@@ -233,7 +257,7 @@ def test_all_sessions_take_at_most_32_mb() -> None:
     tracemalloc.start()
     sessions = Sessions()
     for number in range(MAX_SESSIONS + 100):
-        request = replace(named(a_request("r"), number), tenant=tenants[number % 32])
+        request = replace(named(a_request("r"), number), tenant="".join(tenants[number % 32]))
         for _ in range(4):
             session = sessions.begin(request)
             assert session is not None

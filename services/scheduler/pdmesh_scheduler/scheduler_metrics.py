@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter as Counted
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -299,7 +298,7 @@ class _CoreCollector(Collector):
         states = GaugeMetricFamily(
             "pdmesh:sessions", "Sessions that clients named, by what they do now", labels=["state"]
         )
-        numbers = Counted(session.state for session in self._core.sessions.all)
+        numbers = self._core.sessions.num_by_state()
         for state in SessionState:
             states.add_metric([state], numbers[state])
         reused = CounterMetricFamily(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from heapq import nlargest
+from itertools import islice
 
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.core.sessions.session_state import Session
@@ -21,14 +21,15 @@ class SessionStatuses:
     def newest(self, limit: int) -> tuple[SessionStatus, ...]:
         """Return the sessions whose state changed last, the newest first."""
         self._core.sessions.expire()
-        return tuple(map(self._status, nlargest(limit, self._core.sessions.all, key=_since_s)))
+        return tuple(map(self._status, islice(self._core.sessions.newest(), limit)))
 
     def of_tenant(self, tenant: str, key: SessionKey | None, limit: int) -> tuple[SessionStatus, ...]:
         """Return a tenant's sessions whose state changed last, the newest first; with a key that session alone."""
         self._core.sessions.expire()
-        known = self._core.sessions.all if key is None else filter(None, [self._core.sessions.find(key)])
-        own = [session for session in known if session.tenant == tenant]
-        return tuple(map(self._status, nlargest(limit, own, key=_since_s)))
+        if key is None:
+            return tuple(map(self._status, islice(self._core.sessions.newest(tenant), limit)))
+        session = self._core.sessions.find(key)
+        return () if session is None or session.tenant != tenant else (self._status(session),)
 
     def find(self, beginning: str) -> tuple[Session, ...]:
         """Return the sessions whose ids begin like this."""
@@ -56,7 +57,3 @@ class SessionStatuses:
             num_waits=0 if member is None else member.num_waits,
             longest_aside_s=0.0 if member is None else member.longest_aside_s,
         )
-
-
-def _since_s(session: Session) -> float:
-    return session.since_s

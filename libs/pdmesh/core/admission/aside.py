@@ -31,6 +31,11 @@ FILL: Final = 0.95
 #: Longest time between two looks at the turns that are set aside.
 LOOK_S: Final = 1.0
 
+#: Number of sessions in the working set up to which room is divided after each change, and the least time between two
+#: divisions for each further one. Dividing takes 1 us a session, so 5 % of the time at most, however many names come.
+MEMBERS_AT_ONCE: Final = 64
+DIVIDE_S_PER_MEMBER: Final = 2e-5
+
 #: Time in which no session has a turn in line or running. Then the turn that waited longest joins its line, because the
 #: sessions with room may not come back soon.
 IDLE_S: Final = 5.0
@@ -53,12 +58,14 @@ class Aside:
         self._config = config
         self._seen_changes = -1
         self._idle_from_s = inf
+        self._divides_from_s = -inf
         self.next_look_s = inf
 
     def arrived(self, state: RequestState) -> None:
         """Set a turn aside that just joined the line, if contexts exceed the room. `look` finds out whether it fits.
 
-        A context that exceeds the room alone is never set aside: no wait would help.
+        A context that exceeds the room alone is never set aside: no wait would help. Nor is the turn of a session that
+        had room when room was last divided, if it is not divided again now.
         """
         member = None if state.session is None else state.session.member
         if member is None:
@@ -66,6 +73,8 @@ class Aside:
         num_uncounted_tokens, room = 0 if member.num_tokens else state.num_work_tokens, self._room
         if self._mesh.sessions.working_set.num_tokens + num_uncounted_tokens <= room:
             member.is_out = False
+        elif not member.is_out and self._mesh.sessions.now_s < self._divides_from_s:
+            return
         elif member.num_own_tokens <= room and self._may_wait(state, member):
             self._mesh.set_aside(state, member)
 
@@ -75,12 +84,16 @@ class Aside:
         turns, working_set, index = mesh.queue.turns_aside, mesh.sessions.working_set, mesh.cache_index
         if working_set.num_changes == self._seen_changes and now_s < self.next_look_s:
             return
+        if now_s < self._divides_from_s:
+            self.next_look_s = self._divides_from_s
+            return
         working_set.expire(now_s)
         self._let_in_due(now_s)
         room = self._room
         if turns or (room and working_set.num_tokens > room):
             most_s = self._most_s
             may_run = list(working_set.divide(room, now_s - GUARD_SHARE * most_s, now_s - (1 - LEAD_SHARE) * most_s))
+            self._divides_from_s = now_s + DIVIDE_S_PER_MEMBER * max(0, working_set.num_members - MEMBERS_AT_ONCE)
             index.protect({member.chain[-1]: member.chain for member in may_run if member.chain})
             keys = {member.session.key for member in may_run}
             for state, _ in list(turns.values()):

@@ -7,11 +7,14 @@ forgotten. No request fails because of its session: beyond the limits it is serv
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from heapq import merge
+from itertools import takewhile
 from math import exp, log
+from sys import intern
 
-from pdmesh.core.sessions.session_state import Session
+from pdmesh.core.sessions.session_state import Session, SessionState
 from pdmesh.core.sessions.working_set import WorkingSet
 from pdmesh.model import PrefixHash, Request, SessionKey
 
@@ -34,11 +37,14 @@ _FIRST_PAUSE_S = 5.0
 
 
 class _OfTenant:
-    """Number of a tenant's sessions, and the ones without live requests, the longest idle first."""
+    """A tenant's sessions with and without live requests, each in the order of the last change of their states."""
 
     def __init__(self) -> None:
-        self.number = 0
-        self.idle: OrderedDict[SessionKey, Session] = OrderedDict()
+        self.live: dict[SessionKey, Session] = {}
+        self.idle: dict[SessionKey, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self.live) + len(self.idle)
 
 
 class Sessions:
@@ -57,6 +63,8 @@ class Sessions:
         self._tenants: dict[str, _OfTenant] = {}
         self._log_pause = log(_FIRST_PAUSE_S)
         self._num_pauses = 0
+        #: Sessions that ended and have no live requests.
+        self._num_ended = 0
 
     def __len__(self) -> int:
         return len(self._all)
@@ -65,6 +73,23 @@ class Sessions:
     def all(self) -> Collection[Session]:
         """All sessions, in the order in which they were opened."""
         return self._all.values()
+
+    def newest(self, tenant: str | None = None) -> Iterator[Session]:
+        """Yield the sessions of a tenant, or of all for None, whose states changed last, the newest first."""
+        own = self._tenants.values() if tenant is None else filter(None, [self._tenants.get(tenant)])
+        lines = [reversed(line.values()) for each in own for line in (each.live, each.idle)]
+        return merge(*lines, key=_since_s, reverse=True)
+
+    def num_by_state(self) -> Counter[SessionState]:
+        """Count the sessions by state. Takes time for each live session and tenant only."""
+        live = [session for own in self._tenants.values() for session in own.live.values()]
+        numbers = Counter([session.state for session in live])
+        known = {key: self._all.get(key) for key in {each.parent.key for each in live if each.parent is not None}}
+        parents = [parent.state for parent in known.values() if parent is not None]
+        numbers[SessionState.CHILDREN] = parents.count(SessionState.CHILDREN)
+        numbers[SessionState.ENDED] = self._num_ended
+        numbers[SessionState.BETWEEN] = len(self._all) - numbers.total()
+        return numbers
 
     @property
     def usual_pause_s(self) -> float:
@@ -110,7 +135,10 @@ class Sessions:
         session = self._all.get(name.key) or self._open(request.tenant, name.key, name.parent)
         if session is None:
             return None
-        self._tenants[session.tenant].idle.pop(session.key, None)
+        own = self._tenants.setdefault(session.tenant, _OfTenant())
+        if own.idle.pop(session.key, None) is not None and session.is_ended:
+            self._num_ended -= 1
+        own.live[session.key] = session
         pause_s = session.begin(request, self.now_s)
         if pause_s is not None:
             self._num_pauses = min(self._num_pauses + 1, _PAUSES_REMEMBERED)
@@ -135,12 +163,15 @@ class Sessions:
             if each is not None and each.member is not None:
                 self.working_set.changed(each.member)
         if not session.num_live:
-            self._tenants[session.tenant].idle[session.key] = session
+            own = self._tenants[session.tenant]
+            own.idle[session.key] = own.live.pop(session.key)
+            self._num_ended += session.is_ended
 
     def close(self, key: SessionKey) -> bool:
         """End a session as its client asked; return whether it was known."""
         session = self._all.get(key)
         if session is not None:
+            self._num_ended += not (session.is_ended or session.num_live)
             session.is_ended = True
             if session.member is not None:
                 self.working_set.changed(session.member)
@@ -154,30 +185,27 @@ class Sessions:
             self._expire(own)
 
     def _expire(self, own: _OfTenant) -> None:
-        while own.idle:
-            longest = next(iter(own.idle.values()))
-            if longest.since_s + IDLE_S > self.now_s:
-                return
-            self._forget(longest)
+        since_s = self.now_s - IDLE_S
+        for session in list(takewhile(lambda each: each.since_s <= since_s, own.idle.values())):
+            self._forget(session)
 
     def _open(self, tenant: str, key: SessionKey, parent_key: SessionKey | None) -> Session | None:
         own = self._tenants.get(tenant)
-        if own is not None and own.number >= MAX_OF_TENANT:
+        if own is not None and len(own) >= MAX_OF_TENANT:
             if not own.idle:
                 return None
             self._forget(next(iter(own.idle.values())))
         elif len(self._all) >= MAX_SESSIONS:
-            most = max(self._tenants.values(), key=_number)
+            most = max(self._tenants.values(), key=len)
             if not most.idle:
                 return None
             self._forget(next(iter(most.idle.values())))
         parent = None if parent_key is None else self._all.get(parent_key)
         if parent is not None and (parent.num_children >= MAX_CHILDREN or parent.generation >= MAX_GENERATIONS):
             parent = None
-        session = self._all[key] = Session(key, tenant, parent, self.now_s)
+        session = self._all[key] = Session(key, intern(tenant), parent, self.now_s)
         if parent is not None:
             parent.num_children += 1
-        self._tenants.setdefault(tenant, _OfTenant()).number += 1
         return session
 
     def _forget(self, session: Session) -> None:
@@ -185,8 +213,8 @@ class Sessions:
         self.working_set.leave(session)
         own = self._tenants[session.tenant]
         del own.idle[session.key]
-        own.number -= 1
-        if not own.number:
+        self._num_ended -= session.is_ended
+        if not len(own):
             del self._tenants[session.tenant]
         if session.parent is not None:
             session.parent.num_children -= 1
@@ -195,19 +223,20 @@ class Sessions:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the indexes of sessions differ."""
-        idle = {key for key, session in self._all.items() if not session.num_live}
-        numbers: dict[str, int] = {}
-        for session in self._all.values():
-            numbers[session.tenant] = numbers.get(session.tenant, 0) + 1
-            assert session.num_live >= 0, f"session {session.key.hex()} has {session.num_live} live requests"
-        assert numbers == {name: own.number for name, own in self._tenants.items()}, "sessions of a tenant miscounted"
-        of_tenants = {key for own in self._tenants.values() for key in own.idle}
-        assert idle == of_tenants, "idle sessions of a tenant miscounted"
+        for name, own in self._tenants.items():
+            for sessions, is_live in ((own.live, True), (own.idle, False)):
+                states = [(each.tenant, each.num_live > 0) for each in sessions.values()]
+                assert states.count((name, is_live)) == len(states), f"sessions of {name!r} are in the wrong line"
+                changes_s = [each.since_s for each in sessions.values()]
+                assert changes_s == sorted(changes_s), f"sessions of {name!r} are out of order"
+        assert sum(map(len, self._tenants.values())) == len(self._all), "sessions of tenants miscounted"
+        states_now = Counter(session.state for session in self._all.values())
+        assert +self.num_by_state() == states_now, f"{self.num_by_state()} counted, not {states_now}"
         self.working_set.check_integrity()
 
 
-def _number(own: _OfTenant) -> int:
-    return own.number
+def _since_s(session: Session) -> float:
+    return session.since_s
 
 
 def _return_and_use(keyed: tuple[float, int, Sequence[PrefixHash]]) -> tuple[float, int]:

@@ -75,6 +75,11 @@ class WorkingSet:
         """Whether a member's request is in line or runs."""
         return bool(self._running)
 
+    @property
+    def num_members(self) -> int:
+        """Number of sessions in the working set."""
+        return self._num_members
+
     def members(self, tenant: str) -> list[Member]:
         """Return a tenant's members, in the order of their last changes."""
         own = self._tenants.get(tenant)
