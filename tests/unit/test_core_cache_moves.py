@@ -22,13 +22,13 @@ from pdmesh.core.events import (
     TransferLanded,
     TransferSent,
 )
-from pdmesh.core.operator_events import OperationCancelled, OperationRequested
+from pdmesh.core.operator_events import OperationCancelled, OperationRequested, ResizeRequested
 from pdmesh.kv_layout import GRANULE_TOKENS
 from pdmesh.model import InstanceId, Request, Then
-from pdmesh.operations import OperationId, OperationKind, OperationState
+from pdmesh.operations import OperationId, OperationKind, OperationState, PoolCounts
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh_testing.core import CoreBench, a_request, of
+from pdmesh_testing.core import CoreBench, a_report, a_request, of
 from pdmesh_testing.reuse import a_profile, a_prompt, hashes, serve
 
 #: A second for each thousand tokens.
@@ -109,6 +109,22 @@ def test_a_process_is_stopped_once_its_prefixes_are_elsewhere() -> None:
     assert not of(StopInstance, commands)
     (copy,) = of(ExpectCopy, commands)
     assert of(StopInstance, bench.land(copy))
+
+
+def test_a_surplus_process_ends_once_its_prefixes_are_elsewhere() -> None:
+    bench = a_holder("m1")
+    bench.feed(a_report(HOLDER, OTHER))
+    resize = ResizeRequested(
+        operation_id=OperationId("x"),
+        pools=PoolCounts(prefill=0, decode=0, mixed=1),
+        timeout_s=10.0,
+        start_timeout_s=100.0,
+        leaves=(HOLDER,),
+    )
+    (copy,) = of(ExpectCopy, bench.feed(resize))
+    assert not bench.core.desired_processes("a").stop
+    bench.land(copy)
+    assert bench.core.desired_processes("a").stop == (HOLDER,)
 
 
 def test_the_most_recently_used_prefix_goes_first_and_each_goes_once() -> None:

@@ -125,10 +125,9 @@ class Pools:
 
     @property
     def stops(self) -> tuple[InstanceId, ...]:
-        """Instances whose processes should end: they leave, and hold nothing."""
-        instances, desired = self._mesh.instances, self._desired
-        leaves = () if desired is None else desired.leaves
-        return tuple(each for each in leaves if each not in instances or _is_free(instances[each]))
+        """Instances whose processes should end: they leave, serve no request, and send no more cached prefixes."""
+        leaves = () if self._desired is None else self._desired.leaves
+        return tuple(each for each in leaves if each not in self._mesh.instances or self._is_free(each))
 
     @property
     def next_deadline_s(self) -> float:
@@ -237,7 +236,7 @@ class Pools:
                 # Another instance may come under its name.
                 self._operations.forget(instance_id)
             self._end(resize, OperationState.DONE, "", now_s)
-        elif all(_is_free(instances[instance_id]) for instance_id in leaving):
+        elif all(map(self._is_free, leaving)):
             if resize.empty_since_s == inf:
                 resize.empty_since_s = now_s
                 self._records.note_change()
@@ -374,9 +373,11 @@ class Pools:
         counts = Counter(instance.role for instance in self._mesh.instances.values())
         return PoolCounts(prefill=counts[Role.PREFILL], decode=counts[Role.DECODE], mixed=counts[Role.MIXED])
 
-
-def _is_free(instance: InstanceState) -> bool:
-    """Whether the instance gets no new work and serves no request. Others may still copy its cached prefixes."""
-    return not instance.is_usable and all(
-        allocation.kind is AllocationKind.FETCH for allocation in instance.allocations.values()
-    )
+    def _is_free(self, instance_id: InstanceId) -> bool:
+        """Whether an instance gets no new work, serves no request, and is not being drained of cached prefixes."""
+        instance = self._mesh.instances[instance_id]
+        return (
+            not instance.is_usable
+            and self._operations.running_on(instance_id) is None
+            and all(allocation.kind is AllocationKind.FETCH for allocation in instance.allocations.values())
+        )
