@@ -36,7 +36,7 @@ from pdmesh.wire.messages import (
     RequestList,
     RequestRecord,
 )
-from pdmesh_testing.checkpoints import TINY, CheckpointShape, write_checkpoint
+from pdmesh_testing.checkpoints import TINY, CheckpointShape
 from pdmesh_testing.exactness import random_prompts
 from pdmesh_testing.mesh import RunningMesh, running_mesh
 from pdmesh_testing.operating import OperatorClient, operator_of
@@ -200,7 +200,7 @@ def _mean(metrics: str, name: str, label: str) -> float:
 
 def drain(options: argparse.Namespace) -> int:
     print(heading(f"An instance with {options.streams} streams of {options.context} tokens is drained"), flush=True)
-    prompts = random_prompts([options.context] * options.streams, SHAPE.vocab_size, seed=3)
+    prompts = random_prompts([options.context] * options.streams, TINY.vocab_size, seed=3)
     num_tokens = SHAPE.max_position_embeddings - options.context  # the first decodes until the last one does
     settings = {
         "WORKER_DETERMINISTIC": "true",
@@ -208,9 +208,7 @@ def drain(options: argparse.Namespace) -> int:
         "WORKER_MAX_NUM_SEQS": str(2 * options.streams),
     }
     with tempfile.TemporaryDirectory() as name:
-        checkpoint = write_checkpoint(
-            Path(name) / "model", architecture="llama", shape=SHAPE, dtype=options.dtype, seed=1
-        )
+        checkpoint = checkpoint_of(options.architecture, Path(name) / "model", SHAPE, options.dtype)
         with running_mesh(Path(name), model=checkpoint, decode=2, settings=settings) as mesh:
             return anyio.run(_drain, mesh, prompts, num_tokens)
 
@@ -308,7 +306,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=3, help="requests whose context comes to --context")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--architecture", default="llama", help="of all but a drain")
+    parser.add_argument("--architecture", default="llama")
     parser.add_argument("--drain", action="store_true")
     parser.add_argument("--streams", type=int, default=32)
     options = parser.parse_args()

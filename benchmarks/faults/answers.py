@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import time
@@ -19,13 +20,22 @@ from pdmesh_testing.checkpoints import TINY
 from pdmesh_testing.exactness import random_prompts
 from pdmesh_testing.mesh import RunningMesh
 
-LOGPROB_TOLERANCE = 1e-4
-
 #: How the kind of what goes on with another is called.
 SECOND_TURN = ", second turn"
 
 #: No stream may take longer: it is lost.
 STREAM_LIMIT_S = 240.0
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--architecture`` and ``--dtype``."""
+    parser.add_argument("--architecture", default="llama", help="of the model, as in benchmarks.exactness.exactness")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+
+
+def exact_settings(options: argparse.Namespace) -> dict[str, str]:
+    """Settings with which a request's bits depend neither on the batch nor on chunks: answers are equal to the bit."""
+    return {"WORKER_DETERMINISTIC": "true", "WORKER_DTYPE": options.dtype}
 
 
 def bodies_of(
@@ -94,8 +104,7 @@ class Answer:
                 return f"choice {index} from token {at} on"
             if (mine.text, mine.finish, len(mine.logprobs)) != (its.text, its.finish, len(its.logprobs)):
                 return f"choice {index} in its text or end"
-            worst = max((abs(a - b) for a, b in zip(mine.logprobs, its.logprobs, strict=True)), default=0.0)
-            if worst > LOGPROB_TOLERANCE:
+            if worst := max((abs(a - b) for a, b in zip(mine.logprobs, its.logprobs, strict=True)), default=0.0):
                 return f"choice {index} by {worst:.1e} in a logprob"
         return None if self.choices.keys() == other.choices.keys() else "its choices"
 

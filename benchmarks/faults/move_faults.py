@@ -1,6 +1,7 @@
 """Source or target of a running decode's move is killed or stopped, at each point of the move: does anybody notice?
 
     python -m benchmarks.faults.move_faults [--faults 300] [--seed 1] [--streams 6] [--conversations]
+        [--architecture NAME] [--dtype float32|bfloat16]
 
 A mesh of real processes (2 prefill, 2 decode) serves streams of several kinds, so many at once all the time, and all
 that decodes is told to move to and fro. A process comes to a point (`fault_points` beside this file) and is killed, or
@@ -31,11 +32,14 @@ from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any
 
+from benchmarks.exactness.exactness import checkpoint_of
 from benchmarks.faults.answers import (
     Answer,
     Answers,
+    add_model_arguments,
     ask_undisturbed,
     bodies_of,
+    exact_settings,
     judge_none,
     keep_asking,
     leaks,
@@ -44,7 +48,6 @@ from benchmarks.faults.answers import (
 from benchmarks.harness.report import Limits, heading
 from pdmesh.errors import PdmeshError
 from pdmesh.operations import OperationKind
-from pdmesh_testing.checkpoints import write_checkpoint
 from pdmesh_testing.mesh import RunningMesh, running_mesh
 from pdmesh_testing.operating import operator_of
 
@@ -233,6 +236,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="also with which of the points and faults to begin")
     parser.add_argument("--streams", type=int, default=6, help="at once")
+    add_model_arguments(parser)
     parser.add_argument("--conversations", action="store_true", help="with second turns, whose prompts reuse KV")
     parser.add_argument("--keep", type=Path, help="keep the mesh's folder, with its logs, here")
     options = parser.parse_args()
@@ -245,8 +249,8 @@ def main() -> None:
         os.environ["MOVE_FAULTS_FOLDER"] = str(points)
         own = str(Path(__file__).parent / "fault_points")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (own, os.environ.get("PYTHONPATH"))))
-        settings = {**SETTINGS, "SCHEDULER_EVENT_LOG": str(folder / "events.log")}
-        checkpoint = write_checkpoint(folder / "model", seed=3)
+        settings = {**SETTINGS, **exact_settings(options), "SCHEDULER_EVENT_LOG": str(folder / "events.log")}
+        checkpoint = checkpoint_of(options.architecture, folder / "model", dtype=options.dtype)
         with running_mesh(folder, model=checkpoint, prefill=2, decode=2, settings=settings) as mesh:
             undisturbed, seen, leaked = asyncio.run(storm(mesh, points, options))
         twice, handed = twice_drawn(points)

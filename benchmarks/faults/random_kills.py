@@ -1,13 +1,13 @@
 """Random kills and stops under load: is any stream lost or changed, and how long does anybody wait?
 
 Usage: python -m benchmarks.faults.random_kills [--faults N] [--seed N] [--streams N] [--prefill N] [--decode N]
-    [--no-timings] [--conversations]
+    [--mixed N] [--architecture NAME] [--dtype float32|bfloat16] [--no-timings] [--conversations]
 
 A mesh of real processes (2 prefill, 2 decode by default) serves streams of several kinds (greedy, seeded, with
 logprobs, n = 2, stop strings, long prompts), so many at once all the time. Every few seconds one or two of its
 processes, any but the gateway, are killed, or stopped for 5 or 30 s. Each answer is compared with that of an
-undisturbed request: tokens, text, finish reasons and, to 1e-4, logprobs. With each fault a new request is sent, and its
-first token timed: its *recovery*. Somebody healthy was left if, by its own status before the fault, the mesh had a
+undisturbed request: tokens, text, finish reasons and logprobs, to the bit. With each fault a new request is sent, and
+its first token timed: its *recovery*. Somebody healthy was left if, by its own status before the fault, the mesh had a
 scheduler and an instance of each kind that were no victims. With ``--conversations`` what can be gone on with has a
 second turn, whose prompt is the first turn with its answer and a few tokens more; no conversation shares KV with
 another, so first turns are computed and second turns reuse what the faults left.
@@ -36,7 +36,17 @@ from typing import Any
 import httpx
 
 from benchmarks.exactness.exactness import checkpoint_of
-from benchmarks.faults.answers import Answer, Answers, ask, ask_undisturbed, bodies_of, keep_asking, serving
+from benchmarks.faults.answers import (
+    Answer,
+    Answers,
+    add_model_arguments,
+    ask,
+    ask_undisturbed,
+    bodies_of,
+    exact_settings,
+    keep_asking,
+    serving,
+)
 from pdmesh.metrics import percentile
 from pdmesh_testing.mesh import RunningMesh, running_mesh
 
@@ -71,7 +81,8 @@ class Seen(Answers):
 
 def is_left(alive: set[str]) -> bool:
     """Whether a new request can be served without waiting for anybody."""
-    return all(any(name.startswith(kind) for name in alive) for kind in ("scheduler", "prefill", "decode"))
+    kinds = {name.rpartition("-")[0] for name in alive}
+    return "scheduler" in alive and ("mixed" in kinds or {"prefill", "decode"} <= kinds)
 
 
 async def do_faults(mesh: RunningMesh, client: httpx.AsyncClient, seen: Seen, num_faults: int, seed: int) -> None:
@@ -165,15 +176,17 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=8, help="at once")
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
-    parser.add_argument("--architecture", default="llama", help="of the model, as in benchmarks.exactness.exactness")
+    parser.add_argument("--mixed", type=int, default=0)
+    add_model_arguments(parser)
     parser.add_argument("--conversations", action="store_true", help="with second turns, whose prompts reuse KV")
     parser.add_argument("--no-timings", action="store_true", help="on a busy machine: timings are printed, not judged")
     parser.add_argument("--keep", type=Path, help="keep the mesh's folder, with its logs, here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
-        checkpoint = checkpoint_of(options.architecture, folder / "model")
-        with running_mesh(folder, model=checkpoint, prefill=options.prefill, decode=options.decode) as mesh:
+        checkpoint = checkpoint_of(options.architecture, folder / "model", dtype=options.dtype)
+        pools = {"prefill": options.prefill, "decode": options.decode, "mixed": options.mixed}
+        with running_mesh(folder, model=checkpoint, **pools, settings=exact_settings(options)) as mesh:
             undisturbed, seen = asyncio.run(storm(mesh, options))
     return 0 if report(undisturbed, seen, timings=not options.no_timings) else 1
 

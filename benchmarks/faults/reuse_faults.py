@@ -1,12 +1,14 @@
 """Faults and operations at random while KV is reused, copied between instances and loaded from tiers: is anything lost?
 
     python -m benchmarks.faults.reuse_faults [--faults 100] [--seed 1] [--streams 6]
+        [--architecture NAME] [--dtype float32|bfloat16]
 
 A mesh of real processes (2 prefill, 2 decode, 1 mixed) whose caches hold a few prompts, with a tier of host memory and
 disk behind each. Streams are conversations of several users, whose turns come one user after the other: what a turn
 reuses has been given up for others' by then, or is elsewhere. Again and again an instance or the scheduler is killed or
 stopped for 0.3 to 6 s, an instance is drained or gets another role, or running decodes are told to move. Each answer is
-compared with that of an undisturbed request: tokens, text, finish reasons and, to 1e-4, log-probabilities.
+compared with that of an undisturbed request: tokens, text, finish reasons and log-probabilities, to the bit. Without
+``--architecture`` the model is a llama. One whose layers have windows or states has no tier.
 
 Exit code 1 if an answer was lost or differs, if a request was refused for KV that was not there before the first fault,
 if blocks are not free at the end, or if nothing was reused, copied or loaded.
@@ -22,7 +24,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count, cycle, islice
@@ -32,28 +34,32 @@ from typing import Any
 import httpx
 import msgspec
 
+from benchmarks.exactness.exactness import checkpoint_of
 from benchmarks.faults.answers import (
     SECOND_TURN,
     Answer,
     Answers,
+    add_model_arguments,
     ask,
     ask_undisturbed,
     bodies_of,
+    exact_settings,
     judge_none,
     leaks,
 )
 from benchmarks.harness.report import Limits, heading
 from pdmesh.cli.state_folder import MeshRecord
+from pdmesh.engine.files import load_model_config
 from pdmesh.errors import PdmeshError
 from pdmesh.model import Role
 from pdmesh.operations import OperationKind
-from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
+from pdmesh.worker.engines import cache_bytes
+from pdmesh_testing.checkpoints import CheckpointShape
 from pdmesh_testing.mesh import RunningMesh, running_mesh
 from pdmesh_testing.operating import operator_of
 
 POOLS = {"prefill": 2, "decode": 2, "mixed": 1}
 SHAPE = CheckpointShape(hidden_size=128, intermediate_size=512, num_layers=4)
-TOKEN_BYTES = 2 * 4 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_dim
 
 #: Tokens of each instance's cache, and of what is behind it.
 CACHED, IN_HOST_MEMORY, ON_DISK = 6_000, 6_000, 30_000
@@ -242,38 +248,53 @@ def said(seen: Seen) -> str:
     )
 
 
+def memory_of(checkpoint: Path, dtype: str, folder: Path) -> dict[str, str]:
+    """Settings of a cache that holds a few prompts, and of a tier behind it unless layers have windows or states."""
+    config = load_model_config(checkpoint)
+    layout = config.kv_layout(dtype=dtype, block_size=128 if config.has_states else 16, frees_windows=True)
+    if layout.window:
+        num_bytes = cache_bytes(layout, CACHED // layout.block_size, num_frames=32)  # of two decodes and a chunk
+        return {"WORKER_KV_CACHE_BYTES": str(num_bytes), "WORKER_MAX_NUM_SEQS": "2", "WORKER_MAX_MODEL_LEN": "2048"}
+    return {
+        "WORKER_KV_CACHE_BYTES": str(CACHED * layout.token_bytes),
+        "WORKER_KV_OFFLOAD_HOST_BYTES": str(IN_HOST_MEMORY * layout.token_bytes),
+        "WORKER_KV_OFFLOAD_DISK_BYTES": str(ON_DISK * layout.token_bytes),
+        "WORKER_KV_OFFLOAD_DIR": str(folder / "tier"),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--streams", type=int, default=6, help="at once")
+    add_model_arguments(parser)
     parser.add_argument("--keep", type=Path, help="keep the mesh's folder, with its logs, here")
     options = parser.parse_args()
     print(heading("Faults while KV is reused, copied and loaded"), flush=True)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
+        checkpoint = checkpoint_of(options.architecture, folder / "model", SHAPE, options.dtype)
         settings = {
-            "WORKER_KV_CACHE_BYTES": str(CACHED * TOKEN_BYTES),
-            "WORKER_KV_OFFLOAD_HOST_BYTES": str(IN_HOST_MEMORY * TOKEN_BYTES),
-            "WORKER_KV_OFFLOAD_DISK_BYTES": str(ON_DISK * TOKEN_BYTES),
-            "WORKER_KV_OFFLOAD_DIR": str(folder / "tier"),
             "WORKER_MAX_MODEL_LEN": "4096",
+            **exact_settings(options),
+            **memory_of(checkpoint, options.dtype, folder),
             "WORKER_NUM_THREADS": "1",
             "SCHEDULER_EVENT_LOG": str(folder / "events.log"),
         }
-        checkpoint = write_checkpoint(folder / "model", shape=SHAPE, seed=3)
         with running_mesh(folder, model=checkpoint, **POOLS, settings=settings) as mesh:
             undisturbed, seen, leaked = asyncio.run(storm(mesh, options))
-    report(undisturbed, seen, leaked, time.monotonic() - began_s)
+    counters = COUNTERS[: 2 + ("WORKER_KV_OFFLOAD_DIR" in settings)]
+    report(undisturbed, seen, leaked, time.monotonic() - began_s, counters)
 
 
-def report(undisturbed: dict[str, Answer], seen: Seen, leaked: list[str], duration_s: float) -> None:
+def report(undisturbed: dict[str, Answer], seen: Seen, leaked: list[str], took_s: float, used: Sequence[str]) -> None:
     limits = Limits()
     faults = ", ".join(f"{number} {what}" for what, number in sorted(seen.faults.items()))
-    print(f"{seen.faults.total()} faults ({faults}) in {duration_s:.0f} s, {len(seen.answers)} answers")
+    print(f"{seen.faults.total()} faults ({faults}) in {took_s:.0f} s, {len(seen.answers)} answers")
     print(said(seen))
-    for what, counter in zip(("reused", "copied", "loaded"), COUNTERS, strict=False):
+    for what, counter in zip(("reused", "copied", "loaded"), used, strict=False):
         limits.at_least(f"tokens {what}", seen.total(counter), 1)
     found = {"answers lost": seen.lost(), "answers that differ": seen.differ(undisturbed), "leaks": leaked}
     judge_none(found, limits)

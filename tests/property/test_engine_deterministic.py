@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +16,9 @@ from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import SamplingParams
 from pdmesh_testing.checkpoints import write_checkpoint
 from pdmesh_testing.examples import examples
-from pdmesh_testing.levels import ARCHITECTURE_LEVELS, library_or_skip
+from pdmesh_testing.levels import ARCHITECTURE_LEVELS, library_or_skip, ordered_levels
 from pdmesh_testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
+from pdmesh_testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
 
 COMPUTES = [
     "float32",
@@ -162,3 +164,31 @@ def test_kv_that_was_computed_or_drawn_before_gives_the_same_bits(
         step(engine, [(warm, chunk_tokens)])
     assert all(layer[shared].equal(held) for layer, held in zip(engine.kv.layers, before, strict=True))
     assert logprobs_of(warm)[-MAX_TOKENS:] == cold[-MAX_TOKENS:]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "lfm2", "qwen3_5_text"])
+def test_an_answer_that_is_resumed_has_the_same_bits_where_layers_have_states(
+    model_type: str, dtype: str, tmp_path: Path
+) -> None:
+    """As after a death: what was drawn is computed again, in other chunks and beside another request."""
+    variant = model_variants()[model_type][0]
+    engine = TorchEngine(
+        write_transformers_checkpoint(tmp_path, model_type, seed=1, **variant),
+        num_blocks=8,
+        block_size=128,
+        num_threads=1,
+        device="cpu",
+        dtype=dtype,
+        deterministic=dtype == "float32" or not ordered_levels(),
+        max_frames=8,
+    )
+    params, prompt = replace(PARAMS, max_tokens=60), prompt_of(100)
+    whole = generate(engine, prompt, 60, params=params)
+    for num_drawn, chunk_tokens in ((1, 1000), (27, 64), (28, 17), (50, 100)):
+        known = [*prompt, *whole.output_ids[:num_drawn]]
+        resumed = SteppedRequest(new_sequence(known, range(4), params), 60 - num_drawn)
+        beside = SteppedRequest(new_sequence(prompt_of(90), range(4, 8), params), 60)
+        while not resumed.done:
+            step(engine, [(each, chunk_tokens) for each in (resumed, beside)])
+        assert logprobs_of(resumed) == logprobs_of(whole)[num_drawn:]

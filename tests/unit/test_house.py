@@ -25,7 +25,7 @@ RECORDED = {
     "implementations of commands outside core": 29,
     "product lines": 91_224,
     "lines of product, lab, testing and kubernetes": 113_336,
-    "test lines": 73_373,
+    "test lines": 73_403,
     "benchmark lines": 9_000,
     "files over 500 lines": 21,
     "file names that occur more than once": 47,
