@@ -341,13 +341,14 @@ class FakeEngine:
 
     def has_states(self, sequence: EngineSequence, num_tokens: int) -> bool:
         """Return whether all layers of states have the state behind the first ``num_tokens`` of a sequence."""
-        if not self._state_layers:
-            return True
-        block_id = sequence.block_table[(num_tokens - 1) // self.kv.layout.block_size]
-        return all(
-            num_tokens in self.kv.words[layer, self.kv.page(layer, block_id)].reshape(2, -1)[:, _POSITION]
-            for layer in self._state_layers
-        )
+        states = self.states_in(sequence.block_table[(num_tokens - 1) // self.kv.layout.block_size])
+        return bool((states[..., _POSITION] == num_tokens).any(axis=1).all())
+
+    def states_in(self, block_id: int) -> Words:
+        """Return the states in a block's pages, (layers of states, 2, words). A state's first word is its position."""
+        pages = [self.kv.words[layer, self.kv.page(layer, block_id)].reshape(2, -1) for layer in self._state_layers]
+        states: Words = np.array(pages, dtype=np.uint32)
+        return states.reshape(len(pages), 2, self.kv.words[0, 0].size // 2)[..., :_STATE_WORDS]
 
     def _fold(self, layer: int, part: SequenceSlice, rows: StateSlice, hidden: Words) -> Words:
         """Advance a sequence's state over ``part``, and write the states at the stops. Return the state of each token.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -229,3 +230,19 @@ def test_what_a_table_shares_does_not_lose_its_frames_to_what_comes_with_it() ->
     assert not windows.has_all(kept[4:5])
     assert not windows.has_all(kept[5:])
     windows.check_integrity({*shared, 6, 7})
+
+
+def test_a_frame_stays_while_a_copy_touches_it() -> None:
+    """Also if no table holds the block, which is cached, and another block needs a frame."""
+    pool = BlockPool(4)
+    frames = WindowFrames(pool, FrameMap.shared_out(4, 1))
+    first, second = pool.allocate(1), pool.allocate(1)
+    frames.hold(first)
+    pool.keep(first)
+    with pool.pinned(first):
+        frames.let_go(first)
+        with pytest.raises(OutOfFrames):
+            frames.hold(second)
+        assert frames.has_all(first)
+    frames.hold(second)
+    assert not frames.has_all(first)

@@ -152,8 +152,9 @@ class WindowFrames:
         return block_id not in besides and not self._pool.is_pinned(block_id)
 
     def _drop(self, block_id: int) -> None:
-        """Free the frame of a block that no table holds, if the block has one."""
+        """Free the frame of a block that no table holds and no copy touches, if the block has one."""
         assert block_id not in self._holders, f"block {block_id} is free, and somebody sees it"
+        assert not self._pool.is_pinned(block_id), f"a copy touches the frame of block {block_id}"
         self._passed.pop(block_id, None)
         self._resumable.pop(block_id, None)
         frame = int(self._map.of_block[block_id])

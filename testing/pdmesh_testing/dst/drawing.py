@@ -163,6 +163,9 @@ def draw(seed: int) -> Plan:
     if conversations.random() < SHARE_OF_PLANS:
         plan = _with_conversations(conversations, swarm, plan)
     if plan.num_frames:
+        if random.Random(f"few frames {seed}").random() < SHARE_OF_PLANS:
+            # Frames of cached blocks are soon taken for others.
+            plan = replace(plan, max_num_seqs=1, max_chunk_tokens=min(plan.chunk_tokens, _MAX_CHUNK_TOKENS))
         plan = replace(plan, num_frames=min(plan.num_blocks, _max_frames(plan)))
     return _spread(spread, plan) if is_spread else plan
 
@@ -170,7 +173,7 @@ def draw(seed: int) -> Plan:
 def _max_frames(plan: Plan) -> int:
     """Return the number of pages in the layer of states that an instance would have."""
     config = config_of(plan)
-    policy = replace(config.policy, max_chunk_tokens=_MAX_CHUNK_TOKENS)
+    policy = replace(config.policy, max_chunk_tokens=min(config.policy.max_chunk_tokens, _MAX_CHUNK_TOKENS))
     worker = replace(config.worker, block_size=plan.layout.block_size)
     return max_frames_of(replace(config, policy=policy, worker=worker), plan.layout, plan.max_model_len)
 

@@ -9,7 +9,8 @@ from pdmesh.core.commands import Command, ExpectCopy, ForgetRequest, Reject, Res
 from pdmesh.core.events import CacheReported, Event, GatewayJoined, InstanceJoined, LoadReported, RequestArrived
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.instance.sequence_phases import SeqPhase
-from pdmesh.model import Epoch, RequestId
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import Epoch, PrefixHash, RequestId
 from pdmesh.worker.instance import Instance
 from pdmesh_testing.dst.engine import SimulatedEngine
 from pdmesh_testing.dst.process import Process
@@ -24,6 +25,7 @@ KEPT = "instances keep what the core thinks"
 LOCAL = "what an instance could decode waits for no other that is not there"
 FREE = "all is free when nothing runs"
 STATES = "a state has the position of the KV"
+CACHED_STATES = "equal cached prefixes have equal states"
 NO_FAILURE = "no service fails"
 PROGRESS = "something progresses once faults stop"
 
@@ -39,6 +41,8 @@ class Laws:
         self._plan_ids: dict[int, set[tuple[str, int]]] = {}
         # References, so that no two cores have the same id().
         self._cores: list[SchedulerCore] = []
+        # States behind each granule that was seen in a cache with them.
+        self._cached_states: dict[PrefixHash, list[list[int]]] = {}
         self.num_events = 0
 
     def on_decision(self, core: SchedulerCore, event: Event, now_s: float, commands: list[Command]) -> None:
@@ -96,7 +100,7 @@ class Laws:
         self._timeline.broke(NO_FAILURE, f"{process.name}: {type(error).__name__}: {error}\n{trace}")
 
     def check_instances(self, processes: Iterable[Process]) -> None:
-        """Check each living instance: blocks add up, tables hold them, and states are there for all requests."""
+        """Check each living instance: blocks add up, tables hold them, and states are there and right."""
         for process in processes:
             instance: Instance | None = process.parts.get("instance")
             if instance is not None and not process.is_dead:
@@ -104,8 +108,25 @@ class Laws:
                     instance.check_integrity()
                 except AssertionError as error:
                     self._timeline.broke(BLOCKS, f"{process.name}: {error}")
-                for missing in _missing_states(instance, process.parts["engine"]):
+                engine: SimulatedEngine = process.parts["engine"]
+                for missing in _missing_states(instance, engine):
                     self._timeline.broke(STATES, f"{process.name}: {missing}")
+                for wrong in self._wrong_states(instance, engine):
+                    self._timeline.broke(CACHED_STATES, f"{process.name}: {wrong}")
+
+    def _wrong_states(self, instance: Instance, engine: SimulatedEngine) -> Iterator[str]:
+        """Yield descriptions of cached granules in whose page is not the state behind the granule."""
+        frames = engine.kv.frames
+        if frames is None:
+            return
+        for granule in instance.kept:
+            block_id = instance._tables.kept.blocks_of(granule)[-1]
+            if frames.of_block[block_id] == frames.zeros:
+                continue
+            states = engine.states_in(block_id).reshape(-1, 3).tolist()
+            behind = [state for state in states if state[0] and state[0] % GRANULE_TOKENS == 0]
+            if not behind or self._cached_states.setdefault(granule, behind) != behind:
+                yield f"block {block_id} of cached tokens has the states {states}"
 
     def not_free(self, processes: Iterable[Process]) -> list[str]:
         """Return descriptions of everything that living processes still hold though no request runs."""

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from pdmesh.kv_layout import KvLayout
 from pdmesh.model import Role
+from pdmesh.policy.config import PolicyConfig
 from pdmesh_testing.fake_engine import FAKE_LAYOUT, STATE_LAYOUT
 
 SCHEDULER = "scheduler"
@@ -102,6 +103,8 @@ class Plan:
     faults: tuple[Fault, ...] = ()
     num_blocks: int = 48
     chunk_tokens: int = 16
+    #: Most tokens of a step with chunks.
+    max_chunk_tokens: int = PolicyConfig().max_chunk_tokens
     num_backends: int = 2
     num_buffers: int = 2
     blocks_per_piece: int = 2

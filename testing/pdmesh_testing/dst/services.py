@@ -49,6 +49,7 @@ def config_of(plan: Plan) -> MeshConfig:
         ),
         policy=PolicyConfig(
             chunk_tokens=plan.chunk_tokens,
+            max_chunk_tokens=plan.max_chunk_tokens,
             latency=LinearLatencyModel(a_s=STEP_S, b_s=TOKEN_S, c_s=0.0, d_s=0.0),
             prefill_step_s=STEP_S + TOKEN_S * plan.chunk_tokens,
             local_step_share=1.0,
