@@ -226,7 +226,7 @@ class ExclusiveBatching:
         return ModeChoice(Mode.EXCLUSIVE, self.idle_share or self.UNKNOWN_IDLE_SHARE)
 
     def choose(self, load: Load, now: Mode) -> ModeChoice:
-        threshold = _at(load.threshold, self.idle_share) if self.idle_share else load.threshold
+        threshold = _at(load, load.threshold, self.idle_share) if self.idle_share else load.threshold
         num_seats = safe_seats(load, threshold, self.risk)
         prediction = ModePrediction.of(load, threshold, num_seats)
         return ModeChoice(Mode.EXCLUSIVE, threshold.idle_share, num_seats, prediction.gain, cycle_s=prediction.cycle_s)
@@ -344,7 +344,7 @@ class ModePrediction(NamedTuple):
 
     def at(self, load: Load, idle_share: float) -> ModePrediction:
         """Return the prediction at another share of idle seats."""
-        threshold = _at(self.threshold, idle_share)
+        threshold = _at(load, self.threshold, idle_share)
         throughput = exclusive_throughput(self.num_slots, threshold, load.costs, load.lengths)
         return self._replace(threshold=threshold, throughput=throughput)
 
@@ -387,9 +387,14 @@ def safe_seats(load: Load, threshold: Threshold, risk: float) -> int:
     return max(1, max_safe_slots(load.num_kv_tokens, risk, threshold, lengths, at_most=most))
 
 
-def _at(threshold: Threshold, idle_share: float) -> Threshold:
-    """Return the threshold at another share; seats empty exponentially, so the steps scale with -ln(1 - share)."""
+def _at(load: Load, threshold: Threshold, idle_share: float) -> Threshold:
+    """Return the threshold at another share of idle seats.
+
+    Seats empty exponentially, so the steps scale with -ln(1 - share). Where many outputs have the same length, this is
+    too few: to free a share of the seats, all seats together decode that many whole outputs.
+    """
     if idle_share == threshold.idle_share:
         return threshold
     best = -math.log1p(-min(threshold.idle_share, 0.999))
-    return Threshold(idle_share, max(1.0, threshold.num_steps * -math.log1p(-min(idle_share, 0.999)) / best))
+    num_steps = threshold.num_steps * -math.log1p(-min(idle_share, 0.999)) / best
+    return Threshold(idle_share, max(1.0, num_steps, idle_share * load.lengths.mean_output_tokens))
