@@ -347,7 +347,7 @@ class GroupPlanner:
         if not candidates:
             return
         members = {leader.instance_id, *state.prefill_ids, *self._awaited(state)}
-        # Of instances that are alike, those on the leader's host come first.
+        # Among instances that are free at the same time, the leader's host comes first.
         candidates.sort(key=lambda each: (each.profile.host != leader.profile.host, each.instance_id))
         line = [*(mesh.instances[name] for name in sorted(members)), *candidates]
         token_bytes = leader.profile.kv_layout.token_bytes
