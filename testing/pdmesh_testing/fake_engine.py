@@ -341,6 +341,8 @@ class FakeEngine:
 
     def has_states(self, sequence: EngineSequence, num_tokens: int) -> bool:
         """Return whether all layers of states have the state behind the first ``num_tokens`` of a sequence."""
+        if not self._state_layers:
+            return True
         states = self.states_in(sequence.block_table[(num_tokens - 1) // self.kv.layout.block_size])
         return bool((states[..., _POSITION] == num_tokens).any(axis=1).all())
 
