@@ -1,9 +1,9 @@
 """Moves of decodes from an instance that is short of memory, or too slow for them, to one that is neither.
 
 The policy decides which moves pay (`pdmesh.policy.rebalancing`). This module decides which are allowed. Within
-`COOL_DOWN_S` a decode moves at most once, and requests move between two instances in one direction alone. So none moves
-back and forth. For memory, only requests younger than the oldest one that lacks room may move. A move replaces a
-retraction, for which the same holds.
+`COOL_DOWN_S` it moves a decode at most once, and between two instances in one direction alone. So no decode moves back
+and forth. Moves off an instance that is emptied do not count. For memory, only requests younger than the oldest one
+that lacks room may move. A move replaces a retraction, for which the same holds.
 """
 
 from __future__ import annotations
