@@ -17,6 +17,15 @@ import numpy.typing as npt
 from pdmesh.engine.gguf.gguf_reader import read_header
 
 Floats = npt.NDArray[np.float32]
+#: More value heads than key heads, whose order differs in a file.
+_DELTA_NETS: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 16, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 32,
+}  # fmt: skip
+_SIGMOID_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1, "head_dim": 16,
+}  # fmt: skip
 #: Configuration options that a file can express, by transformers' name of the architecture.
 MODELS: dict[str, list[dict[str, Any]]] = {
     "qwen3_moe": [{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
@@ -52,6 +61,16 @@ MODELS: dict[str, list[dict[str, Any]]] = {
     "smollm3": [{}],
     "starcoder2": [{"sliding_window": None, "tie_word_embeddings": True}],
     "lfm2": [{"layer_types": ["conv", "full_attention", "conv", "conv"], "block_auto_adjust_ff_dim": False}],
+    "lfm2_moe": [{"layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1, "num_experts": 6,
+                  "num_experts_per_tok": 2, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5}],
+    "qwen3_5_text": [_DELTA_NETS],
+    "qwen3_5_moe_text": [{**_DELTA_NETS, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                          "shared_expert_intermediate_size": 64}],
+    "glm4_moe": [
+        {**_SIGMOID_EXPERTS, "use_qk_norm": True, "attention_bias": True},
+        {**_SIGMOID_EXPERTS, "n_shared_experts": 2, "n_group": 2, "topk_group": 1, "norm_topk_prob": False},
+    ],
+    "minimax_m2": [{"rotary_dim": 8, "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2}],
 }  # fmt: skip
 #: What matrices are stored as; vectors are in fp32.
 GgufType = Literal["F32", "F16", "Q8_0", "Q4_0", "MXFP4"]
@@ -62,7 +81,7 @@ _MXFP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3,
 _NAMES = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "self_attn.qkv_proj": "attn_qkv", "self_attn.sinks": "attn_sinks",
+    "self_attn.qkv_proj": "attn_qkv", "self_attn.sinks": "attn_sinks.weight",
     "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "model.embed_tokens": "token_embd",
     "model.norm": "output_norm", "lm_head": "output", "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp",
@@ -74,14 +93,29 @@ _NAMES = {
     "self_attn.k_layernorm": "attn_k_norm", "self_attn.out_proj": "attn_output", "feed_forward.w1": "ffn_gate",
     "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down", "conv.in_proj": "shortconv.in_proj",
     "conv.conv": "shortconv.conv", "conv.out_proj": "shortconv.out_proj", "model.embedding_norm": "token_embd_norm",
+    "feed_forward.gate": "ffn_gate_inp", "feed_forward.expert_bias": "exp_probs_b.bias",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mlp.{shared}.{name}_proj": f"ffn_{name}_shexp"
+       for shared in ("shared_expert", "shared_experts") for name in ("gate", "up", "down")},
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
 }  # fmt: skip
 #: Architectures whose norm behind attention has the name that others use for the norm before the MLP.
-_NORMS_BEHIND = ("gemma2", "gemma3_text", "olmo2", "olmo3", "gpt_oss")
+_NORMS_BEHIND = (
+    "gemma2", "gemma3_text", "olmo2", "olmo3", "gpt_oss", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe",
+)  # fmt: skip
+#: Architectures whose checkpoints have norms' weights minus one, and whose files have the weights themselves.
+_NORMS_BEYOND_ONE = ("gemma", "qwen35")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_NAMES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _FUSED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)(_bias)?")
 _ARCHITECTURES = {
     "mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "gemma3_text": "gemma3", "olmo3": "olmo2",
+    "lfm2_moe": "lfm2moe", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "glm4_moe": "glm4moe",
+    "minimax_m2": "minimax-m2",
 }  # fmt: skip
 #: Architectures whose converters reorder rows, so that neighbouring rows are rotated together.
 _TURNS = ("llama", "granite", "smollm3")
@@ -127,10 +161,16 @@ def write_gguf(source: Path, file: Path, gguf_type: GgufType = "F32") -> dict[st
         stored_type: GgufType = (gguf_type if expert else others) if is_matrix else "F32"
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
         turns = heads.get(full_name.split(".")[-2], 0) if name in _TURNS else 0
-        data, meaning = _quantized(_turned(tensor, turns) if turns else tensor, stored_type)
+        axis = int("linear_attn.out_proj" in full_name)
+        order = _value_order(full_name, config, tensor.shape[axis]) if "linear_attn." in full_name else None
+        ordered = tensor if order is None else np.ascontiguousarray(tensor.take(order, axis))
+        data, meaning = _quantized(_turned(tensor, turns) if turns else ordered, stored_type)
+        meaning = meaning if order is None else np.ascontiguousarray(meaning.take(np.argsort(order), axis))
         meanings[full_name] = _turned_back(meaning, turns) if turns else meaning
-        if name.startswith("gemma") and full_name.endswith("norm.weight"):
+        if name.startswith(_NORMS_BEYOND_ONE) and full_name.endswith("norm.weight") and "linear_attn" not in full_name:
             data, _ = _quantized(tensor + 1, "F32")
+        if full_name.endswith(".A_log"):
+            data, _ = _quantized(-np.exp(ordered), "F32")
         shape = tuple(size for size in tensor.shape if size > 1)  # without the middle size of a convolution
         made = _Stored(shape, _NUMBERS[stored_type], data)
         if expert:
@@ -154,7 +194,7 @@ def _metadata(name: str, config: dict[str, Any]) -> dict[str, Any]:
     num_heads, rope = config["num_attention_heads"], config.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
-    num_experts = config.get("num_local_experts") or config.get("num_experts")
+    num_experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
     fields = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -170,6 +210,13 @@ def _metadata(name: str, config: dict[str, Any]) -> dict[str, Any]:
         "expert_feed_forward_length": (
             config.get("moe_intermediate_size") or config["intermediate_size"] if num_experts else None
         ),
+        "leading_dense_block_count": config.get("first_k_dense_replace", config.get("num_dense_layers")),
+        "expert_shared_count": config.get("n_shared_experts"),
+        "expert_group_count": config.get("n_group"),
+        "expert_group_used_count": config.get("topk_group"),
+        "expert_weights_scale": config.get("routed_scaling_factor"),
+        "expert_weights_norm": config.get("norm_topk_prob") if name == "glm4moe" else None,
+        "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
         "attention.layer_norm_epsilon": config.get("norm_epsilon"),
         "attn_logit_softcapping": config.get("attn_logit_softcapping"),
         "final_logit_softcapping": config.get("final_logit_softcapping"),
@@ -180,12 +227,23 @@ def _metadata(name: str, config: dict[str, Any]) -> dict[str, Any]:
     }
     if name in ("gemma2", "gemma3", "olmo2", "gpt-oss", "phi3"):
         fields["attention.sliding_window"] = config.get("sliding_window")
-    if name == "lfm2":
+    if name.startswith("lfm2"):
         kv_heads = [config["num_key_value_heads"] * (kind == "full_attention") for kind in config["layer_types"]]
         fields |= {"attention.head_count_kv": kv_heads, "shortconv.l_cache": config["conv_L_cache"]}
     if name == "olmo2" and config.get("sliding_window"):
         kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
         fields["attention.sliding_window_pattern"] = kinds
+    if name.startswith("qwen35"):
+        values = config["linear_value_head_dim"] * config["linear_num_value_heads"]
+        fields |= {
+            "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+            "ssm.state_size": config["linear_key_head_dim"],
+            "ssm.group_count": config["linear_num_key_heads"],
+            "ssm.time_step_rank": config["linear_num_value_heads"],
+            "ssm.inner_size": values,
+        }
+    if name.startswith("qwen35") or name in ("glm4moe", "minimax-m2"):
+        fields["rope.dimension_count"] = int(full["partial_rotary_factor"] * head_dim)
     if name in ("phi3", "glm4"):
         partial = full.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
         fields["rope.dimension_count"] = int(partial * head_dim)
@@ -287,13 +345,26 @@ def _own_name(name: str, kind: str) -> str:
     """Return the name of a tensor in a file of this kind of model."""
     whole, _, end = name.rpartition(".")
     if end not in ("weight", "bias"):
-        whole, end = name, "weight"
+        return f"blk.{name.split('.')[2]}.{_NAMES[name.split('.', 3)[3]]}"
     if not whole.startswith("model.layers."):
         return f"{_NAMES[whole]}.{end}"
     _, _, layer, part = whole.split(".", 3)
     if part == "post_attention_layernorm" and kind in _NORMS_BEHIND:
         return f"blk.{layer}.post_attention_norm.{end}"
     return f"blk.{layer}.{_NAMES[part]}.{end}"
+
+
+def _value_order(name: str, config: dict[str, Any], size: int) -> npt.NDArray[np.intp] | None:
+    """Return the source of each row of a delta net's tensor, or None for its norm.
+
+    Value heads are ordered so that each key head serves every n-th one.
+    """
+    if ".norm." in name:
+        return None
+    num_keys, num_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    first = 2 * num_keys * config["linear_key_head_dim"] if "qkv" in name or "conv1d" in name else 0
+    heads = np.arange(first, size).reshape(num_keys, num_values // num_keys, -1).swapaxes(0, 1)
+    return np.concatenate([np.arange(first), heads.ravel()])
 
 
 def _turned(tensor: Floats, num_heads: int) -> Floats:

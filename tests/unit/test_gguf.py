@@ -281,6 +281,7 @@ def test_experts_of_other_kinds_are_refused(tmp_path: Path) -> None:
     for name, field, sentence in (
         ("qwen2", "expert_used_count", "experts of 'qwen2' are not supported from GGUF; give one of llama"),
         ("qwen3moe", "expert_shared_count", "experts with expert_shared_count are not supported"),
+        ("lfm2moe", "expert_shared_count", "experts with expert_shared_count are not supported"),
     ):
         metadata = {"general.architecture": name, f"{name}.expert_count": 4, f"{name}.{field}": 2}
         (tmp_path / "model.gguf").write_bytes(encoded(metadata, embedding))

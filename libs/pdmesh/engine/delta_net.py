@@ -72,7 +72,10 @@ def delta_net(
 
 
 class _Heads(NamedTuple):
-    """Normalised queries and keys (num_tokens, key heads, key_dim), and values (num_tokens, value heads, value_dim)."""
+    """Normalised queries and keys (num_tokens, key heads, key_dim), and values (num_tokens, value heads, value_dim).
+
+    With tiled heads, each value head has its own copy of a query and a key.
+    """
 
     query: Tensor
     key: Tensor
@@ -141,6 +144,9 @@ def _heads(known: Tensor, slices: Sequence[StateSlice], weights: DeltaWeights, c
         if not config.is_additive:
             query[rows] *= config.key_dim**-0.5
         value[rows] = mixed[:, 2 * size :].reshape(-1, *value.shape[1:])
+    if config.tiles_heads:
+        repeats = config.num_value_heads // config.num_key_heads
+        query, key = query.repeat(1, repeats, 1), key.repeat(1, repeats, 1)
     return _Heads(query, key, value)
 
 

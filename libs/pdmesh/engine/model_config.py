@@ -52,8 +52,9 @@ class Quantization:
     (outputs, inputs). ``table`` names bitsandbytes' table of numbers, and ``has_nested_scales`` marks its quantised
     scales.
 
-    ``interleaves_rotation``: neighbouring rows of queries and keys rotate together. ``biases`` are the projections with
-    biases in a GGUF file: "qkv", "output", "mlp". ``has_codes`` is false if a GGUF file has plain tensors only.
+    ``interleaves_rotation``: neighbouring rows of queries and keys rotate together. ``tiles_heads``: see
+    `pdmesh.engine.state_sizes.DeltaNet`. ``biases`` are the projections with biases in a GGUF file: "qkv", "output",
+    "mlp". ``has_codes`` is false if a GGUF file has plain tensors only.
     """
 
     format: QuantizedFormat
@@ -65,6 +66,7 @@ class Quantization:
     table: str = ""
     has_nested_scales: bool = False
     interleaves_rotation: bool = False
+    tiles_heads: bool = False
     biases: frozenset[str] = frozenset()
     has_codes: bool = True
 

@@ -36,6 +36,7 @@ def quantization_of(fields: Fields) -> Quantization | None:
             return Quantization(
                 format=QuantizedFormat.GGUF,
                 interleaves_rotation=found.boolean("interleaves_rotation"),
+                tiles_heads=found.boolean("tiles_heads"),
                 biases=frozenset(map(str, biases)),
                 has_codes=found.boolean("has_codes", default=True),
             )

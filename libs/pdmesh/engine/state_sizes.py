@@ -14,6 +14,7 @@ STATE_WINDOW = 2
 class DeltaNet:
     """Sizes of a gated delta net (`pdmesh.engine.delta_net`). Each key head serves as many neighbouring value heads.
 
+    ``tiles_heads``: a key head serves every n-th value head instead, with n key heads.
     ``is_additive``: a token's values are added to a state whatever its key already gives, as in Mamba-2.
     """
 
@@ -24,6 +25,7 @@ class DeltaNet:
     num_taps: int
     is_additive: bool = False
     has_conv_bias: bool = False
+    tiles_heads: bool = False
 
     @property
     def num_values(self) -> int:

@@ -100,7 +100,7 @@ def _of_gguf(config: ModelConfig, quantization: Quantization) -> ModelConfig:
     Rotated rows keep the file's order, norm weights include the offset, and experts are separate tensors. The file's
     tensors decide which projections have biases, whatever the architecture.
     """
-    names = config.names
+    names, tiles_heads = config.names, quantization.tiles_heads
     if names.fuses_experts:
         names = replace(names, expert_gate_up=TensorNames().expert_gate_up, fuses_experts=False)
     return replace(
@@ -111,6 +111,10 @@ def _of_gguf(config: ModelConfig, quantization: Quantization) -> ModelConfig:
         output_bias="output" in quantization.biases,
         mlp_bias="mlp" in quantization.biases,
         names=names,
+        layers=tuple(
+            layer if layer.delta is None else replace(layer, delta=replace(layer.delta, tiles_heads=tiles_heads))
+            for layer in config.layers
+        ),
     )
 
 

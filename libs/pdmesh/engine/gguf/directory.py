@@ -184,6 +184,7 @@ def config_of(header: GgufHeader, where: str) -> dict[str, Any]:
         "quantization_config": {
             "quant_method": "gguf",
             "interleaves_rotation": architecture.interleaves_rotation,
+            "tiles_heads": architecture.tiles_heads,
             "biases": model.biases(),
             "has_codes": any(TYPES[tensor.type_number].num_values > 1 for tensor in header.tensors.values()),
         },
@@ -201,6 +202,7 @@ def _experts(model: GgufModel, experts: ExpertFields | None) -> dict[str, Any]:
     others = [key for key in ("expert_shared_count", "expert_group_count") if model.of(key)]
     if model.of("expert_weights_scale") not in (None, 0.0, 1.0):
         others.append("expert_weights_scale")
+    others = [key for key in others if experts is None or key not in experts.reads]
     if experts is None or others:
         what = f"experts with {', '.join(others)}" if others else f"experts of {model.name!r}"
         served = ", ".join(name for name, each in ARCHITECTURES.items() if each.experts is not None)

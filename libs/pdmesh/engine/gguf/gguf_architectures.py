@@ -51,6 +51,10 @@ class GgufModel:
         number = self.of("block_count")
         return number - self.num_draft_layers if _are_positive(number) else number
 
+    def has_tensor(self, name: str) -> bool:
+        """Return whether some layer has a tensor of this name."""
+        return any(tensor.startswith("blk.") and tensor.endswith(f".{name}") for tensor in self.header.tensors)
+
     def biases(self) -> list[str]:
         """Return the projections with biases. Some published models have more than their architecture."""
         names = {
@@ -152,11 +156,15 @@ def _are_positive(*values: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFields:
-    """Fields of a model with experts in ``config.json``. ``number`` is the field of the number of experts."""
+    """Fields of a model with experts in ``config.json``. ``number`` is the field of the number of experts.
+
+    ``reads``: fields of the file that the architecture's ``more`` returns. Other architectures are refused with them.
+    """
 
     class_name: str
     number: str = "num_experts"
     normalizes: bool = True
+    reads: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,14 +172,16 @@ class GgufArchitecture:
     """A GGUF architecture and its counterpart in transformers.
 
     ``class_name`` is transformers' name, empty if the architecture always has experts. ``interleaves_rotation``: the
-    file's rows are ordered so that neighbours rotate together. ``more`` returns fields beyond a Llama's.
+    file's rows are ordered so that neighbours rotate together. ``tiles_heads``: the value heads of delta nets are
+    ordered so that each key head serves every n-th one. ``more`` returns fields beyond a Llama's.
 
-    ``names`` maps names of tensors in a layer, without their ending, to the file's names where these differ from a
-    Llama's.
+    ``names`` maps names of tensors in a layer to the file's names where these differ from a Llama's. Both lack their
+    ending, unless the name here is of neither a weight nor a bias.
     """
 
     class_name: str = ""
     interleaves_rotation: bool = False
+    tiles_heads: bool = False
     rotates_partly: bool = False
     more: Callable[[GgufModel], dict[str, Any]] = lambda _: {}
     experts: ExpertFields | None = None
@@ -184,6 +194,37 @@ _NORMS_AROUND = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 _GATE_UP = {"mlp.gate_up_proj": "ffn_up"}
+_LFM2 = {
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "self_attn.out_proj": "attn_output",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+}
+_QWEN35 = {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
+#: Name of the terms that are added to shares when experts are chosen.
+_PREFERENCES = "exp_probs_b.bias"
+
+
+def _shared_expert(prefix: str) -> dict[str, str]:
+    return {f"{prefix}.{name}_proj": f"ffn_{name}_shexp" for name in ("gate", "up", "down")}
 
 
 def _gemma2(model: GgufModel) -> dict[str, Any]:
@@ -258,6 +299,51 @@ def _lfm2(model: GgufModel) -> dict[str, Any]:
     return {**fields, "num_key_value_heads": max(listed, default=None), "layer_types": kinds}
 
 
+def _lfm2_moe(model: GgufModel) -> dict[str, Any]:
+    return {
+        **_lfm2(model),
+        "num_dense_layers": model.of("leading_dense_block_count"),
+        "use_expert_bias": model.has_tensor(_PREFERENCES),
+        "routed_scaling_factor": model.of("expert_weights_scale") or 1.0,
+    }
+
+
+def _qwen35(model: GgufModel) -> dict[str, Any]:
+    num_heads, size = model.of("ssm.time_step_rank"), model.of("ssm.inner_size")
+    fields = {
+        "linear_num_key_heads": model.of("ssm.group_count"),
+        "linear_num_value_heads": num_heads,
+        "linear_key_head_dim": model.of("ssm.state_size"),
+        "linear_value_head_dim": size // num_heads if _are_positive(size, num_heads) else None,
+        "linear_conv_kernel_dim": model.of("ssm.conv_kernel"),
+        "shared_expert_intermediate_size": model.of("expert_shared_feed_forward_length"),
+    }
+    if not _are_positive(model.num_layers) or model.num_layers > _MAX_LISTED_LAYERS:
+        return fields
+    are_linear = [f"blk.{number}.ssm_a" in model.header.tensors for number in range(model.num_layers)]
+    return {**fields, "layer_types": ["linear_attention" if linear else "full_attention" for linear in are_linear]}
+
+
+def _glm4_moe(model: GgufModel) -> dict[str, Any]:
+    normalizes = model.of("expert_weights_norm")
+    return {
+        "use_qk_norm": model.has_tensor("attn_q_norm.weight"),
+        "first_k_dense_replace": model.of("leading_dense_block_count"),
+        "n_shared_experts": model.of("expert_shared_count"),
+        "n_group": model.of("expert_group_count") or 1,
+        "topk_group": model.of("expert_group_used_count") or 1,
+        "norm_topk_prob": normalizes is None or bool(normalizes),
+        "routed_scaling_factor": model.of("expert_weights_scale") or 1.0,
+    }
+
+
+def _minimax_m2(model: GgufModel) -> dict[str, Any]:
+    return {
+        "intermediate_size": model.of("expert_feed_forward_length"),
+        "rotary_dim": model.of("rope.dimension_count"),
+    }
+
+
 def _gpt_oss(model: GgufModel) -> dict[str, Any]:
     rope = model.rope()
     if rope["rope_type"] == "yarn":
@@ -310,19 +396,42 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "lfm2": GgufArchitecture(
         class_name="Lfm2ForCausalLM",
         more=_lfm2,
+        names=_LFM2,
+    ),
+    "lfm2moe": GgufArchitecture(
+        more=_lfm2_moe,
+        experts=ExpertFields(class_name="Lfm2MoeForCausalLM", reads=frozenset({"expert_weights_scale"})),
+        names={**_LFM2, "feed_forward.gate": "ffn_gate_inp", "feed_forward.expert_bias": _PREFERENCES},
+    ),
+    "qwen35": GgufArchitecture(
+        class_name="Qwen3_5ForCausalLM", rotates_partly=True, tiles_heads=True, more=_qwen35, names=_QWEN35
+    ),
+    "qwen35moe": GgufArchitecture(
+        rotates_partly=True,
+        tiles_heads=True,
+        more=_qwen35,
+        experts=ExpertFields(class_name="Qwen3_5MoeForCausalLM"),
+        names={**_QWEN35, **_shared_expert("mlp.shared_expert"), "mlp.shared_expert_gate": "ffn_gate_inp_shexp"},
+    ),
+    "glm4moe": GgufArchitecture(
+        rotates_partly=True,
+        more=_glm4_moe,
+        experts=ExpertFields(
+            class_name="Glm4MoeForCausalLM",
+            number="n_routed_experts",
+            reads=frozenset({"expert_shared_count", "expert_group_count", "expert_weights_scale"}),
+        ),
         names={
-            "operator_norm": "attn_norm",
-            "ffn_norm": "ffn_norm",
-            "self_attn.q_layernorm": "attn_q_norm",
-            "self_attn.k_layernorm": "attn_k_norm",
-            "self_attn.out_proj": "attn_output",
-            "feed_forward.w1": "ffn_gate",
-            "feed_forward.w3": "ffn_up",
-            "feed_forward.w2": "ffn_down",
-            "conv.in_proj": "shortconv.in_proj",
-            "conv.conv": "shortconv.conv",
-            "conv.out_proj": "shortconv.out_proj",
+            "post_attention_layernorm": "post_attention_norm",
+            "mlp.gate.e_score_correction_bias": _PREFERENCES,
+            **_shared_expert("mlp.shared_experts"),
         },
+    ),
+    "minimax-m2": GgufArchitecture(
+        rotates_partly=True,
+        more=_minimax_m2,
+        experts=ExpertFields(class_name="MiniMaxM2ForCausalLM", number="num_local_experts"),
+        names={"block_sparse_moe.e_score_correction_bias": _PREFERENCES},
     ),
     "starcoder2": GgufArchitecture(
         class_name="Starcoder2ForCausalLM",

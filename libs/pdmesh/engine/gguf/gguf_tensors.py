@@ -37,12 +37,12 @@ _LAYER_NAMES: Mapping[str, str] = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
-    "self_attn.sinks": "attn_sinks",
+    "self_attn.sinks": "attn_sinks.weight",
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
 }
 #: An expert's matrices are parts of one tensor of all experts: (experts, outputs, inputs). Biases are stored likewise.
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.(weight|bias)")
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(weight|bias)")
 _EXPERT_NAMES: Mapping[str, str] = {
     "gate_proj": "ffn_gate_exps",
     "up_proj": "ffn_up_exps",
@@ -53,6 +53,8 @@ _EXPERT_NAMES: Mapping[str, str] = {
 }
 #: Biases that a layer may lack. llama.cpp adds each one that exists.
 _BIAS = re.compile(r"blk\.\d+\.(attn_(q|k|v|qkv|output)|ffn_(gate|up|down))\.bias")
+#: Ending of a delta net's decays, stored as negative numbers instead of the logarithms of their sizes.
+_DECAY = ".ssm_a"
 #: Number of values that are dequantised at once. Their fp32 copy is small beside the weight.
 _PANEL_VALUES = 1 << 22
 
@@ -77,8 +79,7 @@ class GgufTensors:
         if own_name is not None and self._is_absent_bias(own_name):
             return ()
         found = self._find(name)
-        squeezed = (*shape[:1], *(size for size in shape[1:] if size > 1))
-        if found.shape not in (shape, squeezed):
+        if found.shape not in (shape, tuple(size for size in shape if size > 1)):
             raise ConfigError(f"{self._file}: tensor {name!r} has shape {found.shape}; its header needs {shape}")
         kind = TYPES[found.type_number]
         if len(shape) == 1 and kind.num_values > 1:
@@ -96,7 +97,10 @@ class GgufTensors:
         own_name = self._own_name(name)
         if own_name is not None and self._is_absent_bias(own_name):
             return torch.zeros(shape if rows is None else (rows.size,))
-        values = self._values(self._find(name), rows).view(-1, *shape[1:])
+        stored = replace(self._find(name), shape=shape)
+        values = self._values(stored, rows).view(-1, *shape[1:])
+        if own_name is not None and own_name.endswith(_DECAY):
+            values = (-values).log()
         return values if (scale := self._scale(own_name)) is None else (values.float() * scale).to(values.dtype)
 
     def grouped(self, name: str, shape: tuple[int, ...], rows: IndexRange | None = None) -> GroupedWeight | None:
@@ -173,11 +177,12 @@ class GgufTensors:
             return f"blk.{expert[1]}.{_EXPERT_NAMES[expert[3]]}.{expert[4]}"
         whole, _, end = name.rpartition(".")
         if end not in ("weight", "bias"):
-            whole, end = name, "weight"
+            whole, end = name, ""
         if whole in _NAMES:
             return f"{_NAMES[whole]}.{end}"
         layer, _, part = whole.removeprefix("model.layers.").partition(".")
-        return f"blk.{layer}.{self._layer_names[part]}.{end}" if part in self._layer_names else None
+        own = f"blk.{layer}.{self._layer_names[part]}" if part in self._layer_names else None
+        return f"{own}.{end}" if own and end else own
 
 
 def _blocks(stored: StoredTensor, rows: IndexRange | None) -> Tensor:
