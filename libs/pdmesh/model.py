@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, NamedTuple, NewType
+from typing import Annotated, Final, NamedTuple, NewType
 
 from msgspec import Meta
 
@@ -129,15 +129,21 @@ SessionKey = NewType("SessionKey", bytes)
 _SessionKey = Annotated[SessionKey, Meta(min_length=16, max_length=16)]
 
 
+#: Longest lease of a session's cached KV.
+MAX_LEASE_S: Final = 3600.0
+
+
 class SessionName(NamedTuple):
     """The session that a request names, and the session above, if the client named that, too.
 
-    ``is_last``: the client said that the session ends with the request.
+    ``is_last``: the client said that the session ends with the request. The session's KV should stay cached for
+    ``lease_s`` after the request; 0: as long as any other.
     """
 
     key: _SessionKey
     parent: _SessionKey | None = None
     is_last: bool = False
+    lease_s: Annotated[float, Meta(ge=0, le=MAX_LEASE_S)] = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

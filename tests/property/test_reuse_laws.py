@@ -179,7 +179,8 @@ class Workload:
         session = None
         if self.of_names is not None:
             number = ord(tenant) << 8 | self.of_names.randrange(1 if self.of_names.random() < 0.1 else 6)
-            session = SessionName(SessionKey(number.to_bytes(16)), is_last=self.of_names.random() < 0.1)
+            is_last, lease_s = self.of_names.random() < 0.1, self.of_names.choice((0.0, 0.0, 20.0, 300.0))
+            session = SessionName(SessionKey(number.to_bytes(16)), is_last=is_last, lease_s=lease_s)
         request = Request(
             request_id=request_id,
             epoch=Epoch(0),

@@ -78,6 +78,23 @@ async def test_every_endpoint_passes_the_name_of_a_session_on(model: Path) -> No
         assert mesh.submitted[-1].session is None
 
 
+async def test_a_request_asks_for_the_longest_lease_of_its_cache_controls(model: Path) -> None:
+    short, long = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
+    block = {"type": "text", "text": "abc"}
+    asked: list[tuple[str, dict[str, Any], float]] = [
+        ("/v1/messages", {**CHAT, "cache_control": short}, 300.0),
+        ("/v1/messages", {**CHAT, "system": [{**block, "cache_control": long}], "cache_control": short}, 3600.0),
+        ("/v1/messages", {**CHAT, "tools": [{"name": "f", "input_schema": {}, "cache_control": short}]}, 300.0),
+        ("/v1/messages", {**CHAT, "messages": [{"role": "user", "content": [{**block, "cache_control": {}}]}]}, 0.0),
+        ("/v1/chat/completions", {**CHAT, "cache_control": long}, 3600.0),
+    ]
+    async with served(model) as (mesh, _, client):
+        for path, body, lease_s in asked:
+            answer = await client.post(path, json={"model": "tiny", **body}, headers={"X-Session-ID": "a"})
+            assert answer.status_code == 200, answer.text
+            assert mesh.submitted[-1].session == name("a")._replace(lease_s=lease_s), path
+
+
 async def test_the_requests_that_continue_a_response_are_one_session(model: Path) -> None:
     async with served(model) as (mesh, _, client):
         first = (await client.post("/v1/responses", json=RESPONSE)).json()["id"]
@@ -94,7 +111,7 @@ async def test_grpc_takes_names_as_metadata(model: Path) -> None:
         metadata = (("x-dynamo-session-id", "child"), ("x-dynamo-parent-session-id", "top"))
         async for _ in stub.Generate(request, metadata=metadata):
             pass
-        assert mesh.submitted[-1].session == (NAMES.key("", "child"), NAMES.key("", "top"), False)
+        assert mesh.submitted[-1].session == (NAMES.key("", "child"), NAMES.key("", "top"), False, 0.0)
 
 
 async def test_a_client_ends_its_session(model: Path) -> None:

@@ -40,7 +40,7 @@ class MeshState(CommandOutbox):
     ) -> None:
         super().__init__()
         self.growth = growth
-        self.sessions = Sessions()
+        self.sessions = Sessions(self.cache_index.leased)
         self.max_lost_receivers = max_lost_receivers
         self.requests: dict[RequestId, RequestState] = {}
         self.of_gateway: dict[GatewayId, dict[RequestId, None]] = {}

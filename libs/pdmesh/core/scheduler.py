@@ -326,6 +326,9 @@ class SchedulerCore:
             self._reconciler.expire(now_s)
             self._handovers.expire(now_s)
         self._handlers.handle(event, now_s)
+        if ended := self._mesh.sessions.leases.expire(now_s):
+            for instance in self._mesh.instances.values():
+                instance.kept.end_leases(ended)
         self._operations.advance(now_s)
         self._fetches.end_useless(now_s)
         bundle = self._choice.bundle

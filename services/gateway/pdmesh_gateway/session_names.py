@@ -7,7 +7,7 @@ and no other process learns a client's text.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from pdmesh.model import SessionKey, SessionName
 from pdmesh.prefixes import PrefixHasher
@@ -30,6 +30,17 @@ HEADERS: Final[tuple[tuple[str, str | None], ...]] = (
 #: Header of the last request of a session.
 FINAL_HEADER = "x-dynamo-session-final"
 
+#: Leases that ``cache_control.ttl`` can name, in seconds.
+LEASES_S: Final = {"5m": 300.0, "1h": 3600.0}
+
+
+def lease_s(cache_control: Any) -> float:
+    """Return the lease that a ``cache_control`` asks for: 5 minutes without ``ttl``, 0 if it is no ephemeral one."""
+    if not isinstance(cache_control, dict) or cache_control.get("type") != "ephemeral":
+        return 0.0
+    ttl = cache_control.get("ttl", "5m")
+    return LEASES_S.get(ttl, 0.0) if isinstance(ttl, str) else 0.0
+
 
 class SessionNames:
     """Maker of one mesh's session keys."""
@@ -42,8 +53,10 @@ class SessionNames:
         words = (word.encode("utf-8", "surrogatepass") for word in (tenant, name[:MAX_NAME_CHARS]))
         return SessionKey(self._hasher.root(b"session", *words))
 
-    def find(self, tenant: str, header: Callable[[str], str | None], *fields: str | None) -> SessionName | None:
-        """Return the session of a request; None if it names none.
+    def find(
+        self, tenant: str, header: Callable[[str], str | None], *fields: str | None, lease_s: float = 0.0
+    ) -> SessionName | None:
+        """Return the session of a request, with the lease that it asks for; None if it names none.
 
         Headers precede ``fields``, the values of fields in the order of precedence.
         """
@@ -54,6 +67,7 @@ class SessionNames:
                     key=self.key(tenant, name),
                     parent=self.key(tenant, above) if above and above != name else None,
                     is_last=(header(FINAL_HEADER) or "").lower() == "true",
+                    lease_s=lease_s,
                 )
         given = next(filter(None, fields), None)
-        return None if given is None else SessionName(key=self.key(tenant, given))
+        return None if given is None else SessionName(key=self.key(tenant, given), lease_s=lease_s)

@@ -65,7 +65,7 @@ class CacheIndex(GranuleIndex):
     """The instances with each granule in their caches, and in ``offloaded`` the instances with it in their tiers.
 
     ``uses`` counts the uses of cached granules on all instances. Chains in ``protected``, by their last granules, are
-    evicted after others.
+    evicted after others, and ``leased`` granules after their tenants' others: for each the number of its leases.
     """
 
     def __init__(self) -> None:
@@ -73,6 +73,7 @@ class CacheIndex(GranuleIndex):
         self.offloaded = GranuleIndex()
         self.uses = UseCounter()
         self.protected: dict[PrefixHash, Sequence[PrefixHash]] = {}
+        self.leased: dict[PrefixHash, int] = {}
         self._num_requests = 0
 
     def number_request(self) -> int:

@@ -7,6 +7,9 @@ their share, the longest unused granule goes first.
 A granule must not outlive the granules before it in its chain, and tenants may share the beginning of a chain. So
 granules that several tenants used go after granules of one tenant. Granules without a known user go first: an instance
 that registers reports its cache without the tenants. A user of the end of a chain is a user of the beginning, too.
+
+Of one tenant's granules, *leased* ones go last. Leases do not change how many granules each tenant loses: their age
+counts as that of any other granule. So a tenant's leases only cost the tenant itself.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
-from itertools import islice
+from itertools import chain, islice
 from typing import Final
 
 from pdmesh.model import PrefixHash
@@ -22,6 +25,9 @@ from pdmesh.model import PrefixHash
 #: Tenants without granules and requests are forgotten when the number of lines exceeds twice the last number by this.
 _SPARE_LINES: Final = 64
 
+
+#: No granule is leased.
+NO_LEASES: Final[Mapping[PrefixHash, int]] = {}
 
 #: Number of times that protected chains are passed over for one eviction.
 _SPARED: Final = 4
@@ -31,7 +37,8 @@ class IdleLine:
     """The idle granules of one tenant on one instance; also used for granules of no known or of several tenants.
 
     In these cases ``tenant`` is None. ``num_live`` counts the tenant's live requests, or its granules in use: the line
-    is not forgotten while there are any. ``granules`` maps each granule to the number at which it was added, in order.
+    is not forgotten while there are any. ``granules`` maps each granule to the number at which it was added, in order,
+    and ``leased`` likewise the granules that go last.
     """
 
     # Not a dataclass: mypyc would leave __init__ to the interpreter.
@@ -41,12 +48,20 @@ class IdleLine:
         self.num_live = 0
         # An OrderedDict finds its first entry at once after many deletions in front.
         self.granules: OrderedDict[PrefixHash, int] = OrderedDict()
+        self.leased: OrderedDict[PrefixHash, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self.granules) + len(self.leased)
 
     @property
-    def first(self) -> tuple[int, PrefixHash]:
-        """The longest unused granule, after the number at which it was added."""
-        granule, number = next(iter(self.granules.items()))
-        return number, granule
+    def first_use(self) -> int:
+        """Number at which the longest unused granule was added."""
+        return min([next(iter(part.values())) for part in (self.granules, self.leased) if part])
+
+    @property
+    def next_evicted(self) -> PrefixHash:
+        """The granule that the tenant loses next."""
+        return next(iter(self.granules or self.leased))
 
 
 class UseCounter:
@@ -59,7 +74,9 @@ class UseCounter:
 class IdleGranules:
     """The idle granules of one instance, in lines by tenant. ``line_by_granule`` must not be changed from outside."""
 
-    def __init__(self, uses: UseCounter | None = None) -> None:
+    def __init__(self, uses: UseCounter | None = None, leased: Mapping[PrefixHash, int] = NO_LEASES) -> None:
+        """``leased`` has the granules that are leased at present."""
+        self._leased = leased
         self._uses = UseCounter() if uses is None else uses
         self.unknown, self.shared = IdleLine(), IdleLine()
         # Public, because a call for each granule is slow.
@@ -84,7 +101,7 @@ class IdleGranules:
         line = self._tenants.get(tenant)
         if line is None:
             if len(self._tenants) > 2 * self._num_known_lines + _SPARE_LINES:
-                self._tenants = {name: line for name, line in self._tenants.items() if line.granules or line.num_live}
+                self._tenants = {name: line for name, line in self._tenants.items() if len(line) or line.num_live}
                 self._num_known_lines = len(self._tenants)
             line = self._tenants[tenant] = IdleLine(tenant)
         line.share = share
@@ -105,24 +122,38 @@ class IdleGranules:
 
     def add(self, granule: PrefixHash, line: IdleLine) -> None:
         """Add a granule that was used just now."""
-        self._uses.number += 1
-        line.granules[granule] = self._uses.number
-        self.line_by_granule[granule] = line
+        self.add_all(((granule, line),))
 
     def add_all(self, granules: Iterable[tuple[PrefixHash, IdleLine]]) -> None:
         """Add granules that were used just now, in this order, each to its line."""
-        number, line_by_granule = self._uses.number, self.line_by_granule
+        number, line_by_granule, leased = self._uses.number, self.line_by_granule, self._leased
         for granule, line in granules:
             number += 1
-            line.granules[granule] = number
+            # A lease of a shared granule would cost other tenants.
+            if leased and granule in leased and line.tenant is not None:
+                line.leased[granule] = number
+            else:
+                line.granules[granule] = number
             line_by_granule[granule] = line
         self._uses.number = number
 
     def remove(self, granule: PrefixHash) -> IdleLine:
         """Remove a granule, and return its line."""
         line = self.line_by_granule.pop(granule)
-        del line.granules[granule]
+        if line.granules.pop(granule, None) is None:
+            del line.leased[granule]
         return line
+
+    def end_leases(self, granules: Iterable[PrefixHash]) -> None:
+        """Count leased granules, given in the order of their chain, as used just now, because their lease ended.
+
+        Granules behind them may be in the cache, and must go before them.
+        """
+        here = [granule for granule in granules if granule in self.line_by_granule]
+        for granule in reversed(here):
+            line = self.line_by_granule[granule]
+            if line.leased.pop(granule, None) is not None:
+                self.add(granule, line)
 
     def spare(self, chains: Mapping[PrefixHash, Sequence[PrefixHash]], number: int) -> None:
         """Count chains as used just now whose last granule is among the next ``number`` that a tenant would lose.
@@ -135,7 +166,7 @@ class IdleGranules:
                 found = [granule for granule in islice(line.granules, number) if granule in chains]
                 for last in found:
                     for granule in reversed(chains[last]):
-                        if self.line_by_granule.get(granule) is line:
+                        if granule in line.granules:
                             self._uses.number += 1
                             line.granules[granule] = self._uses.number
                             line.granules.move_to_end(granule)
@@ -151,27 +182,28 @@ class IdleGranules:
         return taken
 
     def _take_first(self, line: IdleLine, number: int) -> dict[PrefixHash, IdleLine]:
-        taken, line_by_granule = list(islice(line.granules, number)), self.line_by_granule
+        taken = list(islice(chain(line.granules, line.leased), number))
         for granule in taken:
-            del line.granules[granule], line_by_granule[granule]
+            self.remove(granule)
         return dict.fromkeys(taken, line)
 
     def _take_fairly(self, number: int) -> dict[PrefixHash, IdleLine]:
-        lines = [line for line in self._tenants.values() if line.granules] if number else []
+        lines = [line for line in self._tenants.values() if len(line)] if number else []
         if len(lines) < 2:
             return self._take_first(lines[0], number) if lines else {}
-        total, shares = sum([len(line.granules) for line in lines]), sum([line.share for line in lines])
+        total, shares = sum([len(line) for line in lines]), sum([line.share for line in lines])
         number = min(number, total)
-        spare = [len(line.granules) - (total - number) * line.share // shares for line in lines]
-        heap = [(*line.first, index) for index, line in enumerate(lines) if spare[index] > 0]
+        spare = [len(line) - (total - number) * line.share // shares for line in lines]
+        heap = [(line.first_use, index) for index, line in enumerate(lines) if spare[index] > 0]
         heapify(heap)
         taken: dict[PrefixHash, IdleLine] = {}
         while len(taken) < number:
-            _, granule, index = heap[0]
+            _, index = heap[0]
+            granule = lines[index].next_evicted
             taken[granule] = self.remove(granule)
             spare[index] -= 1
-            if spare[index] and lines[index].granules:
-                heapreplace(heap, (*lines[index].first, index))
+            if spare[index] and len(lines[index]):
+                heapreplace(heap, (lines[index].first_use, index))
             else:
                 heappop(heap)
         return taken
@@ -179,10 +211,10 @@ class IdleGranules:
     def last_use(self, granule: PrefixHash) -> int:
         """Return the number of a granule's last use; the latest number if the granule is not idle."""
         line = self.line_by_granule.get(granule)
-        return self._uses.number if line is None else line.granules[granule]
+        return self._uses.number if line is None else line.granules.get(granule) or line.leased[granule]
 
     def num_older(self, number: int, most: int) -> int:
-        """Return how many granules were last used before the use ``number``, at most ``most``."""
+        """Return how many granules without a lease were last used before the use ``number``, at most ``most``."""
         found = 0
         for line in (self.unknown, self.shared, *self._tenants.values()):
             for last_use in line.granules.values():
@@ -195,17 +227,16 @@ class IdleGranules:
         """Remove all granules. The lines remain."""
         for line in (self.unknown, self.shared, *self._tenants.values()):
             line.granules.clear()
+            line.leased.clear()
         self.line_by_granule.clear()
 
     def check_integrity(self, name: str) -> None:
         """Check that the lines agree with the index and are in order; AssertionError names the difference."""
         lines = [self.unknown, self.shared, *self._tenants.values()]
-        assert sum([len(line.granules) for line in lines]) == len(self.line_by_granule), (
-            f"{name}: idle granules without a line"
-        )
+        assert sum([len(line) for line in lines]) == len(self.line_by_granule), f"{name}: idle granules without a line"
         for line in lines:
-            numbers = list(line.granules.values())
-            assert numbers == sorted(numbers), f"{name}: a line is out of order"
-            assert all(self.line_by_granule.get(granule) is line for granule in line.granules), (
-                f"{name}: in another line"
-            )
+            for part in (line.granules, line.leased):
+                numbers = list(part.values())
+                assert numbers == sorted(numbers), f"{name}: a line is out of order"
+                assert all(self.line_by_granule.get(granule) is line for granule in part), f"{name}: in another line"
+            assert line.leased.keys() <= self._leased.keys(), f"{name}: granules are leased whose leases ended"

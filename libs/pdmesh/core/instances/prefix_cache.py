@@ -66,7 +66,7 @@ class PrefixCache:
         self._users: dict[PrefixHash, int] = {}
         #: Line of each cached granule in use.
         self._in_use: dict[PrefixHash, IdleLine] = {}
-        self._idle = IdleGranules(where.uses)
+        self._idle = IdleGranules(where.uses, where.leased)
         #: Number of cached granules in blocks of live requests; a shared one counts for each request.
         self._num_held = 0
         self.last_begun = 0
@@ -271,6 +271,10 @@ class PrefixCache:
         self._in_use[granule] = self._idle.used_by(before, line)
 
     # --- eviction ---
+
+    def end_leases(self, granules: Sequence[PrefixHash]) -> None:
+        """Count idle granules whose leases ended as used just now."""
+        self._idle.end_leases(granules)
 
     def make_room(self, num_granules: int) -> Evictions:
         """Evict ``num_granules`` idle granules, or all if there are fewer, and orphans without a user; return them.

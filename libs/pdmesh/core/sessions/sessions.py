@@ -14,9 +14,10 @@ from itertools import takewhile
 from math import exp, log
 from sys import intern
 
+from pdmesh.core.sessions.leases import Leases
 from pdmesh.core.sessions.session_state import Session, SessionState
 from pdmesh.core.sessions.working_set import WorkingSet
-from pdmesh.model import PrefixHash, Request, SessionKey
+from pdmesh.model import MAX_LEASE_S, PrefixHash, Request, SessionKey
 
 #: Time without a live request after which a session is forgotten.
 IDLE_S = 300.0
@@ -51,10 +52,13 @@ class Sessions:
     """Sessions by key. The keys of two tenants never agree, since a key is a hash of the tenant and the name.
 
     ``now_s`` is the time of the present event. ``num_possible_tokens`` and ``num_reused_tokens`` are sums as of
-    `Session`, including forgotten sessions. ``working_set`` has the sessions with recent turns.
+    `Session`, including forgotten sessions. ``working_set`` has the sessions with recent turns. ``leases`` outlive the
+    sessions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leased: dict[PrefixHash, int] | None = None) -> None:
+        """``leased`` counts the leases of each granule."""
+        self.leases = Leases({} if leased is None else leased)
         self.now_s = 0.0
         self.num_possible_tokens = 0
         self.num_reused_tokens = 0
@@ -156,6 +160,12 @@ class Sessions:
             self.num_reused_tokens += num_reused_tokens
             if session.member is not None:
                 self.working_set.end(session.member, request)
+            if session.is_ended:
+                self.leases.end(session.key)
+            elif request.session is not None and request.session.lease_s:
+                self.leases.grant(
+                    session.key, session.tenant, request.chain, self.now_s + min(request.session.lease_s, MAX_LEASE_S)
+                )
         elif session.member is not None:
             session.member.num_context_tokens = session.num_prompt_tokens
         session.let_go(self.now_s)
@@ -173,6 +183,7 @@ class Sessions:
         if session is not None:
             self._num_ended += not (session.is_ended or session.num_live)
             session.is_ended = True
+            self.leases.end(key)
             if session.member is not None:
                 self.working_set.changed(session.member)
         return session is not None
@@ -233,6 +244,7 @@ class Sessions:
         states_now = Counter(session.state for session in self._all.values())
         assert +self.num_by_state() == states_now, f"{self.num_by_state()} counted, not {states_now}"
         self.working_set.check_integrity()
+        self.leases.check_integrity()
 
 
 def _since_s(session: Session) -> float:

@@ -20,6 +20,7 @@ from pdmesh_gateway.reject_cache import RequestKind
 from pdmesh_gateway.request_jobs import RequestCaller
 from pdmesh_gateway.sampling import target_s
 from pdmesh_gateway.serving import Serving, check_label
+from pdmesh_gateway.session_names import lease_s
 
 RequestT = TypeVar("RequestT")
 
@@ -125,7 +126,12 @@ class ComputingEndpoint(ABC, Generic[RequestT]):
             traceparent=exchange.header("traceparent"),
             received_at=exchange.received_at,
             session=self._serving.session_names.find(
-                exchange.known_client.name, exchange.header, fields.prompt_cache_key, exchange.thread, _user_of(fields)
+                exchange.known_client.name,
+                exchange.header,
+                fields.prompt_cache_key,
+                exchange.thread,
+                _user_of(fields),
+                lease_s=lease_s(fields.cache_control),
             ),
         )
 

@@ -100,6 +100,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     slo_tpot_ms: Inert[float | None] = None
     user: Inert[str | None] = None
     prompt_cache_key: Inert[str | None] = None
+    cache_control: Inert[Any] = None
     response_format: Annotated[ResponseFormat | None, neutral({"type": "text"})] = None
     structured_outputs: Annotated[StructuredOutputs | None, neutral({})] = None
     allowed_token_ids: list[int] | None = None

@@ -112,6 +112,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     stream: bool | None = None
     metadata: Inert[dict[str, Any] | None] = None
     service_tier: Inert[str | None] = None
+    cache_control: Inert[Any] = None
     # Fields of pdmesh, as in the other endpoints.
     seed: int | None = None
     priority: Inert[int | None] = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -18,6 +18,7 @@ from pdmesh_gateway.http.messages.messages_protocol import (
 from pdmesh_gateway.message_parts import skip_warnings, text_of
 from pdmesh_gateway.protocol.sampling_fields import ResponseFormat, SamplingFields, sampling_fields_of
 from pdmesh_gateway.sampling import invalid
+from pdmesh_gateway.session_names import lease_s
 from pdmesh_gateway.tools.tool_choice import Tool, ToolChoice
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -64,7 +65,17 @@ def fields_of(request: MessagesRequest) -> SamplingFields:
     stops = [stop for stop in request.stop_sequences or [] if stop.strip()]
     if len(stops) < len(request.stop_sequences or []):
         raise invalid("stop_sequences", "`stop_sequences` must not contain blank strings.")
-    return sampling_fields_of(request, stop=stops, response_format=_response_format(request))
+    return sampling_fields_of(
+        request, stop=stops, response_format=_response_format(request), cache_control=_cache_control(request)
+    )
+
+
+def _cache_control(request: MessagesRequest) -> Any:
+    """Return the cache control with the longest lease: of the request, a block or a tool."""
+    contents = [request.system, *[message.content for message in request.messages]]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    given = [each.cache_control for each in (request, *blocks, *(request.tools or ()))]
+    return max(given, key=lease_s, default=None)
 
 
 def is_foreign(tool: ToolDefinition) -> bool:

@@ -1,0 +1,123 @@
+"""Leases of sessions' cached KV: it outlasts other KV of its tenant, and costs no other tenant anything."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.events import SessionEnded, Tick
+from pdmesh.core.sessions import leases as module
+from pdmesh.core.sessions.leases import Leases
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import PrefixHash, Request, SessionKey, SessionName
+from pdmesh.policy.config import PolicyConfig
+from pdmesh_testing.core import CoreBench
+from pdmesh_testing.reuse import a_profile, a_prompt, hashes, serve
+
+KEY = SessionKey(bytes(16))
+
+
+def a_bench() -> CoreBench:
+    """One instance with room for 16 granules."""
+    return CoreBench(a_profile("m0"), config=CoreConfig(policy=PolicyConfig(chunk_tokens=4096), plans_in_flight=1))
+
+
+def a_turn(request_id: str, num_granules: int, *, name: int, lease_s: float = 0.0, is_last: bool = False) -> Request:
+    request = a_prompt(request_id, num_granules * GRANULE_TOKENS + 1, name=name)
+    # A request with a target is never set aside.
+    request = replace(request, slo_ttft_s=1000.0)
+    key = SessionKey(bytes(15) + bytes([name]))
+    return replace(request, session=SessionName(key, is_last=is_last, lease_s=lease_s))
+
+
+def fill(bench: CoreBench, *, first: int = 100, number: int = 8) -> None:
+    """Send prompts without a name that fill the cache more than once."""
+    for each in range(first, first + number):
+        serve(bench, a_prompt(f"fill-{each}-{bench.now_s}", 4 * GRANULE_TOKENS + 1, name=each))
+
+
+def num_cached(bench: CoreBench, name: int, num_granules: int) -> int:
+    chain = hashes(num_granules, name)
+    return bench.core._mesh.instances["m0"].kept.depth(chain, num_granules)
+
+
+def test_leased_kv_outlasts_later_kv_of_its_tenant_until_the_lease_ends() -> None:
+    bench = a_bench()
+    serve(bench, a_turn("leased", 5, name=1, lease_s=300.0))
+    serve(bench, a_turn("other", 5, name=2))
+    fill(bench)
+    assert (num_cached(bench, 1, 5), num_cached(bench, 2, 5)) == (5, 0)
+    bench.feed(Tick(), 299.0)
+    fill(bench)
+    assert num_cached(bench, 1, 5) == 5
+    bench.feed(Tick(), 300.0)
+    fill(bench)
+    assert num_cached(bench, 1, 5) == 0
+
+
+@pytest.mark.parametrize("way", ["last request", "asked", "shorter prompt"])
+def test_a_lease_ends_with_its_session_and_with_the_next_lease(way: str) -> None:
+    bench = a_bench()
+    serve(bench, a_turn("leased", 5, name=1, lease_s=3600.0))
+    if way == "asked":
+        bench.feed(SessionEnded(SessionKey(bytes(15) + b"\1")))
+    else:
+        serve(bench, a_turn("next", 2, name=1, lease_s=300.0, is_last=way == "last request"))
+    fill(bench)
+    assert num_cached(bench, 1, 5) == (2 if way == "shorter prompt" else 0)
+
+
+def test_leases_block_no_request() -> None:
+    bench = a_bench()
+    for name in range(1, 8):
+        serve(bench, a_turn(f"leased-{name}", 5, name=name, lease_s=3600.0))
+    assert serve(bench, a_prompt("whole", 16 * GRANULE_TOKENS - 1, name=99)).num_reused_granules == 0
+    assert not any(num_cached(bench, name, 5) for name in range(1, 8))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_tenant_that_leases_everything_takes_nothing_from_others(seed: int) -> None:
+    """The same requests with and without leases: after each, other tenants have the same granules cached, or more."""
+
+    def cached(lease_s: float) -> list[set[int]]:
+        rng, bench, found = random.Random(seed), a_bench(), list[set[int]]()
+        for number in range(150):
+            is_hostile = rng.random() < 0.7
+            name = rng.randrange(20) if is_hostile else 100 + rng.randrange(6)
+            turn = a_turn(f"r{number}", rng.randint(1, 6), name=name, lease_s=lease_s if is_hostile else 0.0)
+            tenant = "hostile" if is_hostile else f"t{name % 2}"
+            serve(bench, replace(turn, tenant=tenant))
+            bench.core.check_integrity()
+            kept = bench.core._mesh.instances["m0"].kept
+            others = [hashes(6, name) for name in range(100, 106)]
+            found.append({index for index, granule in enumerate(sum(others, ())) if granule in kept})
+        return found
+
+    assert all(without <= leased for without, leased in zip(cached(0.0), cached(3600.0), strict=True))
+
+
+def test_leases_are_bounded_and_the_tenant_with_the_most_loses_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_LEASED", 12)
+    leased: dict[PrefixHash, int] = {}
+    leases = Leases(leased)
+    leases.grant(KEY, "modest", hashes(4, 1), 300.0)
+    for number in range(1, 200):
+        leases.grant(SessionKey(number.to_bytes(16)), "hostile", hashes(4, 1 + number % 50), 300.0 + number)
+        leases.check_integrity()
+    assert len(leases) == 3
+    assert set(hashes(4, 1)) <= leased.keys()
+    assert len(leases._ends) <= 2 * len(leases) + 65
+    assert set(leases.expire(1000.0)) >= set(hashes(4, 1))
+    assert not leased
+
+
+def test_a_granule_is_leased_while_any_session_leases_it() -> None:
+    leased: dict[PrefixHash, int] = {}
+    leases = Leases(leased)
+    leases.grant(KEY, "", hashes(4), 300.0)
+    leases.grant(SessionKey(bytes(15) + b"\1"), "", hashes(2), 600.0)
+    assert leases.expire(300.0) == list(hashes(4)[2:])
+    assert leases.expire(600.0) == list(hashes(2))
