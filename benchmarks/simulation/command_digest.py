@@ -115,6 +115,7 @@ ADDED: Sequence[str] = (
     "LoadReported.num_offloaded_granules",
     "InstanceJoined.offloaded",
     "InstanceJoined.dropped",
+    "InstanceJoined.jumps",
     "InstanceJoined.profile.num_offload_granules",
     "InstanceJoined.profile.load_bytes_per_s",
     "InstanceJoined.profile.num_stages",

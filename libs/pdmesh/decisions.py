@@ -106,7 +106,7 @@ class RecentDecisions:
             event = replace(event, request=replace(event.request, prefix=()))
         elif isinstance(event, InstanceJoined):
             residents = tuple(replace(resident, granules=()) for resident in event.residents)
-            event = replace(event, residents=residents, kept=(), offloaded=())
+            event = replace(event, residents=residents, kept=(), jumps=(), offloaded=())
         elif isinstance(event, KvReleased) and event.granules:
             event = replace(event, granules=())
         self._kept.append(Decision(now_s, event, commands))

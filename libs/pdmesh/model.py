@@ -126,6 +126,9 @@ class SamplingParams:
 #: Hash of a tenant and the name that the tenant's client gave a session.
 SessionKey = NewType("SessionKey", bytes)
 
+#: Pairs of indexes in a report of cached granules (`pdmesh.core.instances.kept_chains`).
+Jumps = tuple[tuple[int, int], ...]
+
 _SessionKey = Annotated[SessionKey, Meta(min_length=16, max_length=16)]
 
 

@@ -254,6 +254,7 @@ class ModelledInstance:
             residents,
             stopping=not self.machine.holding.admits,
             kept=self.machine.cache.granules,
+            jumps=self.machine.cache.jumps,
             offloaded=self.machine.cache.offloaded,
             dropped=dropped,
         )

@@ -12,6 +12,7 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.copies.prefix_fetches import MAX_AT_ONCE
 from pdmesh.core.events import (
     DrainRequested,
+    InstanceJoined,
     InstanceLost,
     InstanceSuspected,
     KvExpected,
@@ -101,6 +102,18 @@ def test_a_drained_instance_is_done_once_its_prefixes_are_elsewhere() -> None:
     assert bench.state() is OperationState.DONE
     (admit,) = of(AdmitPrefill, bench.feed(RequestArrived(a_prompt("second", 1100))))
     assert (admit.instance_id, admit.num_reused_granules) == (OTHER, 7)
+
+
+def test_a_new_scheduler_copies_the_prefixes_that_instances_had_cached_before() -> None:
+    """Two prompts with a common beginning, the longest unused first, as the instance reports them."""
+    bench = Bench()
+    branch = (*hashes(3), *hashes(6, 5)[3:])
+    kept = (*reversed(hashes(7)[3:]), *reversed(branch))
+    bench.feed(InstanceJoined(a_profile("m0", 256), (), kept=kept, jumps=((3, 7), (9, -1))))
+    bench.feed(InstanceJoined(a_profile("m1", 256), ()))
+    copies = bench.land_all(bench.operate())
+    assert [copy.chain for copy in copies] == [branch, hashes(7)]
+    assert bench.state() is OperationState.DONE
 
 
 def test_a_process_is_stopped_once_its_prefixes_are_elsewhere() -> None:

@@ -19,6 +19,7 @@ from pdmesh.model import (
     GatewayId,
     InstanceId,
     InstanceProfile,
+    Jumps,
     NumTokens,
     OwnDecodeSteps,
     PrefixHashes,
@@ -93,8 +94,8 @@ class InstanceJoined:
     """(Re)registration of an instance, with the KV that it holds. A ``stopping`` one takes no new work.
 
     ``kept`` are all cached granules, and ``offloaded`` the granules in its tier, as in `CacheReported`: already the
-    first command may use them. ``dropped`` are requests that the instance ended while no scheduler was there; they
-    decode on no instance.
+    first command may use them. ``jumps`` say which cached granules follow which (`pdmesh.core.instances.kept_chains`).
+    ``dropped`` are requests that the instance ended while no scheduler was there; they decode on no instance.
     """
 
     profile: InstanceProfile
@@ -103,6 +104,7 @@ class InstanceJoined:
     kept: PrefixHashes = ()
     offloaded: PrefixHashes = ()
     dropped: tuple[RequestKey, ...] = ()
+    jumps: Jumps = ()
 
 
 @dataclass(frozen=True, slots=True)

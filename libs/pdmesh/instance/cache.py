@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+from pdmesh.core.instances.kept_chains import jumps_of
 from pdmesh.kv_layout import blocks_of_granule
-from pdmesh.model import PrefixHash, PrefixHashes
+from pdmesh.model import Jumps, PrefixHash, PrefixHashes
 from pdmesh.plans import Evictions
 
 
@@ -69,6 +70,11 @@ class BlockCache:
     def granules(self) -> PrefixHashes:
         """All cached granules that a scheduler may know, the least recently used first."""
         return tuple([granule for granule in self._owners if granule not in self._unreported])
+
+    @property
+    def jumps(self) -> Jumps:
+        """Which of `granules` follow which."""
+        return jumps_of(self._before, self.granules)
 
     def reported(self, prefix: CachedPrefix) -> PrefixHashes:
         """Return the cached granules of a sequence, except granules that no scheduler knows."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from pdmesh.core.instances.kept_chains import jumps_of
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv_layout import blocks_of_granule
-from pdmesh.model import PrefixHash, PrefixHashes
+from pdmesh.model import Jumps, PrefixHash, PrefixHashes
 
 
 class CachedGranules:
@@ -43,6 +44,11 @@ class CachedGranules:
     def hashes(self) -> PrefixHashes:
         """All granules, longest unused first."""
         return tuple(self._blocks)
+
+    @property
+    def jumps(self) -> Jumps:
+        """Which granules of `hashes` follow which."""
+        return jumps_of(self._before, self.hashes)
 
     def blocks_of(self, granule: PrefixHash) -> list[int]:
         """Return the blocks of a granule; none if it is not here."""

@@ -61,6 +61,7 @@ from pdmesh.kv.outcome import (
 from pdmesh.kv.store import KvStore
 from pdmesh.model import (
     InstanceId,
+    Jumps,
     PrefixHashes,
     RequestKey,
     Resident,
@@ -376,6 +377,11 @@ class Instance:
     def kept(self) -> PrefixHashes:
         """Cached granules for the registration, the least recently used first."""
         return self._tables.kept.hashes
+
+    @property
+    def jumps(self) -> Jumps:
+        """Which granules of `kept` follow which, for the registration."""
+        return self._tables.kept.jumps
 
     @property
     def offloaded(self) -> PrefixHashes:

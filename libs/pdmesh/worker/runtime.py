@@ -197,6 +197,7 @@ async def serve_instance(
             offloaded=instance.offloaded,
             stopping=not instance.admits,
             dropped=tuple(instance.dropped),
+            jumps=instance.jumps,
         )
 
     def on_lost(granules: PrefixHashes) -> None:

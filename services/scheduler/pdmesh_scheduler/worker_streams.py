@@ -122,6 +122,7 @@ class WorkerStreams:
                     registered.kept,
                     registered.offloaded,
                     registered.dropped,
+                    registered.jumps,
                 )
                 self.driver.post(joined, first=connection.open)
                 await converse(link, read, self.stopping)

@@ -1,4 +1,4 @@
-"""Chains of requests that ended on an instance.
+"""Chains of requests that ended on an instance, or whose KV the instance had cached before it registered.
 
 A prefix cache knows single granules. These chains say which of them belong together, so that a whole prefix can move
 to another instance.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from pdmesh.model import PrefixHash
+from pdmesh.core.instances.kept_chains import chains_of
+from pdmesh.model import Jumps, PrefixHash
 
 #: Upper limit of the remembered granules, as a multiple of the granules that the cache can hold. Chains share granules.
 _MOST_PER_CACHED = 8
@@ -38,6 +39,11 @@ class RecentPrefixes:
         self._num_granules += len(chain)
         while self._num_granules > self._most:
             self.forget(next(iter(self._by_last)))
+
+    def learn(self, kept: Sequence[PrefixHash], jumps: Jumps) -> None:
+        """Add the chains of cached granules that the instance reports, as if requests had ended with them."""
+        for chain in chains_of(kept, jumps, self._most):
+            self.add(chain)
 
     def forget(self, last: PrefixHash) -> None:
         """Forget the chain with this last granule, if there is one."""

@@ -53,6 +53,7 @@ class Membership:
             now_s,
             stopping=event.stopping,
             kept=event.kept,
+            jumps=event.jumps,
             offloaded=event.offloaded,
             dropped=event.dropped,
         )

@@ -25,6 +25,7 @@ from pdmesh.model import (
     GatewayId,
     InstanceId,
     InstanceProfile,
+    Jumps,
     PrefixHashes,
     Request,
     RequestId,
@@ -143,6 +144,7 @@ class Reconciler:
         *,
         stopping: bool = False,
         kept: PrefixHashes = (),
+        jumps: Jumps = (),
         offloaded: PrefixHashes = (),
         dropped: Iterable[RequestKey] = (),
     ) -> None:
@@ -198,6 +200,7 @@ class Reconciler:
                 mesh.free(home_id, (resident.request_id, resident.epoch))
         if kept or offloaded:
             instance.replace_kept(kept, offloaded)
+            instance.recent.learn(kept, jumps)
         if old is not None:
             blames = {} if old.profile.is_process_of(profile) else self._died(old, now_s)
             cut_off = [key for key in old.allocations if key not in instance.allocations]

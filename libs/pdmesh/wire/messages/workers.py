@@ -8,6 +8,7 @@ from pdmesh.model import (
     GatewayId,
     InstanceId,
     InstanceProfile,
+    Jumps,
     PrefixHashes,
     RequestKey,
     Resident,
@@ -19,6 +20,7 @@ class RegisterWorker(Message, frozen=True, kw_only=True):
     """First message of a worker's stream, also after a reconnect.
 
     * ``kept``, ``offloaded``: granules cached in the KV cache and in the offload tier, longest unused first.
+    * ``jumps``: which granules of ``kept`` follow which (`pdmesh.core.instances.kept_chains`).
     * ``stopping``: the worker takes no new work.
     * ``dropped``: requests that were dropped since the last registration, and decode nowhere.
     """
@@ -29,6 +31,7 @@ class RegisterWorker(Message, frozen=True, kw_only=True):
     offloaded: PrefixHashes = ()
     stopping: bool = False
     dropped: tuple[RequestKey, ...] = ()
+    jumps: Jumps = ()
     version: int = PROTOCOL_VERSION
 
 
