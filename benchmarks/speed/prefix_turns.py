@@ -9,9 +9,10 @@ are asked in turns, so that whatever else the machine does is in both figures. P
   the share of its tokens whose KV was there; on one instance that prefills and one that decodes, and on a mixed one.
 * ``offloaded``: the same on a mixed instance whose cache holds two of eight users' conversations, with a tier on a disk
   behind it: by a user's next turn the others have taken its place.
+* ``tool-call``: turns after pauses of 30 s in which others fill that cache, over turns whose KV stayed; with a name, so
+  that KV is loaded before the turn, and without.
 * ``cold``: prompts that never repeat: TTFT, and tokens a second of prompt and answer, over those without reuse. Caches
-  hold four of them, and are full: what is kept is given up for what comes. (Until a cache was full once, the system has
-  to find memory for each prompt, where without reuse the same blocks are written again and again.)
+  hold four of them, and are full: what is kept is given up for what comes.
 * ``beside``: gaps between tokens of four streams while turns come back one after the other, over those without reuse.
 * ``beside-fetches``: the same on two mixed instances, while two prompts at once go on where one that an instance keeps
   ends, so that the other copies it.
@@ -45,6 +46,7 @@ from benchmarks.harness.clients import Answer, ask
 from benchmarks.harness.report import Limits, heading, quantile
 from pdmesh.kv_layout import GRANULE_TOKENS
 from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
+from pdmesh_testing.conversations import turns_after_tools
 from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 ANSWER_TOKENS = 64
@@ -53,6 +55,7 @@ NEW_TOKENS = 36
 #: Of the next turn's time to first token over the first one's: at most, and aimed at.
 MOST_TTFT, AIM_TTFT = 0.15, 0.05
 LEAST_CACHED = 0.95
+TOOL_S, MOST_AFTER_TOOL = 30.0, 1.2
 NOISE = 0.01
 MOST_ITL = 1.1
 
@@ -91,7 +94,6 @@ class Bench:
         self._num_meshes = 0
 
     def prompt(self, num_tokens: int | None = None) -> list[int]:
-        """One that was never there."""
         return [self._rng.randrange(LLAMA_82M.vocab_size) for _ in range(num_tokens or self._num_tokens)]
 
     def mesh(
@@ -121,56 +123,53 @@ class Bench:
 
     async def offloaded(self) -> None:
         """Measure turns that come back from the offload tier."""
-        first_s, next_s, cached = list[float](), list[float](), list[float]()
         with ExitStack() as stack:
             mesh = self.mesh(stack, POOLS["mixed"], "with", self._settings_of_tier())
-            async with mesh.client() as client:
-                for _ in range(self._rounds):
-                    turns: list[list[int]] = []
-                    for _ in range(NUM_USERS):
-                        prompt = self.prompt()
-                        first = await ask(client, prompt, ANSWER_TOKENS)
-                        first_s.append(first.ttft_s)
-                        turns.append([*prompt, *first.token_ids, *self.prompt(NEW_TOKENS)])
-                    for turn in turns:
-                        second = await ask(client, turn, ANSWER_TOKENS)
-                        next_s.append(second.ttft_s)
-                        cached.append(second.num_cached_tokens / len(turn))
-        ratio, share = statistics.median(next_s) / statistics.median(first_s), statistics.mean(cached)
-        of_ttft = self._limits.at_most("offloaded: TTFT", ratio, MOST_TTFT)
-        of_cached = self._limits.at_least("offloaded: cached", share, LEAST_CACHED)
-        print(
-            f"offloaded: first {1e3 * statistics.median(first_s):.0f} ms, "
-            f"next {1e3 * statistics.median(next_s):.0f} ms: "
-            f"{ratio:.3f} (<= {MOST_TTFT}; {of_ttft}); cached {share:.3f} (>= {LEAST_CACHED}; {of_cached})",
-            flush=True,
-        )
+            await self._conversations("offloaded", mesh, NUM_USERS)
 
     async def turns(self) -> None:
         for name, pools in POOLS.items():
             with ExitStack() as stack:
-                mesh = self.mesh(stack, pools, "with")
-                first_s, next_s, cached = list[float](), list[float](), list[float]()
-                async with mesh.client() as client:
-                    await ask(client, self.prompt(), ANSWER_TOKENS)  # everything was used once
-                    for _ in range(self._rounds):
-                        prompt = self.prompt()
-                        first = await ask(client, prompt, ANSWER_TOKENS)
-                        await anyio.sleep(0.3)  # for what it held to be given back
-                        turn = [*prompt, *first.token_ids, *self.prompt(NEW_TOKENS)]
-                        second = await ask(client, turn, ANSWER_TOKENS)
-                        first_s.append(first.ttft_s)
-                        next_s.append(second.ttft_s)
-                        cached.append(second.num_cached_tokens / len(turn))
-            ratio, share = statistics.median(next_s) / statistics.median(first_s), statistics.median(cached)
-            of_ttft = self._limits.at_most(f"{name}: TTFT", ratio, MOST_TTFT)
-            of_cached = self._limits.at_least(f"{name}: cached", share, LEAST_CACHED)
-            print(
-                f"turns {name}: first {1e3 * statistics.median(first_s):.0f} ms, next "
-                f"{1e3 * statistics.median(next_s):.0f} ms: {ratio:.3f} (<= {MOST_TTFT}, aim {AIM_TTFT}; {of_ttft}); "
-                f"cached {share:.3f} (>= {LEAST_CACHED}; {of_cached})",
-                flush=True,
-            )
+                await self._conversations(f"turns {name}", self.mesh(stack, pools, "with"), 1)
+
+    async def _conversations(self, name: str, mesh: RunningMesh, num_users: int) -> None:
+        """Measure the second turns of so many users, after the first ones of all."""
+        first_s, next_s, cached = list[float](), list[float](), list[float]()
+        async with mesh.client() as client:
+            await ask(client, self.prompt(), ANSWER_TOKENS)  # everything was used once
+            for _ in range(self._rounds):
+                turns: list[list[int]] = []
+                for _ in range(num_users):
+                    prompt = self.prompt()
+                    first = await ask(client, prompt, ANSWER_TOKENS)
+                    first_s.append(first.ttft_s)
+                    turns.append([*prompt, *first.token_ids, *self.prompt(NEW_TOKENS)])
+                await anyio.sleep(0.3)  # for what it held to be given back
+                for turn in turns:
+                    second = await ask(client, turn, ANSWER_TOKENS)
+                    next_s.append(second.ttft_s)
+                    cached.append(second.num_cached_tokens / len(turn))
+        first_ms, next_ms, share = (
+            *(1e3 * statistics.median(each) for each in (first_s, next_s)),
+            statistics.mean(cached),
+        )
+        of_ttft = self._limits.at_most(f"{name}: TTFT", next_ms / first_ms, MOST_TTFT)
+        of_cached = self._limits.at_least(f"{name}: cached", share, LEAST_CACHED)
+        print(
+            f"{name}: first {first_ms:.0f} ms, next {next_ms:.0f} ms: {next_ms / first_ms:.3f} (<= {MOST_TTFT}, aim "
+            f"{AIM_TTFT}; {of_ttft}); cached {share:.3f} (>= {LEAST_CACHED}; {of_cached})",
+            flush=True,
+        )
+
+    async def tool_call(self) -> None:
+        """Measure turns after tool calls during which others fill the cache."""
+        with ExitStack() as stack:
+            mesh = self.mesh(stack, POOLS["mixed"], "with", self._settings_of_tier(self._num_tokens // 2))
+            ttft_s = await turns_after_tools(mesh, LLAMA_82M.vocab_size, self._num_tokens, TOOL_S, self._rounds)
+        for kind, most in (("unnamed", math.inf), ("named", MOST_AFTER_TOOL)):
+            after, stayed = (statistics.median(ttft_s[kind, is_full]) for is_full in (True, False))
+            words = f"<= {most}; {self._limits.at_most(f'tool-call, {kind}: TTFT', after / stayed, most)}"
+            print(f"tool-call, {kind}: {after:.3f} s, stayed {stayed:.3f}: {after / stayed:.2f} ({words})", flush=True)
 
     async def cold(self) -> None:
         with ExitStack() as stack:
@@ -322,7 +321,6 @@ class Bench:
 class Turns(ABC):
     """What is asked for beside streams."""
 
-    #: So often it goes on before the streams begin.
     num_before = 0
 
     def __init__(self, bench: Bench, num_tokens: int) -> None:
@@ -389,6 +387,7 @@ PARTS = {
     "strangers": Bench.strangers,
     "killed": Bench.killed,
     "offloaded": Bench.offloaded,
+    "tool-call": Bench.tool_call,
 }
 
 

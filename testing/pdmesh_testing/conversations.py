@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ import anyio
 import httpx
 from anyio.abc import TaskGroup
 
+from pdmesh.core.sessions.session_state import NUM_PAUSES
+from pdmesh.kv_layout import GRANULE_TOKENS
 from pdmesh.wire.messages import RequestRecord
 from pdmesh_testing.exactness import mismatches, random_prompts, reference
 from pdmesh_testing.mesh import RunningMesh
@@ -128,3 +131,48 @@ async def turns_from_the_tier(mesh: RunningMesh, checkpoint: Path, vocab_size: i
     assert num_loaded_tokens >= num_users * 128
     assert mesh.total("kv_offload_lost_granules") == 0
     assert mesh.total("num_stale_prefixes") == 0
+
+
+async def turns_after_tools(
+    mesh: RunningMesh, vocab_size: int, num_tokens: int, pause_s: float, num_rounds: int
+) -> dict[tuple[str, bool], list[float]]:
+    """Ask turns of a session and of a conversation without a name, ``pause_s`` apart, and return times to first tokens.
+
+    The first prompts have ``num_tokens``, and answers one. Once the session's pauses are known, other prompts fill the
+    cache in every other pause, until a part of it is left; keys tell whether they did. AssertionError if little of a
+    turn was cached, if the session's KV was not back before, or if a token differs without reuse.
+    """
+    new = iter(random_prompts([num_tokens] * 400, vocab_size, 5))
+    contexts, names = {kind: next(new) for kind in ("named", "unnamed")}, {"named": {"prompt_cache_key": "tool"}}
+    asked: list[tuple[list[int], list[int]]] = []
+    ttft_s: dict[tuple[str, bool], list[float]] = {}
+
+    async def turn(prompt: list[int], **fields: str) -> tuple[float, list[int], int]:
+        body = {"model": mesh.model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+        began_s = time.perf_counter()
+        answer = (await client.post("/v1/completions", json=body | fields, timeout=300)).json()
+        took_s, details = time.perf_counter() - began_s, answer["usage"]["prompt_tokens_details"]
+        return took_s, answer["choices"][0]["token_ids"], (details or {}).get("cached_tokens", 0)
+
+    async with mesh.client() as client:
+        for number in range(NUM_PAUSES + 1 + 2 * num_rounds):
+            is_full = number > NUM_PAUSES and number % 2 == 0
+            until_s = anyio.current_time() + pause_s * (number > 0)
+            while is_full and anyio.current_time() < until_s - 0.4 * pause_s:
+                await turn(next(new))
+            await anyio.sleep_until(until_s)
+            for kind, context in contexts.items():
+                num_loaded = mesh.total("kv_offload_loaded_tokens")
+                took_s, drawn, num_cached = await turn([*context], **names.get(kind, {}))
+                asked.append(([*context], drawn))
+                if number > NUM_PAUSES:
+                    assert num_cached >= len(context) - 36 - 2 * GRANULE_TOKENS, f"{num_cached} cached: {kind}"
+                    is_back = mesh.total("kv_offload_loaded_tokens") - num_loaded < num_tokens / 2
+                    assert is_back or kind == "unnamed", "the turn loaded its KV itself"
+                    ttft_s.setdefault((kind, is_full), []).append(took_s)
+                context += [*drawn, *next(new)[:35]]
+        for prompt, drawn in asked:
+            assert (await turn(prompt, cache_salt=f"{len(prompt)}"))[1] == drawn, "a token differs"
+    assert mesh.total("num_stale_prefixes") == 0
+    assert mesh.total("session_loaded_tokens") > 0
+    return ttft_s

@@ -15,8 +15,10 @@ import httpx
 import pytest
 from anyio.to_thread import run_sync
 
+from pdmesh.errors import PdmeshError
 from pdmesh_gateway.session_names import FINAL_HEADER, HEADERS
 from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
+from pdmesh_testing.conversations import turns_after_tools
 from pdmesh_testing.exactness import complete, random_prompts
 from pdmesh_testing.mesh import RunningMesh, running_mesh
 
@@ -39,6 +41,7 @@ CASES = [
     ("mixed", "drain", 0.95),
     ("mixed", "role", 0.95),
     ("mixed", "rolling", 0.95),
+    ("mixed", "failover, drain", 0.95),
     ("2P+2D", "drain", 0.95),
     ("2P+2D", "role", 0.95),
     ("1P+1D", "rolling", 0.95),
@@ -54,16 +57,16 @@ class Agent:
         self._name = f"{salt} {number}"
         self._salt = salt
         self._parts = random_prompts([FIRST_TOKENS, *[NEXT_TOKENS] * 10], SHAPE.vocab_size, number)
-        self._context: list[int] = []
+        self.context: list[int] = []
         self.answers: list[list[int]] = []
 
     async def turn(self, mesh: RunningMesh, client: httpx.AsyncClient) -> tuple[int, int]:
         """Ask the next turn. Return its cached tokens, and the whole granules of the previous prompt in tokens."""
-        num_before = max(0, len(self._context) - ANSWER_TOKENS) // GRANULE_TOKENS * GRANULE_TOKENS
-        self._context += self._parts[len(self.answers)]
+        num_before = max(0, len(self.context) - ANSWER_TOKENS) // GRANULE_TOKENS * GRANULE_TOKENS
+        self.context += self._parts[len(self.answers)]
         body = {
             "model": mesh.model,
-            "prompt": self._context,
+            "prompt": self.context,
             "max_tokens": ANSWER_TOKENS,
             "ignore_eos": True,
             "temperature": 0,
@@ -74,7 +77,7 @@ class Agent:
         assert response.status_code == 200, response.text
         answer = response.json()
         self.answers.append(answer["choices"][0]["token_ids"])
-        self._context += self.answers[-1]
+        self.context += self.answers[-1]
         return answer["usage"]["prompt_tokens_details"]["cached_tokens"], num_before
 
 
@@ -84,8 +87,26 @@ async def turns(agents: list[Agent], mesh: RunningMesh, client: httpx.AsyncClien
     return sum(cached for cached, _ in found) / max(1, sum(before for _, before in found))
 
 
+async def num_instances(mesh: RunningMesh) -> int:
+    """Return how many instances the scheduler knows; none while it starts."""
+    try:
+        return len((await mesh.state()).instances)
+    except PdmeshError:
+        return 0
+
+
 async def disturb(mesh: RunningMesh, what: str) -> AsyncIterator[str]:
-    """Kill the named instance, restart all, or do this to one instance after the other. Yield after each time."""
+    """Kill the named instance, restart all, or do this to one instance after the other. Yield after each time.
+
+    Before a failover's other part, the scheduler is killed and started again.
+    """
+    if what.startswith("failover, "):
+        pid = mesh.pids()["scheduler"]
+        os.kill(pid, signal.SIGKILL)
+        await run_sync(mesh.wait_until_replaced, "scheduler", pid)
+        while await num_instances(mesh) < 2:  # noqa: ASYNC110  # of another process
+            await anyio.sleep(0.2)
+        what = what.removeprefix("failover, ")
     if what == "rolling":
         await run_sync(mesh.pdmesh, "restart", "--rolling")
         yield "all"
@@ -134,6 +155,20 @@ async def test_the_next_turns_find_the_kv_of_the_turns_before(
         assert [agent.answers for agent in agents] == [agent.answers for agent in undisturbed]
         assert min(shares.values()) >= least, shares
         assert mesh.total("num_stale_prefixes") == 0
+
+
+#: Tokens of a cache that others fill in pauses of a session.
+CACHED_TOKENS = 6_000
+
+
+async def test_kv_is_back_from_the_tier_before_the_next_turn(model: Path, tmp_path: Path) -> None:
+    settings = {
+        "WORKER_KV_CACHE_BYTES": str(CACHED_TOKENS * TOKEN_BYTES),
+        "WORKER_KV_OFFLOAD_HOST_BYTES": str(20 * CACHED_TOKENS * TOKEN_BYTES),
+        "WORKER_MAX_MODEL_LEN": "8192",
+    }
+    with running_mesh(tmp_path, model=model, mixed=1, settings=settings) as mesh:
+        await turns_after_tools(mesh, SHAPE.vocab_size, num_tokens=FIRST_TOKENS, pause_s=8.0, num_rounds=1)
 
 
 #: Requests of the test of names, and tokens of each answer: 10,000 tokens.

@@ -18,6 +18,7 @@ import pytest
 from pdmesh.core.admission.aside import NUM_WAITS
 from pdmesh.core.commands import AdmitPrefill, ExpectCopy, Reject, Restart
 from pdmesh.core.config import CoreConfig, KvReservation
+from pdmesh.core.copies import tier_loads
 from pdmesh.core.events import (
     DrainRequested,
     Event,
@@ -31,6 +32,8 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.core.sessions import session_state
+from pdmesh.instance.effects import CopyFailed, CopyLanded
 from pdmesh.instance.sequence import Sequence as HeldSequence
 from pdmesh.kv_layout import GRANULE_TOKENS
 from pdmesh.model import (
@@ -100,7 +103,7 @@ class Workload:
         num_blocks = rng.randint(12, 30)
         self.of_tiers = random.Random(f"tiers {seed}")
         self.of_names = random.Random(f"names {seed}") if has_names else None
-        self.num_aside = 0
+        self.num_aside = self.num_loads = 0
         num_offload_granules = self.of_tiers.choice((2, 20, 100)) if has_tiers else 0
         # What is in a tier is found again only if there is time for it: prompts go through, and processes last.
         self.arrivals, self.faults = (0.05, 0.004) if has_tiers else (0.1, 0.02)
@@ -277,6 +280,16 @@ class Workload:
         if transfers:
             self.mesh.land(*self.rng.choice(transfers))
 
+    def land_loads(self) -> None:
+        """What instances load from their tiers, without a request, is there."""
+        for instance in self.mesh.instances.values():
+            for key, held in list(instance.sequences.items()):
+                transfer = held.incoming
+                if transfer is not None and transfer.source_ids == transfer.destination_ids:
+                    self.num_loads += 1
+                    failed = CopyFailed(key, None, "modelled") if self.of_tiers.random() < 0.2 else None
+                    instance.hear(failed or CopyLanded(key, 0, 0, 0.0))
+
     def fail(self) -> None:
         if transfers := self.mesh.transfers():
             sender, receiver, key = self.rng.choice(transfers)
@@ -361,6 +374,8 @@ class Workload:
         for _ in range(num_actions):
             if self.of_tiers.random() < 0.01:
                 self.lose_offloaded()
+            if self.of_names is not None and self.of_names.random() < 0.2:
+                self.land_loads()
             drawn = self.rng.random()
             if drawn < self.arrivals:
                 self.arrive()
@@ -384,6 +399,7 @@ class Workload:
             for instance in self.mesh.instances.values():
                 while instance.commands:
                     instance.take_command()
+                self.land_loads()
                 instance.take_pieces(1 << 20)
                 if instance.can_begin and not instance.running:
                     instance.begin_step()
@@ -455,3 +471,17 @@ def test_core_and_instances_agree_while_sessions_are_set_aside(seeds: range) -> 
         num_reused += workload.num_reused
     assert num_aside > len(seeds)
     assert num_reused > len(seeds)
+
+
+@pytest.mark.parametrize("seeds", [range(1, 11, 2), pytest.param(range(11, 91, 2), marks=pytest.mark.slow)])
+def test_core_and_tiers_agree_while_sessions_are_loaded(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses are known after one, and loads begin as soon as anything has gone to the tier."""
+    monkeypatch.setattr(session_state, "NUM_PAUSES", 1)
+    monkeypatch.setattr(tier_loads, "LEAD_SHARE", 1.0)
+    num_loads = 0
+    for seed in seeds:
+        workload = Workload(seed, has_tiers=True, has_names=True)
+        workload.run(2000)
+        workload.end()
+        num_loads += workload.num_loads
+    assert num_loads > 0

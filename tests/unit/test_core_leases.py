@@ -12,12 +12,12 @@ from pdmesh.core.events import SessionEnded, Tick
 from pdmesh.core.sessions import leases as module
 from pdmesh.core.sessions.leases import Leases
 from pdmesh.kv_layout import GRANULE_TOKENS
-from pdmesh.model import PrefixHash, Request, SessionKey, SessionName
+from pdmesh.model import InstanceId, PrefixHash, Request, SessionKey, SessionName
 from pdmesh.policy.config import PolicyConfig
 from pdmesh_testing.core import CoreBench
 from pdmesh_testing.reuse import a_profile, a_prompt, hashes, serve
 
-KEY = SessionKey(bytes(16))
+KEY, INSTANCE = SessionKey(bytes(16)), InstanceId("m0")
 
 
 def a_bench() -> CoreBench:
@@ -41,7 +41,7 @@ def fill(bench: CoreBench, *, first: int = 100, number: int = 8) -> None:
 
 def num_cached(bench: CoreBench, name: int, num_granules: int) -> int:
     chain = hashes(num_granules, name)
-    return bench.core._mesh.instances["m0"].kept.depth(chain, num_granules)
+    return bench.core._mesh.instances[INSTANCE].kept.depth(chain, num_granules)
 
 
 def test_leased_kv_outlasts_later_kv_of_its_tenant_until_the_lease_ends() -> None:
@@ -91,7 +91,7 @@ def test_a_tenant_that_leases_everything_takes_nothing_from_others(seed: int) ->
             tenant = "hostile" if is_hostile else f"t{name % 2}"
             serve(bench, replace(turn, tenant=tenant))
             bench.core.check_integrity()
-            kept = bench.core._mesh.instances["m0"].kept
+            kept = bench.core._mesh.instances[INSTANCE].kept
             others = [hashes(6, name) for name in range(100, 106)]
             found.append({index for index, granule in enumerate(sum(others, ())) if granule in kept})
         return found

@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 
 from pdmesh.config import TransferConfig
+from pdmesh.core.commands import ExpectCopy
 from pdmesh.core.events import (
     CacheReported,
     KvReleased,
     RequestDropped,
     StepDone,
+    TransferFailed,
     TransferLanded,
 )
 from pdmesh.kv.blocks import BlockPool
@@ -28,11 +30,12 @@ from pdmesh.kv.offload.disk import DiskSlots
 from pdmesh.kv.offload.tier import OffloadTier
 from pdmesh.kv.store import KvStore
 from pdmesh.kv_layout import GRANULE_TOKENS
-from pdmesh.model import PrefixHash, PrefixHashes, Role, SamplingParams
+from pdmesh.model import Epoch, PrefixHash, PrefixHashes, RequestId, Role, SamplingParams
 from pdmesh.wire.messages import Generation, pack_token_ids
 from pdmesh_testing.fake_engine import FakeEngine, reference_output
 from pdmesh_testing.kv import UNEQUAL_LAYOUT, ByteStore
 from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
+from pdmesh_testing.reuse import plan_of_fetch
 from pdmesh_testing.worker import (
     HASHER,
     RunningInstance,
@@ -171,6 +174,67 @@ async def test_what_comes_back_is_what_went(kind: Kind) -> None:
         assert not [report for report in instance.reports if isinstance(report, CacheReported)]
         counters = tier_of(instance).counters()
         assert (counters.num_host_granules + counters.num_disk_granules, counters.num_lost_granules) == (6, 0)
+
+
+def load(instance: RunningInstance, chain: PrefixHashes, *, num_cached: int = 0) -> str:
+    """Tell an instance to load the granules of a chain behind the first ``num_cached``; return the load's name."""
+    command = ExpectCopy(
+        instance_id=instance.instance.instance_id,
+        request_id=RequestId("load"),
+        epoch=Epoch(0),
+        transfer=plan_of_fetch(instance, instance, len(chain), num_cached),
+        chain=chain,
+        num_loaded_granules=len(chain) - num_cached,
+    )
+    instance.instance.handle(command)
+    return "load"
+
+
+@pytest.mark.parametrize("num_cached", [0, 1])
+async def test_a_load_without_a_request_leaves_kv_in_the_cache(kind: Kind, num_cached: int) -> None:
+    prompts = [a_prompt(300, seed) for seed in range(2)]
+    async with one(kind(8)) as instance:
+        await run(instance, "a", prompts[0])
+        await run(instance, "b", prompts[1], offload=hashes(prompts[0])[num_cached:][::-1])
+        name = load(instance, hashes(prompts[0]), num_cached=num_cached)
+        await instance.reported(TransferLanded, name)
+        assert (await instance.reported(KvReleased, name)).transfer_id == 7
+        instance.assert_all_free(num_cached=4)
+        await run(instance, "a2", prompts[0], num_reused=2)  # what it draws comes of the KV that was loaded
+        assert not [report for report in instance.reports if isinstance(report, CacheReported)]
+
+
+async def test_a_load_that_fails_is_reported_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = a_prompt(300)
+    async with one(partial(a_tier, num_disk=8, directory=tmp_path)) as instance:
+        await run(instance, "a", prompt)
+        await run(instance, "b", a_prompt(300, 1), offload=hashes(prompt)[::-1])
+        await settled(instance, 2)
+        monkeypatch.setattr(os, "preadv", broken)
+        name = load(instance, hashes(prompt))
+        assert "loading KV from the offload tier failed" in (await instance.reported(TransferFailed, name)).reason
+        await instance.reported(KvReleased, name)
+        instance.assert_all_free(num_cached=2)
+        refused = load(instance, hashes(prompt))
+        assert "lacks" in (await instance.reported(RequestDropped, refused)).reason
+
+
+async def test_a_load_that_is_no_longer_wanted_frees_its_blocks(kind: Kind) -> None:
+    prompt = a_prompt(300)
+    async with one(kind(8)) as instance:
+        await run(instance, "a", prompt)
+        await run(instance, "b", a_prompt(300, 1), offload=hashes(prompt)[::-1])
+        name = load(instance, hashes(prompt))
+        instance.free(name)
+        await instance.reported(KvReleased, name)
+        assert not instance.reports_of(TransferLanded, name)
+        await run(instance, "a2", prompt, num_reused=2, num_loaded=2)
+
+
+def broken(file: int, buffers: Sequence[memoryview], offset: int) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 async def test_nobody_writes_into_blocks_whose_copy_has_not_ended(kind: Kind) -> None:

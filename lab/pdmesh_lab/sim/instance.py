@@ -190,6 +190,8 @@ class SimInstance:
                     self._groups.lead(sequence, [step.plan for step in self._steps.running])
             case WaitNoLonger():
                 self._wait_no_longer(effect)
+            case Expect(sequence=sequence) if sequence.prefix.num_loaded:
+                self._loads.begin(sequence, self._land_load)
             case Expect() | Rehomed():
                 pass
             case Refused(command=command, reason=reason):
@@ -480,6 +482,11 @@ class SimInstance:
         if sequence is not None and sequence.phase is SeqPhase.EXPECTED:
             num_bytes = self.profile.max_kv_tokens * self.profile.kv_layout.token_bytes
             self._tell(CopyLanded(key, self.profile.max_kv_tokens, num_bytes, duration_s))
+
+    def _land_load(self, key: RequestKey) -> None:
+        """Note that granules from the tier are here, unless they are no longer wanted."""
+        if not self._is_dead and key in self._machine.sequences:
+            self._tell(CopyLanded(key, 0, 0, 0.0))
 
     def land(self, key: RequestKey, duration_s: float) -> None:
         """Note that a request's whole KV has landed here, all granules of a fetch, or the tokens of a lost range."""

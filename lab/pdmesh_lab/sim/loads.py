@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from pdmesh.instance.sequence import Sequence
 from pdmesh.kv_layout import GRANULE_TOKENS
@@ -22,11 +23,17 @@ class SimulatedLoads:
         self._ends_s = 0.0  # end of the last load
         self._loaded_s: dict[RequestKey, float] = {}
 
-    def begin(self, sequence: Sequence) -> None:
-        """Begin to load the granules that a request reuses from the tier, after the loads of earlier requests."""
+    def begin(self, sequence: Sequence, landed: Callable[[RequestKey], None] | None = None) -> None:
+        """Begin to load the granules that a request reuses from the tier, after the loads of earlier requests.
+
+        ``landed`` is called with the key at the end.
+        """
         if num_granules := sequence.prefix.num_loaded:
             self._ends_s = max(self._agenda.now_s, self._ends_s) + num_granules * self._granule_s
-            self._loaded_s[sequence.key] = self._ends_s
+            if landed is None:
+                self._loaded_s[sequence.key] = self._ends_s
+            else:
+                self._agenda.at(self._ends_s, partial(landed, sequence.key))
 
     def forget(self, key: RequestKey) -> None:
         """Forget the load of a prompt whose chunk was computed, or never will be."""

@@ -147,7 +147,8 @@ class ExpectCopy(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=T
     * A range belongs to a context that decodes on ``home_id``, by default on the first destination. For a lost range
       only tokens come: the instance computes the KV from them and from the ``members``, which hold earlier ranges.
     * Cached granules (`Then.KEEP`) belong to no request. ``chain`` ends with them, and the request ``wanted_by`` will
-      reuse them. The instance holds blocks for the whole chain until they have landed.
+      reuse them. The instance holds blocks for the whole chain until they have landed. The last ``num_loaded_granules``
+      come from the instance's own offload tier, so that no source sends.
     """
 
     transfer: TransferPlan
@@ -155,7 +156,13 @@ class ExpectCopy(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=T
     home_id: InstanceId | None = None
     members: tuple[PartMember, ...] = ()
     wanted_by: tuple[RequestId, Epoch] | None = None
+    num_loaded_granules: int = 0
     room: Evictions = NO_EVICTIONS
+
+    @property
+    def num_reused_granules(self) -> int:
+        """Number of granules that no other instance sends."""
+        return self.transfer.num_reused_granules + self.num_loaded_granules
 
     @property
     def receives_prompt(self) -> bool:

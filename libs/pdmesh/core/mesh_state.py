@@ -61,6 +61,15 @@ class MeshState(CommandOutbox):
         state = self.requests.get(key[0])
         return state if state is not None and state.request.epoch == key[1] else None
 
+    def pass_time(self, now_s: float) -> None:
+        """Set the time of the sessions, and forget what is over: leases, links that were cut, and old rates."""
+        self.sessions.now_s = now_s
+        self.cut.expire(now_s)
+        self.links.expire(now_s)
+        if ended := self.sessions.leases.expire(now_s):
+            for instance in self.instances.values():
+                instance.kept.end_leases(ended)
+
     # --- beginnings ---
 
     def open(self, request: Request, rank: Rank, work_us: int = 0, num_reused_tokens: int = 0) -> RequestState:

@@ -51,6 +51,7 @@ class CommandOutbox(Roster):
         home_id: InstanceId | None = None,
         members: tuple[PartMember, ...] = (),
         wanted_by: RequestKey | None = None,
+        num_loaded_granules: int = 0,
     ) -> None:
         """Announce a copy to a receiver, whose blocks are taken, and name the granules that it evicts first."""
         self.commands.append(
@@ -63,6 +64,7 @@ class CommandOutbox(Roster):
                 home_id=home_id,
                 members=members,
                 wanted_by=wanted_by,
+                num_loaded_granules=num_loaded_granules,
                 room=receiver.make_room(),
             )
         )

@@ -33,6 +33,7 @@ from pdmesh.core.copies.on_demand import OnDemandKv
 from pdmesh.core.copies.prefix_fetches import Fetches
 from pdmesh.core.copies.rebalancing import Rebalancer
 from pdmesh.core.copies.reports import TransferReports
+from pdmesh.core.copies.tier_loads import TierLoads
 from pdmesh.core.events import (
     CacheReported,
     DecodeStepsDone,
@@ -128,6 +129,7 @@ class SchedulerCore:
         )
         self._admission = Admission(self._mesh, config)
         self._aside = Aside(self._mesh, config)
+        self._tier_loads = TierLoads(self._mesh, self._fetches)
         self._new_requests = NewRequests(
             self._mesh,
             config,
@@ -318,17 +320,12 @@ class SchedulerCore:
             # The event only improves predictions, so no decision follows.
             return commands
         self._admission.passed(now_s)
-        self._mesh.sessions.now_s = now_s
-        self._mesh.cut.expire(now_s)
-        self._mesh.links.expire(now_s)
+        self._mesh.pass_time(now_s)
         if self._due_s <= now_s:
             self._new_requests.expire(now_s)
             self._reconciler.expire(now_s)
             self._handovers.expire(now_s)
         self._handlers.handle(event, now_s)
-        if ended := self._mesh.sessions.leases.expire(now_s):
-            for instance in self._mesh.instances.values():
-                instance.kept.end_leases(ended)
         self._operations.advance(now_s)
         self._fetches.end_useless(now_s)
         bundle = self._choice.bundle
@@ -343,6 +340,7 @@ class SchedulerCore:
         self._on_demand.serve(bundle, self._choice.learner.model, now_s, moves=self._config.evacuates)
         self._aside.look(now_s)
         self._packer.pack(bundle, now_s)
+        self._tier_loads.advance(now_s)
         self._admission.note(commands)
         self._mesh.take_back_backends()
         self._ask_for_wake_up()
@@ -474,6 +472,7 @@ class SchedulerCore:
         self._due_s = min(
             self._mesh.queue.next_deadline_s,
             self._aside.next_look_s,
+            self._tier_loads.next_look_s,
             self._reconciler.next_deadline_s,
             self._operations.next_deadline_s,
             self._handovers.next_deadline_s,

@@ -23,7 +23,7 @@ class NewCopies:
         self._instance_id = floor.instance_id
 
     def expect(self, command: ExpectCopy) -> None:
-        """Reserve blocks for KV that comes from another instance."""
+        """Reserve blocks for KV that comes from another instance, or from the offload tier."""
         key, transfer = (command.request_id, command.epoch), command.transfer
         part, members = range_at(transfer, self._instance_id), command.members or _members_of(transfer)
         chain = () if members or part is not None else command.chain or self._floor.chain_of(key)
@@ -31,13 +31,13 @@ class NewCopies:
             key,
             SeqPhase.EXPECTED,
             command.num_blocks,
-            prefix=CachedPrefix(chain),
+            prefix=CachedPrefix(chain, command.num_loaded_granules),
             leads=part is None and transfer.then is Then.DECODE,
             incoming=transfer,
             part=part,
             members=members if part is None else (),
         )
-        if self._floor.take(sequence, command, transfer.num_reused_granules):
+        if self._floor.take(sequence, command, command.num_reused_granules):
             self._effects.append(Expect(sequence, command))
             self._effects.append(KvExpected(self._instance_id, *sequence.key, transfer.transfer_id))
 

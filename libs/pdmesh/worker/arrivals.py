@@ -11,6 +11,7 @@ from pdmesh.instance.effects import CopyFailed, CopyLanded
 from pdmesh.instance.sequence_phases import SeqPhase
 from pdmesh.kv.copy_in import Expected
 from pdmesh.kv.frames import OutOfFrames
+from pdmesh.kv.offload.copies import KvLoad
 from pdmesh.kv.outcome import LandedTransfer
 from pdmesh.kv.transcript import unpack_transcript
 from pdmesh.kv_layout import GRANULE_TOKENS, IndexRange
@@ -37,8 +38,14 @@ class Arrivals:
         self._lost_ranges = lost_ranges
 
     def expect(self, request: LocalRequest, command: ExpectCopy) -> None:
-        """Open the receiving side of a copy. For a lost range, the source sends only tokens, to be computed here."""
+        """Open the receiving side of a copy, or load granules from the offload tier.
+
+        For a lost range, the source sends only tokens, to be computed here.
+        """
         transfer, state, mover = command.transfer, request.state, self._context.mover
+        if command.num_loaded_granules:
+            self._intake.load(request, self._loaded)
+            return
         place = transfer.destination_ids.index(command.instance_id)
         blocks = transfer.destinations[place].part.blocks
         num_context_tokens: int | None = len(request.sequence.token_ids)
@@ -70,6 +77,15 @@ class Arrivals:
         if transfer.is_move:
             expected["hold"] = lambda blocks: self._hold(request, blocks)
         mover.arrivals.expect(request.request_id, request.epoch, **expected)
+
+    def _loaded(self, request: LocalRequest, load: KvLoad) -> None:
+        """Cache granules that were loaded from the offload tier, or fail. A released request is ignored."""
+        if request.is_released:
+            return
+        request.load = None
+        key = request.state.key
+        failed = None if load.aborted is None else CopyFailed(key, None, load.aborted)
+        self._context.hear(request, failed or CopyLanded(key, 0, 0, 0.0))
 
     def _hold_range(self, request: LocalRequest, command: ExpectCopy, blocks: IndexRange) -> None:
         """Register a range, for which this instance answers once the KV has landed."""

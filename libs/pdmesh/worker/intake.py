@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -150,7 +151,7 @@ class Intake:
             return
         if command.instance_id not in transfer.destination_ids:
             raise ProtocolError("the instance is not a destination of the transfer")
-        if not transfer.computes:
+        if not transfer.computes and not command.num_loaded_granules:
             addresses.of(transfer.source_ids)
         num_tokens = command.num_blocks * self._context.block_size
         if num_tokens <= num_shared_granules * GRANULE_TOKENS:
@@ -233,17 +234,17 @@ class Intake:
                 blocks=sources[source].part.blocks,
                 num_present_blocks=request.num_shared_tokens // request.block_size,
             )
-        self._load(request)
+        self.load(request, self._loaded)
 
-    def _load(self, request: LocalRequest) -> None:
-        """Begin to load the reused granules that are in the offload tier, if any."""
+    def load(self, request: LocalRequest, on_ended: Callable[[LocalRequest, KvLoad], None]) -> None:
+        """Begin to load the reused granules that are in the offload tier, if any. ``on_ended`` is called at the end."""
         first, end = request.num_shared_tokens, request.num_reused_tokens
         tier = self._context.tables.tier
         if first == end or tier is None:
             return
         blocks = request.sequence.block_table[first // request.block_size : end // request.block_size]
         granules = request.chain[first // GRANULE_TOKENS : end // GRANULE_TOKENS]
-        request.load = tier.load(granules, blocks, partial(self._loaded, request))
+        request.load = tier.load(granules, blocks, partial(on_ended, request))
         self._context.metrics.loaded_tokens.inc(end - first)
 
     def _loaded(self, request: LocalRequest, load: KvLoad) -> None:

@@ -309,6 +309,10 @@ class _CoreCollector(Collector):
             "pdmesh:session_possible_tokens", "Prompt tokens of sessions that an earlier turn had computed"
         )
         possible.add_metric([], self._core.sessions.num_possible_tokens)
+        loaded = CounterMetricFamily(
+            "pdmesh:session_loaded_tokens", "Tokens of sessions loaded from offload tiers before their next turns"
+        )
+        loaded.add_metric([], self._core.sessions.num_loaded_tokens)
         working_set = self._core.sessions.working_set
         aside = CounterMetricFamily(
             "pdmesh:session_aside_seconds", "Time for which turns waited until their whole sessions had room"
@@ -319,4 +323,4 @@ class _CoreCollector(Collector):
         )
         longest.add_metric([], working_set.longest_aside_s)
         yield from (usage, queued, exclusive, gain, ignored, used, waiting, links)
-        yield from (states, reused, possible, aside, longest)
+        yield from (states, reused, possible, loaded, aside, longest)

@@ -5,7 +5,8 @@ destination. The request that wanted it waits for it as for any instance that wi
 A fetch ends without effect when it is late. The same happens when either side is lost, silent or short of memory, or
 when the destination is no longer used. The request then waits no longer.
 
-No request wants the fetches that save the cache of an instance (`pdmesh.core.copies.cache_moves`).
+No request wants the fetches that save the cache of an instance (`pdmesh.core.copies.cache_moves`), nor the *loads*,
+which bring granules from an instance's offload tier back to its cache (`pdmesh.core.copies.tier_loads`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ class Fetch(NamedTuple):
     wanted_by: RequestKey | None
     arrives_s: float
     until_s: float
+
+    @property
+    def loads(self) -> bool:
+        """Whether the granules come from the offload tier of the instance itself."""
+        return self.copy.source_id == self.copy.target_id
 
     @property
     def first_granule(self) -> PrefixHash:
@@ -96,7 +102,10 @@ class Fetches:
         until_s: float,
         wanted_by: RequestKey | None = None,
     ) -> None:
-        """Begin to copy the granules of ``chain``, which the source has cached for a tenant with this share."""
+        """Begin to copy the granules of ``chain``, which the source has cached for a tenant with this share.
+
+        If the source is the destination, it has the last granules in its offload tier, and loads them.
+        """
         mesh, num_granules = self._mesh, len(chain)
         key = RequestId(f"fetch-{mesh.broker.new_capability():016x}"), Epoch(0)
         num_blocks = num_granules * source.kept.granule_blocks
@@ -111,7 +120,15 @@ class Fetches:
         )
         fetch = self._all[key] = Fetch(copy, wanted_by, arrives_s, until_s)
         self._coming.setdefault(fetch.first_granule, []).append(fetch)
-        for instance, num_reused in ((source, num_granules), (destination, num_there)):
+        loads = source is destination
+        for instance, num_reused in (
+            ((destination, num_there),)
+            if loads
+            else (
+                (source, num_granules),
+                (destination, num_there),
+            )
+        ):
             instance.take(
                 key,
                 Allocation(
@@ -124,8 +141,10 @@ class Fetches:
                 chain,
                 num_reused,
             )
-        mesh.expect_kv(destination, copy, wanted_by=wanted_by)
-        mesh.grant(mesh.broker.offer(copy))
+        num_loaded = num_granules - num_there if loads else 0
+        mesh.expect_kv(destination, copy, wanted_by=wanted_by, num_loaded_granules=num_loaded)
+        if not loads:
+            mesh.grant(mesh.broker.offer(copy))
 
     # --- ends ---
 
@@ -134,10 +153,14 @@ class Fetches:
         if (fetch := self._all.get(key)) is not None:
             self._forget(fetch)
 
-    def count(self, allocation: Allocation) -> None:
+    def count(self, key: RequestKey, allocation: Allocation) -> None:
         """Count the tokens of a landed fetch, also one that was ended as too late: they are cached all the same."""
-        granules = allocation.granules
-        self.num_fetched_tokens += (len(granules.chain) - granules.num_computed) * GRANULE_TOKENS
+        granules, fetch = allocation.granules, self._all.get(key)
+        num_tokens = (len(granules.chain) - granules.num_computed) * GRANULE_TOKENS
+        if fetch is not None and fetch.loads:
+            self._mesh.sessions.num_loaded_tokens += num_tokens
+        else:
+            self.num_fetched_tokens += num_tokens
 
     def failed(self, key: RequestKey) -> bool:
         """End a fetch that failed on one side; return False if the key is not a fetch's."""

@@ -64,7 +64,7 @@ class TransferReports:
         allocation = mesh.allocation_of(event.instance_id, key)
         if allocation is not None and allocation.transfer_id == event.transfer_id:
             if allocation.kind is AllocationKind.FETCH:
-                self._fetches.count(allocation)
+                self._fetches.count(key, allocation)
             mesh.instances[event.instance_id].computed(key, MAX_REQUEST_TOKENS)
         if (copy := self._to(event)) is None:
             return
@@ -101,8 +101,11 @@ class TransferReports:
         key = (event.request_id, event.epoch)
         if copy := self._mesh.broker.find(event.transfer_id, key):
             is_receiver = event.instance_id in copy.destination_ids
+            is_load = copy.source_ids == copy.destination_ids
             for source_id in copy.source_ids:
                 for destination_id in (event.instance_id,) if is_receiver else copy.destination_ids:
+                    if is_load:
+                        continue
                     self._mesh.cut.note(source_id, destination_id, now_s)
         if self._fetches.failed(key) or self._parts.failed(key, event.instance_id, event.transfer_id):
             return

@@ -8,8 +8,8 @@ A granule must not outlive the granules before it in its chain, and tenants may 
 granules that several tenants used go after granules of one tenant. Granules without a known user go first: an instance
 that registers reports its cache without the tenants. A user of the end of a chain is a user of the beginning, too.
 
-Of one tenant's granules, *leased* ones go last. Leases do not change how many granules each tenant loses: their age
-counts as that of any other granule. So a tenant's leases only cost the tenant itself.
+Of one tenant's granules, *leased* ones go last. Leases do not change how many granules each tenant loses, because
+leased granules count by their age, too. So a tenant's leases only cost the tenant itself.
 """
 
 from __future__ import annotations
@@ -89,6 +89,11 @@ class IdleGranules:
 
     def __contains__(self, granule: PrefixHash) -> bool:
         return granule in self.line_by_granule
+
+    @property
+    def num_leased(self) -> int:
+        """Number of idle granules with a lease."""
+        return sum([len(line.leased) for line in self._tenants.values()]) if self._leased else 0
 
     def lines(self) -> dict[PrefixHash, IdleLine]:
         """Return the line of each granule, as a copy."""
@@ -239,4 +244,3 @@ class IdleGranules:
                 numbers = list(part.values())
                 assert numbers == sorted(numbers), f"{name}: a line is out of order"
                 assert all(self.line_by_granule.get(granule) is line for granule in part), f"{name}: in another line"
-            assert line.leased.keys() <= self._leased.keys(), f"{name}: granules are leased whose leases ended"

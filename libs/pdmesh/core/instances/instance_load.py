@@ -195,13 +195,18 @@ class InstanceLoad(InstanceCapacity):
         """Return the predicted time to load ``num_granules`` from the tier."""
         return num_granules * self._granule_bytes / self.profile.load_bytes_per_s
 
+    def num_short_granules(self, num_granules: int) -> int:
+        """Return how many idle granules must go for ``num_granules`` more; not above 0 if there is unused room."""
+        kept = self.kept
+        num_blocks = num_granules * kept.granule_blocks - self.num_free_blocks + kept.num_idle_blocks
+        return num_blocks_for(num_blocks, kept.granule_blocks)
+
     def has_room_for_copy(self, num_granules: int, last_use: int) -> bool:
         """Whether a copy of cached granules fits into room that is unused, or was last used before ``last_use``."""
         kept = self.kept
-        num_blocks = num_granules * kept.granule_blocks
-        if num_blocks > int(max(self.room)):
+        if num_granules * kept.granule_blocks > int(max(self.room)):
             return False
-        num_short = num_blocks_for(num_blocks - self.num_free_blocks + kept.num_idle_blocks, kept.granule_blocks)
+        num_short = self.num_short_granules(num_granules)
         return num_short <= 0 or kept.num_older(last_use, num_short) == num_short
 
     def make_room(self) -> Evictions:

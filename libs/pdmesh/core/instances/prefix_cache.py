@@ -15,7 +15,7 @@ If an instance has an offload tier (`pdmesh.core.instances.offloaded`), granules
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pdmesh.core.instances.cache_index import CacheIndex
 from pdmesh.core.instances.idle import IdleGranules, IdleLine
@@ -271,6 +271,15 @@ class PrefixCache:
         self._in_use[granule] = self._idle.used_by(before, line)
 
     # --- eviction ---
+
+    @property
+    def num_leased(self) -> int:
+        """Number of idle granules with a lease."""
+        return self._idle.num_leased
+
+    def spare(self, chains: Mapping[PrefixHash, Sequence[PrefixHash]], num_granules: int) -> None:
+        """Count chains as used just now that an eviction of ``num_granules`` would reach (`IdleGranules.spare`)."""
+        self._idle.spare(chains, num_granules)
 
     def end_leases(self, granules: Sequence[PrefixHash]) -> None:
         """Count idle granules whose leases ended as used just now."""

@@ -62,7 +62,11 @@ class Sessions:
         self.now_s = 0.0
         self.num_possible_tokens = 0
         self.num_reused_tokens = 0
+        #: Tokens whose KV was loaded from offload tiers before the next turns.
+        self.num_loaded_tokens = 0
         self.working_set = WorkingSet()
+        #: Sessions whose next turn is expected since this event.
+        self.paused: list[Session] = []
         self._all: dict[SessionKey, Session] = {}
         self._tenants: dict[str, _OfTenant] = {}
         self._log_pause = log(_FIRST_PAUSE_S)
@@ -176,6 +180,8 @@ class Sessions:
             own = self._tenants[session.tenant]
             own.idle[session.key] = own.live.pop(session.key)
             self._num_ended += session.is_ended
+            if session.pause_s is not None and not session.is_ended:
+                self.paused.append(session)
 
     def close(self, key: SessionKey) -> bool:
         """End a session as its client asked; return whether it was known."""

@@ -85,6 +85,11 @@ class WorkingSet:
         own = self._tenants.get(tenant)
         return [] if own is None else list(own.members.values())
 
+    def share_of(self, tenant: str) -> int:
+        """Return the weight of a tenant's key; 1 if the tenant has no members."""
+        own = self._tenants.get(tenant)
+        return 1 if own is None else own.share
+
     @property
     def tenants(self) -> list[str]:
         return list(self._tenants)
