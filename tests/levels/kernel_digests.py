@@ -187,8 +187,8 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
 
     # Two ranges: all rows see the first, some rows see the second.
 
-    def floats(count: int) -> array[float]:
-        return array("f", (number / 2**12 for number in inputs.draw(count)))
+    def floats(count: int, divisor: float = 2**12) -> array[float]:
+        return array("f", (number / divisor for number in inputs.draw(count)))
 
     merged, log_sums = array("H", bytes(2 * NUM_TOKENS * NUM_HEADS * HEAD_DIM)), floats(NUM_TOKENS * NUM_HEADS)
     parts = [(floats(len(merged)), floats(len(log_sums)), array("q", rows)) for rows in (range(NUM_TOKENS), (1, 3, 4))]
@@ -222,6 +222,19 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
     seen = array("i", (number % VOCAB_SIZE for number in inputs.draw(100)))
     name, digest = call("pdmesh_penalize_repetition", logits, seen, 100, VOCAB_SIZE, 1.3, results=[logits])
     yield f"{name}{suffix}", digest
+
+    # States of 20 columns behind three tokens and behind all, after another state.
+    sizes = [NUM_TOKENS * size for size in (16, 16, 2 * 20, 2, 2)] + [2 * 16 * 20] * 3
+    queries, keys, values, decay, beta, *states = (floats(size, 2**16) for size in sizes)
+    for is_additive in (0, 1):
+        results, stops = array("f", bytes(4 * len(values))), array("q", [3, address(states[1])])
+        stops.extend([NUM_TOKENS, address(states[2])])
+        name, digest = call(
+            "pdmesh_recurrence", array("q", [0, NUM_TOKENS, address(states[0]), 0, 2]), 1, stops, queries, keys, values,
+            decay, beta, results, 1, 2, 16, 20, is_additive, num_threads,
+            results=[results, *states],
+        )  # fmt: skip
+        yield f"{name}, {'additive' if is_additive else 'delta'}{suffix}", digest
 
 
 def address(values: array[Any]) -> int:

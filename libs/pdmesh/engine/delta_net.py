@@ -7,7 +7,6 @@ the rows beside a token. `pdmesh.engine.states` says which states a step reads a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdmesh.engine.kernels import by_value
-from pdmesh.engine.recurrence import Recurrence, RecurrentRows, Stop, recur_by_torch, tree_sum
+from pdmesh.engine.recurrence import Recurrence, RecurrentRows, Stop, tree_sum
 from pdmesh.engine.state_sizes import DeltaNet
 from pdmesh.engine.states import StatePath, StateSlice
 from pdmesh.engine.weights import DeltaWeights
@@ -60,9 +59,7 @@ def delta_net(
         )
         for part, path in zip(slices, paths, strict=True)
     ]
-    if config.is_additive:
-        recurrence = partial(recur_by_torch, is_additive=True)
-    results = recurrence(rows, *heads, decays, beta)
+    results = recurrence(rows, *heads, decays, beta, is_additive=config.is_additive)
     if weights.skip is not None:
         results += heads.value * weights.skip[:, None]
     _keep_inputs(known, slices, paths, states)

@@ -1,4 +1,4 @@
-"""The recurrence of gated delta nets, token by token: in plain torch, and by compiled kernels with the same bits."""
+"""Recurrences of delta nets and of Mamba-2, token by token: in torch, and by compiled kernels with the same bits."""
 
 from __future__ import annotations
 
@@ -41,14 +41,23 @@ class Recurrence(Protocol):
     """A gated delta rule, for one matrix S (keys, values) of each value head."""
 
     def __call__(
-        self, rows: Sequence[RecurrentRows], query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
+        self,
+        rows: Sequence[RecurrentRows],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        *,
+        is_additive: bool = False,
     ) -> Tensor:
         """Return S query for each row, and write the states at the stops.
 
-        A row makes S decay, and then adds key (value - S key) beta. ``query`` and ``key`` are (num_tokens, key heads,
-        key_dim), with as many neighbouring value heads for each. ``value`` and the result are (num_tokens, value heads,
-        value_dim). ``decay`` and ``beta`` are (num_tokens, value heads). All are contiguous, in fp32. ``key_dim`` is a
-        power of two.
+        A row makes S decay, and then adds key (value - S key) beta, or key value beta if ``is_additive``.
+
+        ``query`` and ``key`` are (num_tokens, key heads, key_dim), with as many neighbouring value heads for each.
+        ``value`` and the result are (num_tokens, value heads, value_dim). ``decay`` and ``beta`` are (num_tokens, value
+        heads). All are contiguous, in fp32. ``key_dim`` is a power of two.
         """
         ...
 
@@ -70,7 +79,7 @@ def recur_by_torch(
     *,
     is_additive: bool = False,
 ) -> Tensor:
-    """Advance states as `Recurrence` describes: the reference. If ``is_additive``, a row adds key value beta."""
+    """Advance states as `Recurrence` describes: the reference."""
     results = torch.empty_like(value)
     repeats = value.shape[1] // key.shape[1]
     query, key = query.repeat_interleave(repeats, dim=1), key.repeat_interleave(repeats, dim=1)
@@ -97,10 +106,18 @@ class RecurrenceKernel:
     function: Callable[..., None]
 
     def __call__(
-        self, rows: Sequence[RecurrentRows], query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
+        self,
+        rows: Sequence[RecurrentRows],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        *,
+        is_additive: bool = False,
     ) -> Tensor:
         if key.shape[2] < _NUM_LEAVES:
-            return recur_by_torch(rows, query, key, value, decay, beta)
+            return recur_by_torch(rows, query, key, value, decay, beta, is_additive=is_additive)
         results = torch.empty_like(value)
         slices: list[tuple[int, int, int, int, int]] = []
         stops: list[tuple[int, int]] = []
@@ -118,6 +135,7 @@ class RecurrenceKernel:
             value.shape[1],
             key.shape[2],
             value.shape[2],
+            is_additive,
             torch.get_num_threads(),
         )
         return results
@@ -133,8 +151,8 @@ def fastest_recurrence() -> Recurrence:
 def load_recurrence_kernel(level: CpuLevel, folder: Path = FOLDER) -> RecurrenceKernel | None:
     """Load an ordered level's kernel, or return None if it was not compiled. The processor must have the level."""
     library = open_library(level, folder)
-    if library is None or not hasattr(library, "pdmesh_delta_rule"):
+    if library is None or not hasattr(library, "pdmesh_recurrence"):
         return None
-    function = library.pdmesh_delta_rule
-    function.argtypes, function.restype = [_POINTER, _INT, *[_POINTER] * 7, *[_INT] * 5], None
+    function = library.pdmesh_recurrence
+    function.argtypes, function.restype = [_POINTER, _INT, *[_POINTER] * 7, *[_INT] * 6], None
     return RecurrenceKernel(function)

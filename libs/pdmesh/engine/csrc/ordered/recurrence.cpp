@@ -1,4 +1,4 @@
-// The gated delta rule, token by token. A task is a strip of columns of one head's matrix, whose columns are
+// The gated delta rule and Mamba-2's additive rule, token by token. A task is a strip of columns of one head's matrix, whose columns are
 // independent. A column's sums over keys are trees, as in engine/recurrence.py, whose bits these are.
 
 #include <omp.h>
@@ -31,6 +31,7 @@ static_assert(sizeof(Slice) == 5 * sizeof(int64_t) && sizeof(Stop) == 2 * sizeof
 
 struct Shape {
     int64_t num_key_heads, num_heads, num_keys, num_values;
+    bool is_additive;
 };
 
 // What a token brings to one head, and the next token.
@@ -110,6 +111,19 @@ struct Strip {
             terms[1] = decayed * splat(next.key[i]);
         });
     }
+
+    // Let the strip decay from `from`, whose keys are `stride` apart, add a token's change, and return the product with
+    // its query.
+    Floats add(const float* from, int64_t stride, const Token& token, Floats delta, int64_t first) const {
+        Floats sums[1];
+        const Floats decay = splat(token.decay);
+        sum_over_keys(num_keys, partial, sums, [&](int64_t i, Floats(&terms)[1]) {
+            const Floats changed = load(from + i * stride + first) * decay + splat(token.key[i]) * delta;
+            store(values + i * kColumns + first, changed);
+            terms[0] = changed * splat(token.query[i]);
+        });
+        return sums[0];
+    }
 };
 
 // Copy columns of a matrix into a strip, or out of it.
@@ -159,11 +173,13 @@ void advance_strip(
         for (int64_t v = 0; v < kVectors; ++v) {
             const int64_t first = v * kLanes, left = std::min<int64_t>(kLanes, count - first);
             if (left <= 0) break;
-            if (!has_begun) products[v] = strip.begin(from, stride, token, first);
             const Floats value = left == kLanes ? load(token.value + first) : load_part(token.value + first, left);
-            const Floats delta = (value - products[v]) * splat(token.beta);
+            if (!has_begun && !shape.is_additive) products[v] = strip.begin(from, stride, token, first);
+            const Floats delta = (shape.is_additive ? value : value - products[v]) * splat(token.beta);
             Floats sums[2];
-            if (is_stop || is_last)
+            if (shape.is_additive)
+                sums[0] = strip.add(from, stride, token, delta, first);
+            else if (is_stop || is_last)
                 sums[0] = strip.finish(token, delta, first);
             else {
                 strip.advance(token, token_of(number + 1), delta, first, sums);
@@ -188,12 +204,12 @@ void advance_strip(
 extern "C" {
 
 // Query and key are (rows, key heads, keys), value and output (rows, heads, values), decay and beta (rows, heads).
-// `num_keys` is a power of two, and at least kLeaves.
-void pdmesh_delta_rule(
+// `num_keys` is a power of two, and at least kLeaves. An additive rule adds a value whatever its key already gives.
+void pdmesh_recurrence(
     const void* slices, int64_t num_slices, const void* stops, const float* query, const float* key, const float* value,
     const float* decay, const float* beta, float* output, int64_t num_key_heads, int64_t num_heads, int64_t num_keys,
-    int64_t num_values, int64_t num_threads) {
-    const Shape shape{num_key_heads, num_heads, num_keys, num_values};
+    int64_t num_values, int64_t is_additive, int64_t num_threads) {
+    const Shape shape{num_key_heads, num_heads, num_keys, num_values, is_additive != 0};
     const Inputs inputs{query, key, value, decay, beta};
     const int64_t num_strips = (num_values + kColumns - 1) / kColumns, num_each = num_heads * num_strips;
     const int64_t num_tasks = num_slices * num_each;
