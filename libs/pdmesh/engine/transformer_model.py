@@ -18,12 +18,13 @@ from pdmesh.engine.attention import AttentionPlan
 from pdmesh.engine.base import LayerHook
 from pdmesh.engine.delta_net import delta_net
 from pdmesh.engine.experts import Experts, Mlp, mix_experts
-from pdmesh.engine.kernels import Kernels, Rotation, by_value, store_heads
+from pdmesh.engine.kernels import Kernels, Rotation, by_value
 from pdmesh.engine.latent_attention import latent_queries, values_of
 from pdmesh.engine.linear import Linear
 from pdmesh.engine.model_config import ModelConfig, QkNorm
 from pdmesh.engine.recurrence import fastest_recurrence
 from pdmesh.engine.rope import RotaryEmbedding, rotate
+from pdmesh.engine.short_conv import fastest_short_conv
 from pdmesh.engine.state_sizes import DeltaNet
 from pdmesh.engine.states import StateSlice
 from pdmesh.engine.weights import HeadNorm, LayerInput, LayerWeights, ModelWeights, Norm
@@ -231,19 +232,12 @@ class Transformer:
         groups = (results.flatten(1) * gate).view(len(gate), config.num_key_heads, -1)
         return hidden, (self.kernels.norm(groups, torch.ones(groups.shape[2])).flatten(1) * factors).to(self._dtype)
 
-    def _convolve(self, number: int, gate: Tensor, cache: Tensor, earlier: Tensor | None) -> Tensor:
-        """Return the gated convolution (num_tokens, hidden_size) of the inputs in the cache, summed in fp32."""
+    def _convolve(self, number: int, products: Tensor, cache: Tensor, earlier: Tensor | None) -> Tensor:
+        """Return the gated convolution (num_tokens, hidden_size) of the inputs in the cache."""
         taps = self._weights.layers[number].mixer.taps
         assert taps is not None, "the layer has no convolution"
         assert earlier is not None, "the step has no slots of earlier tokens"
-        total, block_size = torch.zeros_like(gate, dtype=torch.float32), cache.shape[3]
-        for slots, factors in zip(earlier.unbind(1), taps.factors, strict=False):
-            blocks, offsets = slots.clamp(min=0) // block_size, slots % block_size
-            inputs = cache[blocks, :, :, offsets].flatten(1).float() * factors
-            total += torch.where(slots[:, None] >= 0, inputs, 0.0)
-        if taps.bias is not None:
-            total += taps.bias
-        return (gate.float() * total).to(self._dtype)
+        return fastest_short_conv(products.dtype, products.device.type).convolve(products, cache, earlier, taps)
 
     # The parts of a layer before and after its attention. ``hidden`` and ``delta`` are the state of the layer before.
 
@@ -272,7 +266,7 @@ class Transformer:
         """Return hidden states and queries (num_tokens, heads, head_dim), and write keys and values to the cache.
 
         A layer that reads another layer's KV writes none. A layer with a convolution writes the convolution's inputs,
-        and returns the gate of the results (num_tokens, hidden_size) instead of queries.
+        and returns the products instead of queries.
         """
         layer, rotation = self._weights.layers[number], rotations[self._rotation_of[number]]
         hidden, normed = self._add_norm(hidden, delta, layer.input_norm)
@@ -282,7 +276,8 @@ class Transformer:
             return hidden, latent_queries(products, cache, rotation, latent, layer.mixer.latent, self._linear)
         qkv = self._project(number, normed)
         if layer.mixer.taps is not None:
-            return hidden, _store_conv_inputs(qkv, rotation.slots, cache)
+            fastest_short_conv(qkv.dtype, qkv.device.type).store(qkv, rotation.slots, cache)
+            return hidden, qkv
         if self._config.layers[number].reads is not None:
             return hidden, rotate(qkv, rotation.cos, rotation.sin)
         if self._config.gates_attention:
@@ -425,18 +420,6 @@ class Transformer:
             return linear(rows, wide=wide)
         padded = functional.pad(rows, (0, 0, 0, -len(rows) % _DETERMINISTIC_ROWS))
         return torch.cat([linear(tile, wide=wide) for tile in padded.split(_DETERMINISTIC_ROWS)])[: len(rows)]  # type: ignore[no-untyped-call]
-
-
-def _store_conv_inputs(products: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
-    """Write gated inputs of a convolution to the cache, and return the gate of the results.
-
-    ``products`` are the inputs' gate, the results' gate, and the inputs.
-    """
-    before, after, values = products.chunk(3, dim=-1)
-    num_kv_heads, head_dim = cache.shape[2], cache.shape[4]
-    keys, others = (before * values).view(len(products), 2, num_kv_heads, head_dim).unbind(1)
-    store_heads(cache, slots, keys, others)
-    return after
 
 
 def _caches_of(config: ModelConfig) -> list[int]:

@@ -1,4 +1,4 @@
-// RMS norm, rotary embedding and gated SiLU, row by row: the same bits at every level.
+// RMS norm, rotary embedding, gated SiLU and short convolutions, row by row: the same bits at every level.
 
 #include <omp.h>
 
@@ -118,6 +118,63 @@ void gated_silu(const Value* gate_up, Value* output, int64_t num_rows, int64_t s
     }
 }
 
+// Where a layer's cache has the channels of a short convolution's inputs: one half in place of keys, one of values.
+struct ConvCache {
+    int64_t num_heads, cache_heads, block_size, head_dim;
+    int64_t size() const { return 2 * num_heads * head_dim; }
+
+    // Call `each` with the place of some channels of a slot, their number, and the first.
+    template <class Each>
+    void over_channels(int64_t slot, const Each& each) const {
+        const int64_t half_cache = cache_heads * block_size * head_dim;
+        const int64_t first = slot / block_size * 2 * half_cache + slot % block_size * head_dim;
+        for (int64_t head = 0; head < 2 * num_heads; ++head) {
+            const int64_t at = first + head / num_heads * half_cache + head % num_heads * block_size * head_dim;
+            for (int64_t i = 0; i < head_dim; i += kLanes) each(at + i, head_dim - i, head * head_dim + i);
+        }
+    }
+};
+
+template <class Value>
+void store_gated(
+    const Value* products, const int64_t* slots, Value* cache, int64_t num_rows, const ConvCache& places,
+    int64_t num_threads) {
+    const int64_t size = places.size();
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 16)
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const Value *gate = products + row * 3 * size, *inputs = gate + 2 * size;
+        places.over_channels(slots[row], [&](int64_t at, int64_t count, int64_t i) {
+            store_some(cache + at, load_some(gate + i, count) * load_some(inputs + i, count), count);
+        });
+    }
+}
+
+template <class Value>
+void short_conv(
+    const Value* products, const Value* cache, const int64_t* earlier, int64_t num_earlier, const float* factors,
+    const float* bias, Value* output, int64_t num_rows, int64_t num_taps, const ConvCache& places,
+    int64_t num_threads) {
+    const int64_t size = places.size();
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 16)
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const Value* gate = products + (row * 3 + 1) * size;
+        const int64_t* slots = earlier + row * num_earlier;
+        places.over_channels(0, [&](int64_t at, int64_t count, int64_t i) {
+            count = std::min<int64_t>(count, kLanes);
+            Floats total = {};
+            for (int64_t tap = 0; tap < num_taps; ++tap) {
+                if (slots[tap] < 0) continue;
+                const int64_t block_values = 2 * places.cache_heads * places.block_size * places.head_dim;
+                const int64_t moved = slots[tap] / places.block_size * block_values +
+                                      slots[tap] % places.block_size * places.head_dim;
+                total += load_some(cache + at + moved, count) * load_some(factors + tap * size + i, count);
+            }
+            if (bias != nullptr) total += load_some(bias + i, count);
+            store_some(output + row * size + i, load_some(gate + i, count) * total, count);
+        });
+    }
+}
+
 }  // namespace
 
 // Each function for bf16, and with the suffix _f16 for float16.
@@ -156,6 +213,22 @@ void gated_silu(const Value* gate_up, Value* output, int64_t num_rows, int64_t s
     void pdmesh_gated_silu##suffix(                                                                                    \
         const Value* gate_up, Value* output, int64_t num_rows, int64_t size, int64_t num_threads) {                    \
         gated_silu(gate_up, output, num_rows, size, num_threads);                                                      \
+    }                                                                                                                  \
+    /* Gated inputs go to their slots. A row of products is gates of inputs, gates of results, and inputs. */          \
+    void pdmesh_store_gated##suffix(                                                                                   \
+        const Value* products, const int64_t* slots, Value* cache, int64_t num_rows, int64_t num_kv_heads,             \
+        int64_t cache_heads, int64_t block_size, int64_t head_dim, int64_t num_threads) {                              \
+        store_gated(products, slots, cache, num_rows, {num_kv_heads, cache_heads, block_size, head_dim}, num_threads); \
+    }                                                                                                                  \
+    /* output = gates of results * (sum of earlier inputs * factors + bias, unless null). A row of `earlier` has the   \
+       slots of the token and of those before, -1 before the first. */                                                 \
+    void pdmesh_short_conv##suffix(                                                                                    \
+        const Value* products, const Value* cache, const int64_t* earlier, int64_t num_earlier, const float* factors,  \
+        const float* bias, Value* output, int64_t num_rows, int64_t num_taps, int64_t num_kv_heads,                    \
+        int64_t cache_heads, int64_t block_size, int64_t head_dim, int64_t num_threads) {                              \
+        const ConvCache places{num_kv_heads, cache_heads, block_size, head_dim};                                       \
+        short_conv(                                                                                                    \
+            products, cache, earlier, num_earlier, factors, bias, output, num_rows, num_taps, places, num_threads);    \
     }
 
 extern "C" {
