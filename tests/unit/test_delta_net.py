@@ -47,7 +47,7 @@ def net(request: pytest.FixtureRequest) -> Net:
     sizes = ((4, config.num_channels), (4,), (4,), (4,), (config.num_channels,))
     taps, log, bias, skip, taps_bias = (torch.randn(size, generator=generator) for size in sizes)
     of_mamba = (taps_bias, skip) if config.is_additive else (None, None)
-    weights = DeltaWeights(taps, log, bias, Norm(torch.ones(config.value_dim), None), *of_mamba)
+    weights = DeltaWeights(taps, log.exp(), bias, Norm(torch.ones(config.value_dim), None), *of_mamba)
     width = config.num_channels + (1 if config.is_additive else 2) * config.num_value_heads
     return Net(config, weights, torch.randn(NUM_TOKENS, width, generator=generator).bfloat16())
 

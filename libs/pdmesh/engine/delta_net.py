@@ -44,8 +44,7 @@ def delta_net(
     update, decay = steps[:, : config.num_value_heads], steps[:, -config.num_value_heads :]
     lengths = by_value(functional.softplus, decay + weights.decay_bias)
     beta = lengths if config.is_additive else by_value(torch.sigmoid, update)
-    rates = lengths * by_value(torch.exp, weights.decay_log)
-    decays = by_value(torch.exp, -rates)
+    decays = by_value(torch.exp, -(lengths * weights.decay_rates))
     states = _States(cache, config)
     paths = [StatePath.begun(part, cache.shape[3], states.positions) for part in slices]
     known = _known(inputs, slices, paths, states)
@@ -135,11 +134,9 @@ def _heads(known: Tensor, slices: Sequence[StateSlice], weights: DeltaWeights, c
         if end - start != rows.stop - rows.start:
             convolved = convolved[places[rows] - start]
         mixed = by_value(functional.silu, convolved)
-        for heads, values in zip((query, key), mixed[:, : 2 * size].split(size, dim=1), strict=True):  # type: ignore[no-untyped-call]
-            own = values.reshape(-1, *heads.shape[1:])
-            heads[rows] = own if config.is_additive else _normalised(own)
-        if not config.is_additive:
-            query[rows] *= config.key_dim**-0.5
+        both = mixed[:, : 2 * size].reshape(-1, 2, *query.shape[1:])
+        queries, key[rows] = (both if config.is_additive else _normalised(both)).unbind(1)
+        query[rows] = queries if config.is_additive else queries * config.key_dim**-0.5
         value[rows] = mixed[:, 2 * size :].reshape(-1, *value.shape[1:])
     if config.tiles_heads:
         repeats = config.num_value_heads // config.num_key_heads

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pdmesh.engine.experts import Experts, Mlp
 from pdmesh.engine.grouped import GroupedWeight, join_rows
+from pdmesh.engine.kernels import by_value
 from pdmesh.engine.latent import Latent
 from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.linear import Linear, PlainLinear, Vocabulary, WeightMemory, fastest_linear, fastest_vocabulary
@@ -159,7 +160,7 @@ class WeightReader:
             output=self._linear(prefix, (names.delta_out,), [hidden], delta.num_values),
             delta=DeltaWeights(
                 taps if taps.is_meta else taps[:, channels],
-                vector(names.decay_log, num_heads),
+                by_value(torch.exp, vector(names.decay_log, num_heads)),
                 vector(names.decay_bias, num_heads),
                 Norm(vector(f"{names.delta_norm}.weight", norm_size), None),
                 bias if bias is None or bias.is_meta else bias[channels],

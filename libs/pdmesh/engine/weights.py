@@ -48,13 +48,14 @@ class ConvTaps(NamedTuple):
 
 
 class DeltaWeights(NamedTuple):
-    """Weights of a gated delta net in fp32: factors of the convolution as in `ConvTaps`, decays, and the last norm.
+    """Weights of a gated delta net in fp32: factors of a convolution as in `ConvTaps`, decays, and the last norm.
 
-    An additive layer may have biases of the convolution, and has factors by which values are added to results.
+    ``decay_rates`` multiply a token's step. An additive layer may have biases of the convolution, and has factors by
+    which values are added to results.
     """
 
     taps: Tensor
-    decay_log: Tensor
+    decay_rates: Tensor
     decay_bias: Tensor
     norm: Norm
     taps_bias: Tensor | None = None
