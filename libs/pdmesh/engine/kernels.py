@@ -140,8 +140,9 @@ def by_value(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """
     if rows.device.type != "cpu":
         return function(rows)
-    num_values = rows.numel()
-    values = functional.pad(rows.reshape(-1), (0, _num_whole(num_values) - num_values))
+    values, num_values = rows.reshape(-1), rows.numel()
+    if num_missing := _num_whole(num_values) - num_values:
+        values = functional.pad(values, (0, num_missing))
     return function(values)[:num_values].view(rows.shape)
 
 
