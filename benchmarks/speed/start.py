@@ -68,7 +68,7 @@ def pss_mb(pid: int) -> float:
 
 def successor_s(mesh: RunningMesh, name: str) -> float:
     """Kill a worker and return the time until the supervisor says that it serves again."""
-    log = mesh.folder / "up.log"
+    log = mesh.folder / "supervisor.log"
     before = log.read_text().count(f"{name} serves again")
     began_s = time.perf_counter()
     os.kill(mesh.pids()[name], signal.SIGKILL)
