@@ -182,14 +182,10 @@ class GroupPlanner:
         ended. A short chunk ends with a block or the prompt. All of ``most`` for later chunks, and if no group may
         form.
         """
-        group_policy, start = self._policy(bundle), state.num_planned_tokens
-        if (
-            group_policy is None
-            or start > state.num_reused_tokens
-            or most <= 0
-            or state.key not in self._open
-            or not self._may_form_group(leader, group_policy)
-        ):
+        if state.key not in self._open or most <= 0 or state.num_planned_tokens > state.num_reused_tokens:
+            return most
+        group_policy = self._policy(bundle)
+        if group_policy is None or not self._may_form_group(leader, group_policy):
             return most
         spare = (each for each in idle if each is not leader and self._is_spare(each, group_policy))
         num_members = 1 + sum(1 for _ in islice(spare, group_policy.max_members - 1))
