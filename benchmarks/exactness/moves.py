@@ -30,12 +30,7 @@ from benchmarks.exactness.exactness import checkpoint_of
 from benchmarks.harness.report import heading
 from pdmesh.errors import PdmeshError
 from pdmesh.operations import OperationKind
-from pdmesh.wire.messages import (
-    ListRequests,
-    OperationStatus,
-    RequestList,
-    RequestRecord,
-)
+from pdmesh.wire.messages import ListRequests, OperationStatus, RequestList, RequestRecord
 from pdmesh_testing.checkpoints import TINY, CheckpointShape
 from pdmesh_testing.exactness import random_prompts
 from pdmesh_testing.mesh import RunningMesh, running_mesh

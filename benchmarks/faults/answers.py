@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any
@@ -177,6 +180,17 @@ async def leaks(mesh: RunningMesh) -> list[str]:
     except TimeoutError as error:
         return [str(error)]
     return []
+
+
+async def kill_or_stop(pids: Sequence[int], stop_s: float | None) -> None:
+    """Kill the processes, or stop them for so long."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL if stop_s is None else signal.SIGSTOP)
+    if stop_s is not None:
+        await asyncio.sleep(stop_s)
+        for pid in pids:
+            with suppress(ProcessLookupError):  # the supervisor killed the process, which hung too long
+                os.kill(pid, signal.SIGCONT)
 
 
 async def serving(mesh: RunningMesh) -> set[str]:

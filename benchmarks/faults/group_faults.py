@@ -34,6 +34,7 @@ import httpx
 import msgspec
 
 from benchmarks.faults import bad_pieces
+from benchmarks.harness.clients import Answer, ask
 from benchmarks.harness.report import Limits, heading, quantile
 from pdmesh.cli.state_folder import MeshRecord
 from pdmesh_testing.checkpoints import LLAMA_82M, CheckpointShape, write_checkpoint
@@ -79,34 +80,6 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
     return [rng.randrange(10, 250) for _ in range(num_tokens)]
 
 
-async def ask(
-    client: httpx.AsyncClient, model: str, prompt: Sequence[int], label: str, salt: str = ""
-) -> tuple[float, str]:
-    """Seconds to the first token, and the whole text."""
-    body = {
-        "model": model,
-        "prompt": list(prompt),
-        "max_tokens": OUTPUT_TOKENS,
-        "temperature": 0,
-        "stream": True,
-        "ignore_eos": True,
-        **({"cache_salt": salt} if salt else {}),
-    }
-    began_s, first_s, lines = time.perf_counter(), 0.0, list[str]()
-    async with client.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": label}) as response:
-        if response.status_code != 200:
-            raise RuntimeError(f"{response.status_code}: {(await response.aread()).decode()}")
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                first_s = first_s or time.perf_counter() - began_s
-                lines.append(line)
-    texts = [match[1] for line in lines if (match := re.search(r'"text":\s*"((?:[^"\\]|\\.)*)"', line))]
-    errors = [line for line in lines if '"error"' in line]
-    if errors:
-        raise RuntimeError(errors[0])
-    return first_s, "".join(texts)
-
-
 async def prefill_metrics(mesh: RunningMesh, client: httpx.AsyncClient) -> dict[tuple[str, int], str]:
     """What each prefill instance that answers serves, by its name and process."""
     record = msgspec.json.decode((mesh.folder / "mesh.json").read_bytes(), type=MeshRecord)
@@ -148,11 +121,6 @@ async def until_all_answer(mesh: RunningMesh, client: httpx.AsyncClient) -> None
         await asyncio.sleep(0.1)
 
 
-def total(mesh: RunningMesh, name: str) -> float:
-    text = "\n".join(mesh.metrics().values())
-    return sum(float(value) for value in re.findall(rf"^{name} (\S+)$", text, re.M))
-
-
 class Storm:
     """One fault after the other, each on a prompt of its own."""
 
@@ -166,7 +134,7 @@ class Storm:
         self._turns = turns
         self._rng = random.Random(seed)
         self._prompt = prompt_of(1, NUM_TOKENS)
-        self._expected = ""
+        self._expected = list[int]()
         self._takes_s = 0.0
         self._num_asked = self._num_turns = 0
         self.hits: Counter[Fault] = Counter()
@@ -179,7 +147,8 @@ class Storm:
         await self._begin_turns()
         await self._ask()
         await self._begin_turns()
-        self._takes_s, self._expected = await self._ask()
+        undisturbed = await self._ask()
+        self._takes_s, self._expected = undisturbed.ttft_s, undisturbed.token_ids
         print(f"undisturbed: first token after {self._takes_s:.2f} s", flush=True)
 
     async def strike(self) -> None:
@@ -208,16 +177,15 @@ class Storm:
             print(f"{said}, all is free after {self.freed_s[-1]:.2f} s", flush=True)
             return
         try:
-            seconds, text = await asyncio.wait_for(task, 0)
+            answer = await asyncio.wait_for(task, 0)
+            seconds, came = answer.ttft_s, str(answer.token_ids)
         except Exception as error:  # whatever a stream ends with but its tokens
-            seconds, text = 0.0, repr(error)
+            seconds, came = 0.0, repr(error)
         self.ttft_s.append(seconds)
-        if text != self._expected:
-            self.differing.append(f"{said}: {text}")
-        print(
-            f"{said}, first token after {seconds:.2f} s{'' if text == self._expected else f', DIFFERS: {text[:200]}'}",
-            flush=True,
-        )
+        differs = came != str(self._expected)
+        if differs:
+            self.differing.append(f"{said}: {came}")
+        print(f"{said}, first token after {seconds:.2f} s{f', DIFFERS: {came[:200]}' * differs}", flush=True)
         if seconds > LONG_S:
             await asyncio.to_thread(self._show, f"fault-{self._num_asked}")
 
@@ -226,21 +194,21 @@ class Storm:
         if self._turns:
             self._num_turns += 1
             half = self._prompt[: len(self._prompt) // 2]
-            await ask(self._client, self._mesh.model, half, f"first-{self._num_turns}", self._salt)
+            await self._ask_for(half, f"first-{self._num_turns}")
 
-    @property
-    def _salt(self) -> str:
-        return f"turns-{self._num_turns}" if self._turns else ""
-
-    async def _ask(self) -> tuple[float, str]:
+    async def _ask(self) -> Answer:
         self._num_asked += 1
-        return await ask(self._client, self._mesh.model, self._prompt, f"fault-{self._num_asked}", self._salt)
+        return await self._ask_for(self._prompt, f"fault-{self._num_asked}")
+
+    async def _ask_for(self, prompt: Sequence[int], label: str) -> Answer:
+        salt = {"cache_salt": f"turns-{self._num_turns}"} if self._turns else {}
+        return await ask(self._client, prompt, OUTPUT_TOKENS, label, **salt)
 
     def _show(self, label: str) -> None:
         with contextlib.suppress(subprocess.CalledProcessError):  # forgotten: the scheduler has a bounded memory
             print(self._mesh.pdmesh("requests", "show", label), flush=True)
 
-    async def _cause(self, fault: Fault, pid: int, task: asyncio.Task[tuple[float, str]]) -> None:
+    async def _cause(self, fault: Fault, pid: int, task: asyncio.Task[Answer]) -> None:
         match fault:
             case Fault.KILL:
                 os.kill(pid, signal.SIGKILL)
@@ -295,8 +263,8 @@ def main() -> None:
             more["GATEWAY_PREFIX_REUSE"] = "tenant"
         with running_mesh(folder, model=model, prefill=NUM_PREFILL, decode=1, settings=SETTINGS | more) as mesh:
             faults = asyncio.run(storm(mesh, bad, options))
-            restarts = total(mesh, r"pdmesh:request_restarts_total")
-            copied = total(mesh, r"pdmesh:prefix_cache_fetched_tokens_total")
+            restarts = mesh.total("request_restarts")
+            copied = mesh.total("prefix_cache_fetched_tokens")
             pieces = bad_pieces.counted(bad)
     num_hits = sum(faults.hits.values())
     print(", ".join(f"{count} {fault}" for fault, count in faults.hits.items()), f"({faults.num_missed} hit nobody)")

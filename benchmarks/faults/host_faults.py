@@ -9,8 +9,7 @@ Instances compute nothing (steps of 40 ms), so that streams last; what they say 
 
 One line for each fault: streams that ended badly, or not at all (lost), that say something else than undisturbed
 (differ), tokens that came twice (twice), instances given up though the scheduler could hear them, and the longest wait
-between two tokens of a stream that had begun. Exit code 1 if anything but that wait is not 0. Delay and loss of single
-packets are not tried: this takes a kernel with netem.
+between two tokens of a stream that had begun. Exit code 1 if anything but that wait is not 0.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,10 +30,10 @@ import anyio
 import anyio.to_thread
 import httpx
 
-from benchmarks.harness.report import heading
+from benchmarks.harness.report import heading, unavailable
 from pdmesh_testing.checkpoints import TINY, write_checkpoint
 from pdmesh_testing.exactness import StreamFailed, random_prompts, streamed
-from pdmesh_testing.hosts import API_KEY, GATEWAY_PORT, Hosts, ip, running_hosts, why_no_hosts
+from pdmesh_testing.hosts import API_KEY, GATEWAY_PORT, Hosts, running_hosts, why_no_hosts
 
 #: By host: what runs there.
 PLACES = {"a": ("scheduler",), "b": ("prefill", "decode"), "c": ("prefill", "decode"), "d": ("gateway",)}
@@ -187,26 +185,8 @@ async def one(
     )
     for reason in dict.fromkeys(lost):
         print(f"    lost: {reason}")
-    await settled(hosts)
+    await anyio.sleep(3.0)  # the next fault begins with a mesh that has forgotten a part of this one
     return len(lost) + num_differ + num_twice + num_given_up
-
-
-async def settled(hosts: Hosts) -> None:
-    """Let what was remembered of a cut be forgotten in part: the next fault begins with a mesh that is whole."""
-    await anyio.sleep(3.0)
-
-
-def netem(hosts: Hosts) -> str:
-    """Whether this kernel can delay and lose packets, in words."""
-    command = f"tc -n {hosts['a'].namespace} qdisc add dev eth0 root netem delay 1ms"
-    try:
-        said = subprocess.run(command.split(), capture_output=True, text=True, check=False, timeout=10)
-    except OSError:
-        return "tc is not installed: no delay and no loss"
-    if said.returncode:
-        return f"no netem here ({said.stderr.strip().splitlines()[0]}): no delay and no loss"
-    ip(f"netns exec {hosts['a'].namespace} tc qdisc del dev eth0 root")
-    return "netem is there; it is not used yet"
 
 
 def main() -> int:
@@ -215,14 +195,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="faults whose name contains this")
     options = parser.parse_args()
     if (why_not := why_no_hosts()) is not None:
-        print(why_not)
-        return 2
+        unavailable(why_not)
     print(heading("faults between hosts"))
     faults = [fault for fault in cuts() if options.only in f"{fault.name} {fault.duration_s:g}"]
     with tempfile.TemporaryDirectory() as folder:
         model = write_checkpoint(Path(folder) / "model", seed=3)
         with running_hosts(Path(folder) / "hosts", tuple(PLACES), {"MODEL": str(model), **STAND_IN}) as hosts:
-            print(netem(hosts))
             for host in PLACES:
                 start(hosts, host)
             with hosts["d"].entered():

@@ -140,14 +140,6 @@ class Faults:
                     return
                 await asyncio.sleep(0.1)
 
-    async def _is_replaced(self, name: str, pid: int) -> None:
-        """The scheduler calls one that was killed up for a moment."""
-        async with asyncio.timeout(BACK_LIMIT_S):
-            while True:
-                if self._mesh.pids().get(name, pid) != pid:
-                    return
-                await asyncio.sleep(0.1)
-
     async def _fault(self, point: str, how: float | None) -> bool:
         """Whether anybody came to the point."""
         source, target = self._rng.sample(("decode-0", "decode-1"), 2)
@@ -177,8 +169,8 @@ class Faults:
             if how is not None:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
-        if hit.exists() and how is None:
-            await self._is_replaced(victim, pid)
+        if hit.exists() and how is None:  # the scheduler calls one that was killed up for a moment
+            await asyncio.to_thread(self._mesh.wait_until_replaced, victim, pid, BACK_LIMIT_S)
         return hit.exists()
 
     async def _move_to(self, target: str, number: int) -> None:

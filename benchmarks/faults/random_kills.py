@@ -21,13 +21,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
-import signal
-import sys
 import tempfile
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -44,9 +40,12 @@ from benchmarks.faults.answers import (
     ask_undisturbed,
     bodies_of,
     exact_settings,
+    judge_none,
     keep_asking,
+    kill_or_stop,
     serving,
 )
+from benchmarks.harness.report import Limits, heading
 from pdmesh.metrics import percentile
 from pdmesh_testing.mesh import RunningMesh, running_mesh
 
@@ -94,16 +93,11 @@ async def do_faults(mesh: RunningMesh, client: httpx.AsyncClient, seen: Seen, nu
         victims = rng.sample(sorted(pids), rng.choice((1, 1, 2)))
         (stop_s,) = rng.choices([stop_s for stop_s, _ in FAULTS], [weight for _, weight in FAULTS])
         healthy = is_left(await serving(mesh) - set(victims))
-        for victim in victims:
-            os.kill(pids[victim], signal.SIGKILL if stop_s is None else signal.SIGSTOP)
+        strike = asyncio.create_task(kill_or_stop([pids[victim] for victim in victims], stop_s))
         what = "killed" if stop_s is None else f"stopped {stop_s:g} s"
         seen.faults[what] += len(victims)
         probing = asyncio.create_task(ask(client, probe))
-        if stop_s is not None:
-            await asyncio.sleep(stop_s)
-            for victim in victims:
-                with suppress(ProcessLookupError):  # it hung too long for the supervisor
-                    os.kill(pids[victim], signal.SIGCONT)
+        await strike
         answer = await probing
         shown = f"  {what:12} {', '.join(victims):24}"
         if answer.error is not None or answer.first_s is None:
@@ -127,49 +121,28 @@ async def storm(mesh: RunningMesh, options: argparse.Namespace) -> tuple[dict[st
     return undisturbed, seen
 
 
-def report(undisturbed: dict[str, Answer], seen: Seen, *, timings: bool) -> bool:
-    """Print what was seen; whether it is as it should be."""
-    lost: list[str] = []
-    differ: list[str] = []
-    print(f"faults: {dict(seen.faults)}")
-    print(f"{'streams':24} {'number':>7} {'lost':>5} {'differ':>7}")
-    for kind, reference in undisturbed.items():
-        answers = [answer for asked, answer in seen.answers if asked == kind]
-        errors = [answer.error for answer in answers if answer.error is not None]
-        others = [why for answer in answers if answer.error is None and (why := answer.differs(reference)) is not None]
-        print(f"{kind:24} {len(answers):7} {len(errors):5} {len(others):7}")
-        lost += errors
-        differ += [f"{kind}, {why}" for why in others]
-    print(f"{'all':24} {len(seen.answers):7} {len(lost):5} {len(differ):7}; new requests lost: {len(seen.probes_lost)}")
-    for why, count in Counter(lost + seen.probes_lost).most_common():
-        print(f"  lost: {count} x {why}")
-    for why in differ:
-        print(f"  differs: {why}")
+def report(undisturbed: dict[str, Answer], seen: Seen, *, timings: bool) -> None:
+    """Print what was seen, and exit: with 1 if anything is not as it should be."""
+    limits = Limits()
+    print(f"faults: {dict(seen.faults)}; streams: {dict(Counter(kind for kind, _ in seen.answers))}")
+    lost = {"streams lost": seen.lost(), "new requests lost": seen.probes_lost}
+    judge_none({**lost, "streams that differ": seen.differ(undisturbed)}, limits)
     gaps_s = sorted(gap_s for _, answer in seen.answers for gap_s in answer.gaps_s)
     gap_p99_s = percentile(gaps_s, 99) or 0.0
-    longest_s = gaps_s[-1] if gaps_s else 0.0
-    print(f"gaps between events: p99 {gap_p99_s:.3f} s ({LIMIT_S:g}), longest {longest_s:.1f} s, of {len(gaps_s)}")
-    for name, times_s, limit in (
-        ("somebody healthy was left", seen.recoveries_s, f" ({LIMIT_S:g})"),
-        ("nobody was", seen.other_recoveries_s, ""),
+    stands = limits.at_most("the gaps", gap_p99_s, LIMIT_S) if timings else "not judged"
+    print(f"gaps between events: p99 {gap_p99_s:.3f} s ({stands}), longest {max(gaps_s):.1f} s, of {len(gaps_s)}")
+    for name, times_s, judged in (
+        ("somebody healthy was left", seen.recoveries_s, timings),
+        ("nobody was", seen.other_recoveries_s, False),
     ):
         if times_s:
-            print(
-                f"new request, {name}: p50 {median(times_s):.2f} s, longest {max(times_s):.2f} s{limit}, "
-                f"of {len(times_s)}"
-            )
-    misses = {
-        "streams were lost": bool(lost or seen.probes_lost),
-        "streams differ": bool(differ),
-        "the gaps": timings and gap_p99_s > LIMIT_S,
-        "the recovery": timings and max(seen.recoveries_s, default=0.0) > LIMIT_S,
-    }
-    missed = [what for what, is_missed in misses.items() if is_missed]
-    print(f"missed: {', '.join(missed)}" if missed else "all limits kept")
-    return not missed
+            longest_s = max(times_s)
+            stands = limits.at_most("the recovery", longest_s, LIMIT_S) if judged else "not judged"
+            print(f"new request, {name}: p50 {median(times_s):.2f} s, longest {longest_s:.2f} s ({stands})")
+    limits.end()
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
@@ -182,14 +155,15 @@ def main() -> int:
     parser.add_argument("--no-timings", action="store_true", help="on a busy machine: timings are printed, not judged")
     parser.add_argument("--keep", type=Path, help="keep the mesh's folder, with its logs, here")
     options = parser.parse_args()
+    print(heading("Processes killed and stopped at random"), flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         checkpoint = checkpoint_of(options.architecture, folder / "model", dtype=options.dtype)
         pools = {"prefill": options.prefill, "decode": options.decode, "mixed": options.mixed}
         with running_mesh(folder, model=checkpoint, **pools, settings=exact_settings(options)) as mesh:
             undisturbed, seen = asyncio.run(storm(mesh, options))
-    return 0 if report(undisturbed, seen, timings=not options.no_timings) else 1
+    report(undisturbed, seen, timings=not options.no_timings)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

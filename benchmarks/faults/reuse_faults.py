@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
-import signal
 import tempfile
 import time
 from collections import Counter
@@ -45,6 +43,7 @@ from benchmarks.faults.answers import (
     bodies_of,
     exact_settings,
     judge_none,
+    kill_or_stop,
     leaks,
 )
 from benchmarks.harness.report import Limits, heading
@@ -184,11 +183,7 @@ class Faults:
     async def _strike(self, stop_s: float | None) -> str:
         pids = {name: pid for name, pid in self._mesh.pids().items() if name != "gateway"}
         victim = self._rng.choice(sorted(pids))
-        os.kill(pids[victim], signal.SIGKILL if stop_s is None else signal.SIGSTOP)
-        if stop_s is not None:
-            await asyncio.sleep(stop_s)
-            with suppress(ProcessLookupError):  # it hung too long for the supervisor
-                os.kill(pids[victim], signal.SIGCONT)
+        await kill_or_stop([pids[victim]], stop_s)
         kind = "scheduler" if victim == "scheduler" else "instance"
         return f"{kind} killed" if stop_s is None else f"{kind} stopped"
 

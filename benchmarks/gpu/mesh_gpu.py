@@ -29,8 +29,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.harness.report import Limits, heading, unavailable
-from benchmarks.policies.convoy import FCFS, OUTPUT_TOKENS, REQUESTS_PER_S, SHORT_TOKENS, TTFT_LIMIT, Planned, Seen, ask
-from pdmesh.metrics import itl_s, percentile
+from benchmarks.policies.convoy import (
+    FCFS,
+    OUTPUT_TOKENS,
+    REQUESTS_PER_S,
+    SHORT_TOKENS,
+    TTFT_LIMIT,
+    Planned,
+    Seen,
+    ask_then,
+)
+from pdmesh.metrics import percentile
 from pdmesh_testing.checkpoints import LLAMA_3_8B, TINY, CheckpointShape, write_config
 from pdmesh_testing.mesh import RunningMesh, running_mesh
 from pdmesh_testing.tokenizers import write_tokenizer
@@ -80,12 +89,12 @@ class Times:
 
     @staticmethod
     def of(seen: Sequence[Seen]) -> Times:
-        answered = [one for one in seen if one.token_times_s]
+        answered = [one.answer for one in seen if one.answer.times_s]
         return Times(
             sum(one.finished for one in seen),
             len(seen),
-            tuple(one.token_times_s[0] - one.sent_s for one in answered),
-            tuple(gap_s for one in answered for gap_s in itl_s(one.token_times_s)),
+            tuple(answer.ttft_s for answer in answered),
+            tuple(gap_s for answer in answered for gap_s in answer.gaps_s),
         )
 
     def ttft_s(self, rank: float) -> float:
@@ -140,7 +149,7 @@ async def drive(mesh: RunningMesh, name: str, load: Sequence[Planned]) -> list[S
         began_s = time.perf_counter() + 0.2
         async with asyncio.timeout(load[-1].at_s + ANSWER_LIMIT_S), asyncio.TaskGroup() as tasks:
             asked = [
-                tasks.create_task(ask(client, mesh.model, f"{name}-{number}", planned, began_s, seed(number)))
+                tasks.create_task(ask_then(client, mesh.model, f"{name}-{number}", planned, began_s, seed(number)))
                 for number, planned in enumerate(load)
             ]
     return [task.result() for task in asked]
@@ -177,10 +186,8 @@ def measure(mesh: RunningMesh, load: Sequence[Planned], long_tokens: int, expose
     long_alone = asyncio.run(drive(mesh, "lone", [Planned(0.0, long_tokens)]))
     short = asyncio.run(drive(mesh, "short", [planned for planned in load if not planned.is_long]))
     among = asyncio.run(drive(mesh, "among", load))
-    slowest = max(
-        (one for one in among if not one.is_long and one.token_times_s),
-        key=lambda one: one.token_times_s[0] - one.sent_s,
-    )
+    answered = (one for one in among if not one.is_long and one.answer.times_s)
+    slowest = max(answered, key=lambda one: one.answer.ttft_s)
     print(f"the slowest short one:\n{mesh.pdmesh('requests', 'show', slowest.name)}")
     exposed = exposed_shares(mesh, exposed_tokens)
     mesh.wait_until_idle(60)

@@ -29,7 +29,16 @@ class Answer:
         return [after - before for before, after in zip(self.times_s, self.times_s[1:], strict=False)]
 
 
-async def ask(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int, **fields: object) -> Answer:
+async def ask(
+    client: httpx.AsyncClient,
+    prompt: Sequence[int],
+    max_tokens: int,
+    request_id: str | None = None,
+    /,
+    **fields: object,
+) -> Answer:
+    """Run one stream to its end; raise httpx.HTTPError if it is refused, and KeyError if it ends with an error."""
+    headers = {} if request_id is None else {"X-Request-Id": request_id}
     body = {
         "prompt": list(prompt),
         "max_tokens": max_tokens,
@@ -41,7 +50,7 @@ async def ask(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int,
         **fields,
     }
     answer = Answer(time.perf_counter())
-    async with client.stream("POST", "/v1/completions", json=body) as response:
+    async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
             if not line.startswith("data: {"):

@@ -4,29 +4,26 @@ The 82M-parameter model on 1P+1D, one mesh after the other on this machine: shor
 then the same with 3 % prompts of 16K among them, under ``fcfs`` and under ``pdmesh``, and on vLLM if it is named. A
 Poisson stream of 2 requests a second, the same for all, from one streaming HTTP client.
 
-    python -m benchmarks.policies.convoy [--requests 200] [--vllm PATH/TO/vllm] [--results FILE]
-
-With ``--results`` every run is kept in that file, and those of the same load that it holds are not repeated.
+    python -m benchmarks.policies.convoy [--requests 200] [--vllm PATH/TO/vllm]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 
+from benchmarks.harness.clients import Answer, ask
 from benchmarks.harness.report import Limits, heading
 from benchmarks.harness.vllm_server import best_threads, running_vllm
-from pdmesh.metrics import itl_s, percentile
+from pdmesh.metrics import percentile
 from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
 from pdmesh_testing.mesh import running_mesh
 
@@ -60,20 +57,15 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One request as its client saw it. Times are since the load began."""
+    """One request as its client saw it. Without tokens if it failed."""
 
     name: str
-    num_prompt_tokens: int
-    sent_s: float
-    token_times_s: tuple[float, ...]  # empty if it failed
-
-    @property
-    def is_long(self) -> bool:
-        return self.num_prompt_tokens > SHORT_TOKENS[1]
+    is_long: bool
+    answer: Answer
 
     @property
     def finished(self) -> bool:
-        return len(self.token_times_s) == OUTPUT_TOKENS
+        return len(self.answer.token_ids) == OUTPUT_TOKENS
 
 
 def make_load(num_requests: int, seed: int) -> list[Planned]:
@@ -89,32 +81,18 @@ def make_load(num_requests: int, seed: int) -> list[Planned]:
     return load
 
 
-async def ask(
-    client: httpx.AsyncClient, model: str, name: str, planned: Planned, began_s: float, rng_seed: int
+async def ask_then(
+    client: httpx.AsyncClient, model: str, name: str, planned: Planned, began_s: float, seed: int
 ) -> Seen:
-    rng = random.Random(rng_seed)
-    body = {
-        "model": model,
-        "prompt": [rng.randrange(LLAMA_82M.vocab_size) for _ in range(planned.num_prompt_tokens)],
-        "max_tokens": OUTPUT_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }
+    rng = random.Random(seed)
+    prompt = [rng.randrange(LLAMA_82M.vocab_size) for _ in range(planned.num_prompt_tokens)]
     await asyncio.sleep(began_s + planned.at_s - time.perf_counter())
-    sent_s = time.perf_counter() - began_s
-    times_s: list[float] = []
     try:
-        async with client.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": name}) as response:
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    now_s = time.perf_counter() - began_s
-                    num_tokens = int(json.loads(line[6:])["usage"]["completion_tokens"])
-                    times_s += [now_s] * (num_tokens - len(times_s))
+        answer = await ask(client, prompt, OUTPUT_TOKENS, name, model=model)
     except (httpx.HTTPError, KeyError) as error:
         print(f"  {name} failed: {error!r}")
-    return Seen(name, planned.num_prompt_tokens, sent_s, tuple(times_s))
+        answer = Answer(time.perf_counter())
+    return Seen(name, planned.is_long, answer)
 
 
 async def drive(base_url: str, model: str, load: Sequence[Planned], seed: int) -> list[Seen]:
@@ -123,11 +101,11 @@ async def drive(base_url: str, model: str, load: Sequence[Planned], seed: int) -
         async with asyncio.TaskGroup() as tasks:  # first use of code and memory
             for number in range(NUM_WARM):
                 planned = Planned(number / 4, SHORT_TOKENS[number % 2])
-                tasks.create_task(ask(client, model, f"warm-{number}", planned, time.perf_counter(), -1))
+                tasks.create_task(ask_then(client, model, f"warm-{number}", planned, time.perf_counter(), -1))
         began_s = time.perf_counter() + 0.5
         async with asyncio.TaskGroup() as tasks:
             asked = [
-                tasks.create_task(ask(client, model, f"convoy-{number}", planned, began_s, seed + number))
+                tasks.create_task(ask_then(client, model, f"convoy-{number}", planned, began_s, seed + number))
                 for number, planned in enumerate(load)
             ]
     return [task.result() for task in asked]
@@ -165,17 +143,18 @@ class Figures:
 
 def figures_of(seen: Sequence[Seen]) -> Figures:
     """TTFT and ITL are of the short requests."""
-    short = [one for one in seen if not one.is_long and one.token_times_s]
-    ttfts_s = [one.token_times_s[0] - one.sent_s for one in short]
-    long_s = [one.token_times_s[-1] - one.sent_s for one in seen if one.is_long and one.token_times_s]
+    short = [one.answer for one in seen if not one.is_long and one.answer.times_s]
+    ttfts_s = [answer.ttft_s for answer in short]
+    long_s = [one.answer.times_s[-1] - one.answer.began_s for one in seen if one.is_long and one.answer.times_s]
+    ends_s = [one.answer.times_s[-1] for one in seen if one.answer.times_s]
     return Figures(
         num_finished=sum(one.finished for one in seen),
         num_requests=len(seen),
         ttft_p50_s=percentile(ttfts_s, 50) or 0.0,
         ttft_p99_s=percentile(ttfts_s, 99) or 0.0,
-        itl_p99_s=percentile([gap_s for one in short for gap_s in itl_s(one.token_times_s)], 99) or 0.0,
+        itl_p99_s=percentile([gap_s for answer in short for gap_s in answer.gaps_s], 99) or 0.0,
         long_mean_s=sum(long_s) / len(long_s) if long_s else None,
-        makespan_s=max(one.token_times_s[-1] for one in seen if one.token_times_s) - min(one.sent_s for one in seen),
+        makespan_s=max(ends_s) - min(one.answer.began_s for one in seen),
     )
 
 
@@ -214,7 +193,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vllm", help="its command, to measure it beside")
     parser.add_argument("--runs", nargs="+", default=[SHORT_ONLY, FCFS, DEFAULT], choices=[SHORT_ONLY, FCFS, DEFAULT])
-    parser.add_argument("--results", type=Path, help="keeps runs, with every request's times")
     options = parser.parse_args()
     kinds = [*options.runs, *([VLLM] if options.vllm else [])]
     load = make_load(options.requests, options.seed)
@@ -224,26 +202,12 @@ def main() -> None:
         f"{len(load)} requests, {REQUESTS_PER_S:g} a second, {num_long} of {LONG_TOKENS} tokens, the others of "
         f"{SHORT_TOKENS[0]} to {SHORT_TOKENS[1]}; {OUTPUT_TOKENS} output tokens each; seed {options.seed}"
     )
-    kept: dict[str, Any] = {}
-    if options.results is not None and options.results.exists():
-        kept = json.loads(options.results.read_text())
-    label = f"{options.requests}/{options.seed}/"
-    runs = {key.removeprefix(label): _seen(value) for key, value in kept.items() if key.startswith(label)}
     with tempfile.TemporaryDirectory() as name:
         model = write_checkpoint(Path(name) / "model", shape=LLAMA_82M, dtype="bfloat16")
-        for kind in kinds:
-            if kind not in runs:
-                runs[kind] = run(kind, load, options.seed, model, Path(name), options.vllm)
-                kept[label + kind] = [asdict(one) for one in runs[kind]]
-                if options.results is not None:
-                    options.results.write_text(json.dumps(kept))
+        runs = {kind: run(kind, load, options.seed, model, Path(name), options.vllm) for kind in kinds}
     limits = Limits()
     print_table({kind: figures_of(seen) for kind, seen in runs.items()}, limits)
     limits.end()
-
-
-def _seen(rows: list[dict[str, Any]]) -> list[Seen]:
-    return [Seen(**{**row, "token_times_s": tuple(row["token_times_s"])}) for row in rows]
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ stand-ins, what all processes of the mesh spend of the cores is told too: where 
 nothing.
 
 The model takes 23 s for such a prompt alone on one core, so a round of it about a minute and a half, and what warms it
-up has a quarter of the tokens. Everything is printed when it is known, and no round is begun after ``--minutes``.
+up has a quarter of the tokens. Everything is printed when it is known.
 
 Each with members that take turns (pipelined prefill), and that compute at once (parallel step). The simulator foretells
 stand-ins, too: with so many more cores than a machine has, it is how well the mesh does what was planned.
 
     python -m benchmarks.policies.prefill_groups [--rounds 3] [--only stand-in|model] [--members 2 4 8] [--tokens 16384]
-    [--minutes 10]
 """
 
 from __future__ import annotations
@@ -25,14 +24,12 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import anyio
-import httpx
 
 from benchmarks.harness.report import Limits, heading
 from pdmesh.kv_layout import KvLayout
@@ -74,27 +71,11 @@ class Seen(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
-    """How often something is measured, and until when."""
-
-    number: int
-    ends_s: float  # on the monotonic clock
-
-    def __iter__(self) -> Iterator[int]:
-        """Numbers of the rounds; at least one."""
-        for index in range(self.number):
-            if index and time.monotonic() > self.ends_s:
-                print(f"  no more than {index} of {self.number} rounds in the time", flush=True)
-                return
-            yield index
-
-
-@dataclass(frozen=True, slots=True)
 class Load:
     mesh: RunningMesh
     num_tokens: int
     vocab_size: int
-    rounds: Rounds
+    num_rounds: int
 
     def warm_up(self, num_tokens: int) -> None:
         asyncio.run(self._round(random_prompts([num_tokens], self.vocab_size, seed=0)))
@@ -103,7 +84,7 @@ class Load:
         """So many prompts at once. Each round has other prompts."""
         seen_s: list[float] = []
         cpu_s = self._cpu_s()
-        for index in self.rounds:
+        for index in range(self.num_rounds):
             prompts = random_prompts([self.num_tokens] * num_prompts, self.vocab_size, seed=1 + index)
             seen_s.append(asyncio.run(self._round(prompts)))
         return Seen(statistics.median(seen_s), (self._cpu_s() - cpu_s) / len(seen_s))
@@ -114,15 +95,12 @@ class Load:
             began_s = time.monotonic()
             async with anyio.create_task_group() as tasks:
                 for prompt in prompts:
-                    tasks.start_soon(self._complete, client, prompt)
+                    tasks.start_soon(complete, client, self.mesh.model, prompt, 1)
             return time.monotonic() - began_s
 
     def _cpu_s(self) -> float:
         """What the mesh's processes have spent so far."""
         return sum(self.mesh.cpu_s().values())
-
-    async def _complete(self, client: httpx.AsyncClient, prompt: list[int]) -> None:
-        await complete(client, self.mesh.model, prompt, 1)
 
 
 def foretold_s(num_prefill: int, schedule: str, num_tokens: int) -> float:
@@ -145,7 +123,7 @@ def foretold_s(num_prefill: int, schedule: str, num_tokens: int) -> float:
     return ttft_s
 
 
-def stand_in(members: list[int], schedules: list[str], num_tokens: int, rounds: Rounds, limits: Limits) -> None:
+def stand_in(members: list[int], schedules: list[str], num_tokens: int, num_rounds: int, limits: Limits) -> None:
     settings = {"WORKER_ENGINE": "fake", "WORKER_FAKE_LATENCY": STEPS, "WORKER_KV_CACHE_BYTES": str(256 << 20), **COLD}
 
     def ask(num_prefill: int, schedule: str = "pipelined") -> Seen:
@@ -154,7 +132,7 @@ def stand_in(members: list[int], schedules: list[str], num_tokens: int, rounds: 
             shape = replace(TINY, max_position_embeddings=2 * num_tokens)
             tokenizer = write_checkpoint(Path(name) / "model", shape=shape)
             with running_mesh(Path(name), model=tokenizer, prefill=num_prefill, settings=settings | extra) as mesh:
-                load = Load(mesh, num_tokens, shape.vocab_size, rounds)
+                load = Load(mesh, num_tokens, shape.vocab_size, num_rounds)
                 load.warm_up(num_tokens)
                 return load.ask()
 
@@ -176,13 +154,13 @@ def stand_in(members: list[int], schedules: list[str], num_tokens: int, rounds: 
         print(f"    {cpu_s:.2f} s of CPU, {used:.0%} of {num_cores} cores, which end at {most:.1f} x", flush=True)
 
 
-def model(schedules: list[str], num_tokens: int, rounds: Rounds, limits: Limits) -> None:
+def model(schedules: list[str], num_tokens: int, num_rounds: int, limits: Limits) -> None:
     settings = {"WORKER_KV_CACHE_BYTES": str(1 << 30), **COLD}
     with tempfile.TemporaryDirectory() as name:
         checkpoint = write_checkpoint(Path(name) / "model", shape=LLAMA_82M, dtype="bfloat16")
 
         def warm(mesh: RunningMesh) -> Load:
-            load = Load(mesh, num_tokens, LLAMA_82M.vocab_size, rounds)
+            load = Load(mesh, num_tokens, LLAMA_82M.vocab_size, num_rounds)
             load.warm_up(num_tokens // 4)
             return load
 
@@ -211,14 +189,13 @@ def main() -> None:
     parser.add_argument("--members", type=int, nargs="+", default=sorted(STAND_IN_TARGETS))
     parser.add_argument("--schedules", nargs="+", choices=["pipelined", "parallel"], default=["pipelined", "parallel"])
     parser.add_argument("--only", choices=["stand-in", "model"])
-    parser.add_argument("--minutes", type=float, default=10.0)
     options = parser.parse_args()
     print(heading(f"A prompt of {options.tokens} tokens on several prefill instances in turn"), flush=True)
-    limits, rounds = Limits(), Rounds(options.rounds, time.monotonic() + 60 * options.minutes)
+    limits = Limits()
     if options.only != "model":
-        stand_in(options.members, options.schedules, options.tokens, rounds, limits)
+        stand_in(options.members, options.schedules, options.tokens, options.rounds, limits)
     if options.only != "stand-in":
-        model(options.schedules, options.tokens, rounds, limits)
+        model(options.schedules, options.tokens, options.rounds, limits)
     limits.end()
 
 

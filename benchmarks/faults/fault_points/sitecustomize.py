@@ -13,6 +13,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -31,7 +32,9 @@ def own_file(suffix: str) -> Path:
 
 
 def at(point: str) -> None:
-    """The process has come to a point."""
+    """The process has come to a point; "" is none."""
+    if not point:
+        return
     armed = own_file("armed")
     try:
         wanted, number, which = armed.read_text().split()
@@ -47,98 +50,67 @@ def at(point: str) -> None:
     os.kill(os.getpid(), int(number))
 
 
-def before(cls: Any, name: str, point: str) -> None:
+def around(
+    cls: Any, name: str, first: str = "", then: str = "", counts: Callable[..., bool] = lambda *args, **kwargs: True
+) -> None:
+    """Let the method come to ``first`` when it begins and to ``then`` when it has ended, if a call ``counts``."""
     inner = getattr(cls, name)
+
+    def points(args: Any, kwargs: Any) -> tuple[str, str]:
+        return (first, then) if counts(*args, **kwargs) else ("", "")
 
     @functools.wraps(inner)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        at(point)
-        return inner(*args, **kwargs)
-
-    setattr(cls, name, wrapped)
-
-
-def after(cls: Any, name: str, point: str) -> None:
-    inner = getattr(cls, name)
-
-    @functools.wraps(inner)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        begins, ends = points(args, kwargs)
+        at(begins)
         result = inner(*args, **kwargs)
-        at(point)
+        at(ends)
         return result
 
-    setattr(cls, name, wrapped)
+    @functools.wraps(inner)
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        begins, ends = points(args, kwargs)
+        at(begins)
+        result = await inner(*args, **kwargs)
+        at(ends)
+        return result
+
+    setattr(cls, name, awaited if inspect.iscoroutinefunction(inner) else wrapped)
 
 
 # --- where the points are ---
 
 
 def _worker_moves(module: ModuleType) -> None:
-    before(module.MovingDecodes, "begin", "source: granted")
-    after(module.MovingDecodes, "send_rest", "source: stands still")
+    around(module.MovingDecodes, "begin", "source: granted")
+    around(module.MovingDecodes, "send_rest", then="source: stands still")
 
 
 def _worker_copies(module: ModuleType) -> None:
-    sent = module.LeavingCopies.sent
+    def of_move(_: Any, request: Any, *others: Any) -> bool:
+        return request.state.move is not None
 
-    @functools.wraps(sent)
-    def hearing(self: Any, request: Any, outcome: Any) -> None:
-        is_move = request.state.move is not None
-        if is_move:
-            at("source: heard that it landed")
-        sent(self, request, outcome)
-        if is_move:
-            at("source: told that it landed")
-
-    module.LeavingCopies.sent = hearing
+    around(module.LeavingCopies, "sent", "source: heard that it landed", "source: told that it landed", of_move)
 
 
 def _worker_arrivals(module: ModuleType) -> None:
-    expect = module.Arrivals.expect
+    def of_move(_: Any, request: Any, command: Any) -> bool:
+        return bool(command.transfer.is_move)
 
-    @functools.wraps(expect)
-    def expecting(self: Any, request: Any, command: Any) -> None:
-        is_move = command.transfer.is_move
-        if is_move:
-            at("target: asked")
-        expect(self, request, command)
-        if is_move:
-            at("target: reserved")
-
-    module.Arrivals.expect = expecting
-    after(module.Arrivals, "_take_transcript", "target: has it")
-
-
-def _pages_go_over(cls: Any) -> None:
-    send = cls.send
-
-    @functools.wraps(send)
-    async def sending(self: Any, address: bytes, blocks: Any) -> None:
-        await send(self, address, blocks)
-        at("source: pages go over")
-
-    cls.send = sending
+    around(module.Arrivals, "expect", "target: asked", "target: reserved", of_move)
+    around(module.Arrivals, "_take_transcript", then="target: has it")
 
 
 def _kv_peer_reads(module: ModuleType) -> None:
-    _pages_go_over(module.PeerReadWriter)
+    around(module.PeerReadWriter, "send", then="source: pages go over")
 
 
 def _kv_outgoing(module: ModuleType) -> None:
-    cls = module.PieceWriter
-    tell = cls.tell
-    _pages_go_over(cls)
+    def commits(_: Any, address: bytes, header: Any, **more: Any) -> bool:
+        return bool(header.kind.name == "COMMIT")
 
-    @functools.wraps(tell)
-    async def telling(self: Any, address: bytes, header: Any, **more: Any) -> None:
-        committing = header.kind.name == "COMMIT"
-        if committing:
-            at("source: about to commit")
-        await tell(self, address, header, **more)
-        if committing:
-            at("source: committed")
-
-    cls.tell = telling
+    around(module.PieceWriter, "send", then="source: pages go over")
+    around(module.PieceWriter, "tell", "source: about to commit", "source: committed", commits)
 
 
 def _kv_copy_in(module: ModuleType) -> None:
@@ -152,22 +124,14 @@ def _kv_copy_in(module: ModuleType) -> None:
             at("target: pages come")
 
     cls.place = placing
-    before(cls, "_end_move", "target: a commit comes")
+    around(cls, "_end_move", "target: a commit comes")
 
 
 def _kv_context(module: ModuleType) -> None:
-    tell = module.KvContext.tell
+    def lands(_: Any, kind: Any, transfer: Any, address: bytes, **more: Any) -> bool:
+        return kind.name == "LANDED" and bool(getattr(transfer, "transcript", b""))
 
-    @functools.wraps(tell)
-    async def telling(self: Any, kind: Any, transfer: Any, address: bytes, **more: Any) -> None:
-        is_move = kind.name == "LANDED" and bool(getattr(transfer, "transcript", b""))
-        if is_move:
-            at("target: about to acknowledge")
-        await tell(self, kind, transfer, address, **more)
-        if is_move:
-            at("target: acknowledged")
-
-    module.KvContext.tell = telling
+    around(module.KvContext, "tell", "target: about to acknowledge", "target: acknowledged", lands)
 
 
 def _worker_replies(module: ModuleType) -> None:
