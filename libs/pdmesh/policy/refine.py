@@ -127,8 +127,8 @@ class Refinement:
         for i, own in enumerate(self._trusts):
             matrix[i][i] += own
         anchor = trust * (1 - num_common * shared)
-        solved = _solve(matrix, [value + anchor * e for value, e in zip(self._target, expected, strict=True)])
-        self._factors = list(map(max, self._floors, solved))
+        right = [value + anchor * e for value, e in zip(self._target, expected, strict=True)]
+        self._factors = _solve_above(matrix, right, self._floors)
         learnt = self.estimate = LinearLatencyModel.of(
             factor * coefficient for factor, coefficient in zip(self._factors, self._prior, strict=True)
         )
@@ -149,8 +149,24 @@ def _proper(prior: LinearLatencyModel) -> tuple[float, ...]:
     return tuple(map(max, prior.coefficients, least))
 
 
+def _solve_above(matrix: Sequence[Sequence[float]], right: Sequence[float], floors: Sequence[float]) -> list[float]:
+    """Solve for values that are no less than their floors.
+
+    A value below its floor is held at the floor, the worst first, and the others are solved again: a value raised alone
+    would raise the predictions of all steps with its term.
+    """
+    indices, held = range(len(floors)), set[int]()
+    while True:
+        rows = [[float(i == j) for j in indices] if i in held else list(matrix[i]) for i in indices]
+        values = _solve(rows, [floors[i] if i in held else right[i] for i in indices])
+        worst = min(indices, key=lambda i: values[i] - floors[i])
+        if values[worst] >= floors[worst]:
+            return values
+        held.add(worst)
+
+
 def _solve(matrix: list[list[float]], right: Sequence[float]) -> list[float]:
-    """Solve by Gaussian elimination, in place; a symmetric positive definite matrix needs no exchange of rows."""
+    """Solve by Gaussian elimination, in place. A positive definite matrix, or one with held rows, needs no exchange."""
     size = len(matrix)
     values = list(right)
     for pivot in range(size):
