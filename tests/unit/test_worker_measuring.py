@@ -57,9 +57,9 @@ def test_an_instance_times_what_fits_it(tmp_path: Path) -> None:
     engine = TorchEngine(write_checkpoint(tmp_path, max_position_embeddings=600), num_blocks=64)
     steps = measure_at_start(engine, limit_s=60.0)
     assert [(step.num_tokens, step.num_history_tokens, step.num_decodes) for step in steps] == [
-        (256, 0, 0),
         (32, 0, 0),
         (0, 0, 1),
+        (256, 0, 0),
         (64, 0, 8),
         (256, 0, 8),
     ]
@@ -122,7 +122,8 @@ def test_later_starts_time_what_is_not_known_yet(tmp_path: Path, monkeypatch: py
     known = KnownSteps(tmp_path / "steps" / "model.json")
     found = [measure_at_start(engine, known=known) for _ in range(6)]
     num_known = [len(each) for each in found]
-    assert num_known[0] == 3
+    assert num_known[0] == 5
+    assert {step.num_decodes for step in found[0]} == {0, 1, 8}, "a slow machine times decodes at its first start"
     assert num_known == sorted(num_known)
     assert num_known[-1] == 8, "of nine steps one would take longer than a whole start"
     assert max(sum(chunk.num_tokens for chunk in step.chunks) for step in steps) == 256
