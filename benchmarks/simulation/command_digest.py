@@ -148,9 +148,7 @@ ADDED: Sequence[str] = (
     "PlaceDecode.chain",
     "PlaceDecode.home_id",
     "KvReleased.transfer_id",
-    "RunStep.plan.holds_decodes",
-    "RunStep.plan.in_parallel",
-    "RunStep.plan.at_once",
+    *(f"RunStep.plan.{name}" for name in ("holds_decodes", "in_parallel", "at_once")),
     "StepDone.num_decode_context_tokens",
     "StepDone.own_steps",
     "StepDone.began_s",
@@ -166,6 +164,8 @@ ADDED: Sequence[str] = (
     "InstanceJoined.profile.arithmetic",
     "InstanceJoined.profile.deterministic",
     "InstanceJoined.profile.rank_pids",
+    "InstanceJoined.profile.num_cached_states",
+    *(f"{name}.states" for name in ("InstanceJoined", "KvReleased", "CacheReported")),
 )
 
 #: Fields that are no more, with what they had where nothing asked for them.

@@ -269,7 +269,8 @@ class InstanceProfile:
     If `joins_groups`, it can be a member of a `PrefillGroup`. `started_at` is its process's Unix time, by which new
     weights differ from old ones. If `deterministic`, it serves only in a mesh of one arithmetic class. Processes with
     the same `host` can share memory; empty: not known. If it `drafts`, it wants the prompts of requests that it only
-    decodes. The offload tier has room for `num_offload_granules`, and brings KV back at `load_bytes_per_s`.
+    decodes. The offload tier has room for `num_offload_granules`, and brings KV back at `load_bytes_per_s`. If layers
+    have states, at most `num_cached_states` are cached.
     """
 
     instance_id: InstanceId
@@ -307,6 +308,7 @@ class InstanceProfile:
     #: Largest number of a decoding context's tokens on one instance, except drawn ones. A longer context is spread over
     #: several instances, in ranges of this length. 0: limited by the cache only.
     max_kv_tokens: Annotated[int, ANY_COUNT] = 0
+    num_cached_states: Annotated[int, ANY_COUNT] = 0
 
     def is_process_of(self, other: InstanceProfile) -> bool:
         """Return whether ``other`` is the same process. Containers may number pids alike, so addresses count, too."""

@@ -32,12 +32,14 @@ class KvShard(Struct, frozen=True, kw_only=True):
 class Evictions(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Granules that an instance evicts, in this order, before a command takes its blocks.
 
-    ``drop`` leave the cache, ``offload`` move from the cache to the offload tier, and ``evict`` leave the tier.
+    ``drop`` leave the cache, ``offload`` move from the cache to the offload tier, and ``evict`` leave the tier. The KV
+    of ``states`` stays cached, without the state behind each.
     """
 
     drop: PrefixHashes = ()
     offload: PrefixHashes = ()
     evict: PrefixHashes = ()
+    states: PrefixHashes = ()
 
 
 NO_EVICTIONS = Evictions()

@@ -58,6 +58,7 @@ def modelled_profile(
     deterministic: bool = False,
     num_offload_granules: int = 0,
     max_kv_tokens: int = 0,
+    num_cached_states: int = 0,
 ) -> InstanceProfile:
     return InstanceProfile(
         instance_id=InstanceId(instance_id),
@@ -77,6 +78,7 @@ def modelled_profile(
         deterministic=deterministic,
         num_offload_granules=num_offload_granules,
         max_kv_tokens=max_kv_tokens,
+        num_cached_states=num_cached_states,
     )
 
 
@@ -255,6 +257,7 @@ class ModelledInstance:
             stopping=not self.machine.holding.admits,
             kept=self.machine.cache.granules,
             jumps=self.machine.cache.jumps,
+            states=self.machine.cache.reported_states,
             offloaded=self.machine.cache.offloaded,
             dropped=dropped,
         )

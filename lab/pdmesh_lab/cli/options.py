@@ -117,6 +117,9 @@ class SimulateOptions(StudyOptions):
     load_gbytes_per_s: Annotated[
         float, _instances(min=0.001, help="Speed at which KV comes back from the offload tier.")
     ] = 10.0
+    cached_states: Annotated[
+        int, _instances(min=0, help="Most states that an instance caches. 0: no layer has states.")
+    ] = 0
     bundles: Annotated[
         list[str] | None, _policy("--bundle", help="Policy bundle; repeat to compare. [default: fcfs and pdmesh]")
     ] = None

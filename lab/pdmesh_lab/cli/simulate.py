@@ -51,7 +51,14 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
     pools = make_pools(options.prefill, options.decode, options.mixed)
     study = make_study(options, bundles)
     mesh = study.mesh(prefill=pools.prefill, decode=pools.decode, mixed=pools.mixed)
-    mesh = replace(mesh, num_offload_tokens=options.offload_tokens, load_bytes_per_s=options.load_gbytes_per_s * 1e9)
+    if options.cached_states and options.offload_tokens:
+        raise ConfigError("--cached-states is set, but a model with states has no offload tier: leave --offload-tokens")
+    mesh = replace(
+        mesh,
+        num_offload_tokens=options.offload_tokens,
+        load_bytes_per_s=options.load_gbytes_per_s * 1e9,
+        num_cached_states=options.cached_states,
+    )
     if options.threshold is not None and "eb" not in batchings:
         raise ConfigError("--threshold needs --batching eb")
     policy = replace(

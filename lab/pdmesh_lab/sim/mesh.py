@@ -26,7 +26,8 @@ class MeshShape:
     `num_kv_tokens` is the room of one instance, and `num_offload_tokens` the room of its tier, read at
     `load_bytes_per_s`. A decode instance holds at most `max_kv_tokens` of a context; 0: all. Instances of each role are
     dealt out to `num_hosts`; 0: each is its own host. Instances that compute prompts have `prefill_stages`, the others
-    `decode_stages`. With `joins_groups`, instances of one stage can compute a prompt together, as live ones can.
+    `decode_stages`. With `joins_groups`, instances of one stage can compute a prompt together, as live ones can. If
+    layers have states, each instance caches `num_cached_states`.
     """
 
     num_prefill: int
@@ -43,6 +44,7 @@ class MeshShape:
     prefill_stages: int = 1
     decode_stages: int = 1
     joins_groups: bool = False
+    num_cached_states: int = 0
 
     def instances(self, model: LatencyModel) -> list[tuple[InstanceProfile, LatencyModel]]:
         pools = ((Role.PREFILL, self.num_prefill), (Role.DECODE, self.num_decode), (Role.MIXED, self.num_mixed))
@@ -62,10 +64,11 @@ class MeshShape:
             max_num_seqs=self.max_num_seqs,
             num_transfer_backends=self.num_transfer_backends,
             data_address=b"",
-            joins_groups=self.joins_groups and num_stages == 1,
+            joins_groups=self.joins_groups and num_stages == 1 and not self.num_cached_states,
             num_stages=num_stages,
             num_offload_granules=self.num_offload_tokens // GRANULE_TOKENS,
             load_bytes_per_s=self.load_bytes_per_s,
+            num_cached_states=self.num_cached_states,
             host=host_name(index % self.num_hosts) if self.num_hosts else "",
         )
 

@@ -83,6 +83,9 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
     count in its shard, and its chunks begin behind them. The last ``num_loaded_granules`` of these come from the
     offload tier, into blocks of their own.
 
+    Where the model has states, the instance caches the states behind the granules with the numbers ``states``, from 1
+    on, once their granules are computed.
+
     A prompt that is longer than the instance's room gets ``num_blocks_at_once`` blocks (0: the whole shard). The first
     ranges are freed (`SetPlaces`) once the transfer's destinations have them. Later chunks then ask the destinations
     for their part of attention.
@@ -97,6 +100,7 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
     room: Evictions = NO_EVICTIONS
     keeps_prefix: bool = False
     num_blocks_at_once: int = 0
+    states: tuple[int, ...] = ()
 
     @property
     def moves_on(self) -> bool:

@@ -95,7 +95,8 @@ class InstanceJoined:
 
     ``kept`` are all cached granules, and ``offloaded`` the granules in its tier, as in `CacheReported`: already the
     first command may use them. ``jumps`` say which cached granules follow which (`pdmesh.core.instances.kept_chains`).
-    ``dropped`` are requests that the instance ended while no scheduler was there; they decode on no instance.
+    ``states`` are the cached granules with a state. ``dropped`` are requests that the instance ended while no scheduler
+    was there; they decode on no instance.
     """
 
     profile: InstanceProfile
@@ -105,6 +106,7 @@ class InstanceJoined:
     offloaded: PrefixHashes = ()
     dropped: tuple[RequestKey, ...] = ()
     jumps: Jumps = ()
+    states: PrefixHashes = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,12 +381,13 @@ class KvReleased(RequestReport):
     transfer that was to bring the KV, if there was one. ``granules`` follow `Request.chain` and were completed by drawn
     tokens, in order. These granules stay cached until a command evicts them, like all granules of the chain that were
     computed or landed there. The first ``num_known`` of them were cached before, and a command that evicts these may
-    have crossed this report.
+    have crossed this report. ``states`` are granules whose states the instance caches from now on, unasked.
     """
 
     transfer_id: TransferId = NO_TRANSFER
     granules: PrefixHashes = ()
     num_known: NumTokens = 0
+    states: PrefixHashes = ()
 
     @property
     def record_line(self) -> RecordLine | None:
@@ -407,7 +410,8 @@ class CacheReported:
     """Correction of the core's view of an instance's cache or offload tier.
 
     ``kept`` are all cached granules, the least recently used first, and replace the core's view. An instance sends them
-    after it evicted or lacked a granule unasked; a healthy instance never does.
+    after it evicted or lacked a granule or a state unasked; a healthy instance never does. ``states`` are the granules
+    of ``kept`` with a state.
 
     ``lost`` are granules that the tier no longer has, or never took: its disk is full, or failed, or they were damaged.
     A request that waits for one is dropped by a report of its own.
@@ -416,6 +420,7 @@ class CacheReported:
     instance_id: InstanceId
     kept: PrefixHashes | None = None
     lost: PrefixHashes = ()
+    states: PrefixHashes = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ class MeshState(CommandOutbox):
         stays, awaits_receiver = decode is prefill, decode is None
         num_blocks = prefill.num_first_blocks(request) if stays else prefill.num_prefill_blocks(request)
         num_held_blocks, streams_out = num_blocks, prefill.streams_out(request)
-        num_cached = prefill.num_cached_granules(request)
+        num_cached = prefill.num_reusable_granules(request)
         if streams_out:
             assert len(members) == prefill.num_parts(request), f"{state.key} cannot leave {prefill.instance_id}"
             num_held_blocks, num_loaded = prefill.num_prompt_blocks(request), 0
@@ -175,6 +175,7 @@ class MeshState(CommandOutbox):
             num_cached,
         )
         prefill.defer(state.key, awaits_receiver)
+        states = self._ask_for_states(state, prefill)
         self.commands.append(
             AdmitPrefill(
                 instance_id=prefill.instance_id,
@@ -187,12 +188,20 @@ class MeshState(CommandOutbox):
                 num_loaded_granules=num_loaded,
                 room=prefill.make_room(),
                 num_blocks_at_once=num_held_blocks if streams_out else 0,
+                states=states,
             )
         )
         prefill.add_prefill(state)
         # None of the prompt is cached if its ranges are freed.
         if not streams_out:
             self.computing.begin(state)
+
+    def _ask_for_states(self, state: RequestState, prefill: InstanceState) -> tuple[int, ...]:
+        """Choose the states that a prompt computes, by where its KV ends on the instances that have some."""
+        if prefill.kept.states is None:
+            return ()
+        num_seen = max(self.depths(state.request).values(), default=0)
+        return prefill.kept.ask_for_states(prefill.allocations[state.key].granules, num_seen)
 
     def promise(
         self, state: RequestState, decode: InstanceState, long_tokens: int, members: Sequence[InstanceState] = ()
@@ -205,7 +214,7 @@ class MeshState(CommandOutbox):
         shard = decode.shard(decode.num_first_blocks(request), len(members) * size)
         parts = tuple([member.shard(size, number * size) for number, member in enumerate(members)])
         chain = () if members else request.chain
-        num_reused = decode.num_cached_granules(request) if chain else 0
+        num_reused = decode.num_received_granules(request) if chain else 0
         copy = self.broker.open(
             state.key,
             state.prefill_shards,

@@ -88,7 +88,7 @@ class RequestEnds:
         instance = self._mesh.instance_of(event)
         if instance is None:
             return
-        allocation = instance.give_back(key, event.transfer_id, event.granules, event.num_known)
+        allocation = instance.give_back(key, event.transfer_id, event.granules, event.num_known, event.states)
         if allocation is None:
             self._mesh.ignore("KvReleased")
             return

@@ -147,7 +147,14 @@ class Roster:
         chain = request.chain
         return self.cache_index.depths(chain, len(chain))
 
+    def reusable_depths(self, request: Request) -> Mapping[int, int]:
+        """Return how many granules of a prompt it can reuse on each instance, by number; only instances with some."""
+        if not request.prefix or not len(self.cache_index):
+            return {}
+        chain = request.chain
+        return self.cache_index.reusable_depths(chain, len(chain))
+
     def num_cached_elsewhere(self, request: Request, instance: InstanceState) -> int:
         """Return how many tokens of a prompt an instance other than ``instance`` has cached, at most."""
-        depths = self.depths(request)
+        depths = self.reusable_depths(request)
         return GRANULE_TOKENS * max([depths[number] for number in depths if number != instance.number], default=0)

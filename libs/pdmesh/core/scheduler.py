@@ -442,7 +442,7 @@ class SchedulerCore:
     def _cache_reported(self, event: CacheReported) -> None:
         if instance := self._mesh.instance_of(event):
             if event.kept is not None:
-                instance.replace_kept(event.kept)
+                instance.replace_kept(event.kept, states=event.states)
             instance.kept.lose_offloaded(event.lost)
 
     def _token_link_reported(self, event: TokenLinkReported, now_s: float) -> None:

@@ -20,14 +20,20 @@ class CachedPrefix:
 
     ``num_granules``: number of granules whose KV is here.
     ``cached``: granules that other sequences may share.
+    ``num_computed``: number of granules whose KV was computed here, or has come; 0 if none was.
     """
 
-    __slots__ = ("cached", "chain", "num_granules", "num_loaded")
+    __slots__ = ("cached", "chain", "num_computed", "num_granules", "num_loaded", "states")
 
-    def __init__(self, chain: PrefixHashes = (), num_loaded: int = 0) -> None:
-        """``chain``: granules of the prompt. ``num_loaded``: number of the last reused granules, found in the tier."""
+    def __init__(self, chain: PrefixHashes = (), num_loaded: int = 0, states: tuple[int, ...] = ()) -> None:
+        """``chain``: granules of the prompt. ``num_loaded``: number of the last reused granules, found in the tier.
+
+        ``states``: numbers, from 1 on, of the granules whose states are cached, too.
+        """
         self.chain = chain
         self.num_loaded = num_loaded
+        self.states = states
+        self.num_computed = 0
         self.num_granules = 0
         self.cached: list[PrefixHash] = []
 
@@ -42,11 +48,13 @@ class BlockCache:
     ``_owners`` counts the sequences that have a granule in their blocks; ``_num_shared`` counts granules with an owner.
     ``_before`` has each cached granule's predecessor in the chain, and ``_unreported`` owned granules that no scheduler
     knows. ``_lost`` has granules that the tier lost by itself and that were not offloaded again. Granules are in order
-    of use, the least recently used first.
+    of use, the least recently used first. ``states`` has the granules with a cached state.
     """
 
-    def __init__(self, block_size: int, num_offload_granules: int = 0) -> None:
+    def __init__(self, block_size: int, num_offload_granules: int = 0, *, has_states: bool = False) -> None:
         """``num_offload_granules`` is the capacity of the offload tier."""
+        self._has_states = has_states
+        self.states: set[PrefixHash] = set()
         self._granule_blocks = blocks_of_granule(block_size)
         self._owners: dict[PrefixHash, int] = {}
         self._before: dict[PrefixHash, PrefixHash | None] = {}
@@ -76,6 +84,11 @@ class BlockCache:
         """Which of `granules` follow which."""
         return jumps_of(self._before, self.granules)
 
+    @property
+    def reported_states(self) -> PrefixHashes:
+        """The granules with a cached state that a scheduler may know."""
+        return tuple([granule for granule in self.granules if granule in self.states])
+
     def reported(self, prefix: CachedPrefix) -> PrefixHashes:
         """Return the cached granules of a sequence, except granules that no scheduler knows."""
         return tuple([granule for granule in prefix.cached if granule not in self._unreported])
@@ -89,8 +102,13 @@ class BlockCache:
         """Return the number of a sequence's blocks that are cached."""
         return len(prefix.cached) * self._granule_blocks
 
-    def missing(self, prefix: CachedPrefix, num_reused: int) -> str:
-        """Return why a sequence cannot reuse the first ``num_reused`` granules; empty if it can."""
+    def missing(self, prefix: CachedPrefix, num_reused: int, *, computes: bool = False) -> str:
+        """Return why a sequence cannot reuse the first ``num_reused`` granules; empty if it can.
+
+        A sequence that ``computes`` the tokens behind them needs their state.
+        """
+        if computes and self._has_states and num_reused and prefix.chain[num_reused - 1] not in self.states:
+            return "the state behind the cached blocks to reuse is missing"
         num_shared = num_reused - prefix.num_loaded
         if any(granule not in self._owners for granule in prefix.chain[:num_shared]):
             return "a cached block to reuse is missing"
@@ -120,7 +138,10 @@ class BlockCache:
             self._before[granule] = before
             self._unreported.discard(granule)
             before = granule
-        prefix.num_granules = max(prefix.num_granules, num_granules)
+        prefix.num_computed = prefix.num_granules = max(prefix.num_granules, num_granules)
+        for number in prefix.states:
+            if number <= num_granules and prefix.chain[number - 1] in prefix.cached:
+                self.states.add(prefix.chain[number - 1])
         return (len(prefix.cached) - num_before) * self._granule_blocks
 
     def drawn(self, granules: PrefixHashes) -> tuple[PrefixHashes, int]:
@@ -132,6 +153,20 @@ class BlockCache:
         num_known = is_kept.index(False) if False in is_kept else len(granules)
         num_staying = is_kept.index(True, num_known) if True in is_kept[num_known:] else len(granules)
         return granules[:num_staying], num_known
+
+    def end_states(self, prefix: CachedPrefix, drawn: PrefixHashes) -> PrefixHashes:
+        """Cache the state behind the last granule of a sequence that ends, and asked states; return the new ones.
+
+        Granules of the output that stay cached, ``drawn``, follow the prompt's.
+        """
+        if not self._has_states or not self._granule_blocks:
+            return ()
+        granules = (*prefix.chain[: prefix.num_computed], *drawn)
+        numbers = sorted({len(granules), *[number for number in prefix.states if number <= len(granules)]})
+        known = {*self._owners, *drawn}
+        new = [granules[number - 1] for number in numbers if number and granules[number - 1] in known - self.states]
+        self.states.update(new)
+        return tuple(new)
 
     def end(self, prefix: CachedPrefix, drawn: PrefixHashes) -> int:
         """Free a sequence's blocks, and cache the granules ``drawn``.
@@ -166,6 +201,7 @@ class BlockCache:
         Returns the granules that the tier loses by this. There may be some, since the scheduler may not know all
         granules in the tier if a report of a loss came late.
         """
+        self.states.difference_update(room.states)
         for granule in room.evict:
             has_it = self._offloaded.pop(granule, self._lost) is None
             assert has_it or granule in self._lost, "a granule is to be evicted that the tier does not have"
@@ -207,6 +243,7 @@ class BlockCache:
     def _forget(self, granule: PrefixHash) -> None:
         del self._before[granule]
         self._unreported.discard(granule)
+        self.states.discard(granule)
 
     def lose(self, granules: Iterable[PrefixHash]) -> None:
         """Remove granules from the tier and remember them as lost."""

@@ -38,7 +38,9 @@ class Holding:
         self.own = OwnSteps()
         self.copies_run = False
         self.quarantined: dict[RequestKey, Sequence] = {}
-        self.cache = BlockCache(profile.kv_layout.block_size, profile.num_offload_granules)
+        self.cache = BlockCache(
+            profile.kv_layout.block_size, profile.num_offload_granules, has_states=profile.num_cached_states > 0
+        )
         self._num_own_blocks = 0
 
     def _stood(self, key: RequestKey, joined_step: int) -> None:
@@ -75,7 +77,8 @@ class Holding:
             return False
         if sequence.key in self.sequences:
             return self.refuse(command, f"{self.instance_id} holds {sequence.key} already")
-        if missing := self.cache.missing(sequence.prefix, num_reused):
+        computes = sequence.phase is SeqPhase.PREFILLING
+        if missing := self.cache.missing(sequence.prefix, num_reused, computes=computes):
             return self.refuse(command, missing)
         num_blocks = sequence.num_blocks - self.cache.share(sequence.prefix, num_reused)
         self.sequences[sequence.key] = sequence
@@ -244,8 +247,9 @@ class Holding:
 
     def _released(self, sequence: Sequence) -> None:
         drawn, num_known = self.cache.drawn(sequence.drawn)
+        states = self.cache.end_states(sequence.prefix, drawn)
         self._num_own_blocks -= sequence.num_blocks - self.cache.end(sequence.prefix, drawn)
-        self.effects.append(KvReleased(self.instance_id, *sequence.key, sequence.received_by, drawn, num_known))
+        self.effects.append(KvReleased(self.instance_id, *sequence.key, sequence.received_by, drawn, num_known, states))
 
     # --- reports ---
 

@@ -134,7 +134,9 @@ class InstanceMachine:
             key,
             SeqPhase.PREFILLING,
             command.num_blocks,
-            prefix=CachedPrefix(self._floor.chain_of(key) if is_cached else (), command.num_loaded_granules),
+            prefix=CachedPrefix(
+                self._floor.chain_of(key) if is_cached else (), command.num_loaded_granules, command.states
+            ),
             prompt=PromptWork(
                 command.num_reused_granules * GRANULE_TOKENS,
                 group=command.group,

@@ -64,7 +64,7 @@ class NewRequests:
                 mesh.ignore("RequestArrived")
                 return
             mesh.end(known, Outcome.SUPERSEDED)
-        reused = reusable(request, mesh.depths(request), mesh.cache_index, mesh.by_number, bundle.reuse)
+        reused = reusable(request, mesh.reusable_depths(request), mesh.cache_index, mesh.by_number, bundle.reuse)
         num_reused = max(reused.depths.values(), default=0) * GRANULE_TOKENS
         rank = bundle.order.rank(request, num_reused, None, num_reused)
         state = mesh.open(request, rank, work_us(request, choice.learner.model, num_reused), num_reused)

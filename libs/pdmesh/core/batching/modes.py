@@ -235,7 +235,7 @@ class Modes:
         if self.mode_of(instance) is Mode.MIXED:
             return True
         batching, choice = instance.batching, instance.batching.choice
-        start = instance.num_cached_granules(head.request) * GRANULE_TOKENS
+        start = instance.num_reusable_granules(head.request) * GRANULE_TOKENS
         num_tokens = head.request.num_prompt_tokens - start
         if bundle.is_long(head.request, start) and num_tokens > choice.max_prompt_tokens:
             # The instance is mixed once it computes this prompt.

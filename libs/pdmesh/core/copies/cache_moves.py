@@ -49,7 +49,7 @@ class CacheMoves:
             left = self._mesh.sessions.latest_return_first(source.recent.oldest_first)
             self._left[source.instance_id] = left
         while left and self._fetches.may_send(source):
-            chain = tuple(left[-1][: source.kept.depth(left[-1], len(left[-1]))])
+            chain = tuple(left[-1][: source.kept.reusable_depth(left[-1], len(left[-1]))])
             destination = self._destination(source, chain) if chain else _No.NEEDED
             if destination is _No.YET:
                 break

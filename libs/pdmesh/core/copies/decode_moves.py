@@ -87,7 +87,7 @@ class Moves:
         source, allocation = self._where(state)
         num_blocks = self._num_blocks(source, allocation)
         mesh, chain = self._mesh, () if state.members else state.request.chain
-        num_reused = target.num_cached_granules(state.request) if chain else 0
+        num_reused = target.num_reusable_granules(state.request) if chain else 0
         first_block = allocation.num_remote_tokens // source.block_size
         move = mesh.begin_copy(
             state,

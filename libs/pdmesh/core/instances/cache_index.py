@@ -66,11 +66,15 @@ class CacheIndex(GranuleIndex):
 
     ``uses`` counts the uses of cached granules on all instances. Chains in ``protected``, by their last granules, are
     evicted after others, and ``leased`` granules after their tenants' others: for each the number of its leases.
+    ``with_states`` is a mask of the instances on which requests continue from states alone, and ``states`` has the
+    granules with a state.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.offloaded = GranuleIndex()
+        self.states = GranuleIndex()
+        self.with_states = 0
         self.uses = UseCounter()
         self.protected: dict[PrefixHash, Sequence[PrefixHash]] = {}
         self.leased: dict[PrefixHash, int] = {}
@@ -85,6 +89,22 @@ class CacheIndex(GranuleIndex):
         """Protect these chains, named by their last granules, instead of the ones before."""
         self.protected.clear()
         self.protected.update(chains)
+
+    def reusable_depths(self, chain: Sequence[PrefixHash], most: int) -> dict[int, int]:
+        """Return how many of the first ``most`` granules a request can reuse on each instance, by number.
+
+        The granules are cached, and have a state behind them where the model has states.
+        """
+        found = self.depths(chain, most)
+        for number in list(found) if self.with_states else ():
+            bit = 1 << number
+            if self.with_states & bit:
+                depth = found.pop(number)
+                while depth and not self.states.mask_of(chain[depth - 1]) & bit:
+                    depth -= 1
+                if depth:
+                    found[number] = depth
+        return found
 
     def depths_with_tiers(self, chain: Sequence[PrefixHash], most: int) -> dict[int, int]:
         """Return how many of the first ``most`` granules each instance has in its cache or its tier, by number."""

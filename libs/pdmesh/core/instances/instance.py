@@ -7,7 +7,8 @@ from pdmesh.core.instances.cache_index import CacheIndex
 from pdmesh.core.instances.instance_load import InstanceLoad
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.requests.request import RequestState
-from pdmesh.model import InstanceId, InstanceProfile
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import InstanceId, InstanceProfile, Request, RequestKey
 from pdmesh.plans import StepPlan
 from pdmesh.policy.latency_profile import device_class_of
 from pdmesh.policy.switching import SwitchTimes
@@ -55,6 +56,31 @@ class InstanceState(InstanceLoad):
         self._context_share = 1.0
         self._view: InstanceView | None = None
         self._change()
+
+    def num_reusable_granules(self, request: Request) -> int:
+        """Return how many granules of a request's prompt it can reuse here, and the first token behind them."""
+        num_cached = self.num_cached_granules(request)
+        return num_cached if self.kept.states is None else self.kept.states.depth(request.chain, num_cached)
+
+    def num_received_granules(self, request: Request) -> int:
+        """Return how many cached granules a request whose KV comes here can share: the state behind it comes, too.
+
+        If all whole granules of the context are cached here, the last one needs its state here, or is sent.
+        """
+        num_cached = self.num_cached_granules(request)
+        states = self.kept.states
+        if states is None or num_cached * GRANULE_TOKENS <= request.num_prompt_tokens - GRANULE_TOKENS:
+            return num_cached
+        return num_cached if request.chain[num_cached - 1] in states else num_cached - 1
+
+    def num_coming_granules(self, key: RequestKey, num_granules: int) -> int:
+        """Return how many of a live request's first ``num_granules`` another can reuse once they are computed here."""
+        use = self.allocations[key].granules.use if key in self.allocations else None
+        if self.kept.states is None or use is None:
+            return num_granules
+        chain = self.allocations[key].granules.chain
+        asked = max([number for number in use.asked if number <= num_granules], default=0)
+        return max(asked, self.kept.states.depth(chain, num_granules))
 
     def _change(self) -> None:
         self._view = None

@@ -55,7 +55,9 @@ class InstanceLoad(InstanceCapacity):
         self.low: dict[RequestKey, None] = {}
         self.allocated = AllocationSums()
         self._growing = GrowthSums()
-        self.kept = PrefixCache(cache_index, number, self.block_size, profile.num_offload_granules)
+        self.kept = PrefixCache(
+            cache_index, number, self.block_size, profile.num_offload_granules, profile.num_cached_states
+        )
         self.recent = RecentPrefixes(self.num_blocks // max(1, self.kept.granule_blocks))
         self.num_quarantined_blocks = 0
         self._room: Room | None = None
@@ -81,7 +83,9 @@ class InstanceLoad(InstanceCapacity):
         if num_reused:
             # The request will leave a longer chain.
             self.recent.forget(chain[num_reused - 1])
-        allocation.granules = self.kept.begin(chain, num_reused, allocation.tenant, allocation.share)
+        kept = self.kept
+        kept.make_way(chain, num_reused, allocation.num_blocks - num_reused * kept.granule_blocks, self.num_free_blocks)
+        allocation.granules = kept.begin(chain, num_reused, allocation.tenant, allocation.share)
         self.allocations[key] = allocation
         self._count(allocation, 1)
 
@@ -149,23 +153,26 @@ class InstanceLoad(InstanceCapacity):
         transfer_id: TransferId = NO_TRANSFER,
         drawn: Sequence[PrefixHash] = (),
         num_known: int = 0,
+        states: Sequence[PrefixHash] = (),
     ) -> Allocation | None:
         """Remove and return the allocation of a request, or return None if it has none for this transfer.
 
         ``drawn`` are granules behind the chain, with output, that stay cached in any case. The first ``num_known`` of
-        them were cached before.
+        them were cached before. ``states`` are granules whose states the instance cached at the end.
         """
         allocation = self.allocations.get(key)
         if drawn:
             tenant = None if allocation is None else allocation.tenant
             self.kept.drew(drawn, num_known, tenant, 1 if allocation is None else allocation.share)
+        if allocation is None or allocation.transfer_id != transfer_id:
+            self.kept.end(NOTHING, states)
         if allocation is not None and allocation.transfer_id != transfer_id:
             return None
         self.defer(key, False)
         self.allocations.pop(key, None)
         self.low.pop(key, None)
         if allocation is not None:
-            self.kept.end(allocation.granules)
+            self.kept.end(allocation.granules, states)
             self._count(allocation, -1)
             # Without a chain, the beginning of the prefix is unknown.
             if allocation.granules.chain:
@@ -215,10 +222,18 @@ class InstanceLoad(InstanceCapacity):
         num_short = kept.num_idle_blocks - self.num_free_blocks if kept.num_idle_blocks else 0
         return kept.make_room(num_blocks_for(num_short, kept.granule_blocks) if num_short > 0 else 0)
 
-    def replace_kept(self, granules: Sequence[PrefixHash], offloaded: Sequence[PrefixHash] | None = None) -> None:
-        """Replace the recorded cache by the instance's report; also the recorded tier, unless ``offloaded`` is None."""
+    def replace_kept(
+        self,
+        granules: Sequence[PrefixHash],
+        offloaded: Sequence[PrefixHash] | None = None,
+        states: Sequence[PrefixHash] = (),
+    ) -> None:
+        """Replace the recorded cache and states by the instance's report.
+
+        The recorded tier is replaced, too, unless ``offloaded`` is None.
+        """
         held = [allocation.granules for allocation in self.allocations.values()]
-        self.kept.replace(granules, held, offloaded)
+        self.kept.replace(granules, held, offloaded, states)
         self._room = None
         self._change()
 

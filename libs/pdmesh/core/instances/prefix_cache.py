@@ -9,6 +9,8 @@ always its beginning.
 If two requests compute the same granule at once, the first one's copy is cached. The other request's blocks stay its
 own, and it counts as a user all the same, so that core and instance agree whatever messages cross on the way.
 
+Where the model has states, requests continue only behind granules with a state (`pdmesh.core.instances.cached_states`).
+
 If an instance has an offload tier (`pdmesh.core.instances.offloaded`), granules evicted from the cache go there.
 """
 
@@ -18,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from pdmesh.core.instances.cache_index import CacheIndex
+from pdmesh.core.instances.cached_states import CachedStates, StateUse
 from pdmesh.core.instances.idle import IdleGranules, IdleLine
 from pdmesh.core.instances.offloaded import OffloadedHere
 from pdmesh.kv_layout import blocks_of_granule
@@ -30,7 +33,8 @@ class HeldGranules:
 
     ``line`` is the line of the request's tenant. The first ``num_computed`` granules are computed. ``kept`` has a bit
     for each granule that is cached in the request's own or shared blocks. ``num_lost`` counts granules that the
-    instance turned out not to have: it refuses the request, or will.
+    instance turned out not to have: it refuses the request, or will. ``use`` is the request's use of states, None where
+    no layer has some.
     """
 
     # Not a dataclass: mypyc would leave __init__ to the interpreter.
@@ -40,6 +44,7 @@ class HeldGranules:
         self.num_computed = 0
         self.kept = 0
         self.num_lost = 0
+        self.use: StateUse | None = None
 
     @property
     def computed(self) -> Sequence[PrefixHash]:
@@ -54,11 +59,16 @@ class PrefixCache:
     """Prefix cache of one instance, as the core knows it.
 
     ``granule_blocks`` is 0 if the instance caches nothing. ``last_begun`` is the mesh-wide number of the last request
-    with a chain that began here. ``offloaded`` is the offload tier, None without one.
+    with a chain that began here. ``offloaded`` is the offload tier, and ``states`` are the cached states; None without.
     """
 
-    def __init__(self, where: CacheIndex, number: int, block_size: int, num_offload_granules: int = 0) -> None:
-        """``number`` is the instance's number in the index ``where``; its tier holds ``num_offload_granules``."""
+    def __init__(
+        self, where: CacheIndex, number: int, block_size: int, num_offload_granules: int = 0, num_states: int = 0
+    ) -> None:
+        """``number`` is the instance's number in the index ``where``; its tier holds ``num_offload_granules``.
+
+        At most ``num_states`` states are cached; 0 if requests continue without.
+        """
         self.granule_blocks = blocks_of_granule(block_size)
         self._where = where
         self._bit = 1 << number
@@ -75,6 +85,13 @@ class PrefixCache:
         self.offloaded: OffloadedHere | None = None
         if num_offload_granules and self.granule_blocks:
             self.offloaded = OffloadedHere(where.offloaded, self._bit, num_offload_granules)
+        self.states: CachedStates | None = None
+        #: Granules that `make_way` evicted, for the next command.
+        self._evicted: tuple[PrefixHash, ...] = ()
+        where.with_states &= ~self._bit
+        if num_states and self.granule_blocks:
+            self.states = CachedStates(where.states, self._bit, num_states)
+            where.with_states |= self._bit
 
     @property
     def is_empty(self) -> bool:
@@ -103,6 +120,11 @@ class PrefixCache:
             else:
                 high = middle - 1
         return low
+
+    def reusable_depth(self, chain: Sequence[PrefixHash], most: int) -> int:
+        """Return how many of the first ``most`` granules of a chain a request can reuse, in which all are computed."""
+        depth = self.depth(chain, most)
+        return depth if self.states is None else self.states.depth(chain, depth)
 
     def num_loadable(self, chain: Sequence[PrefixHash], num_cached: int) -> int:
         """Return how many consecutive granules after the first ``num_cached`` the tier has; 0 without a tier."""
@@ -143,7 +165,15 @@ class PrefixCache:
         self._num_held += num_reused
         if self.offloaded is not None:
             self.offloaded.use(chain, held.line, idle)
+        if self.states is not None:
+            held.use = self.states.begin(chain, num_reused)
         return held
+
+    def ask_for_states(self, held: HeldGranules, num_seen: int) -> tuple[int, ...]:
+        """Choose the states that a request computes, as `CachedStates.ask` does; none where there are none."""
+        if self.states is None or held.use is None:
+            return ()
+        return self.states.ask(held.use, held.chain, num_seen)
 
     def claim(self, held: HeldGranules, tenant: str, share: int) -> None:
         """Set the tenant of a request once it is known: the tenant counts as a user of the request's granules."""
@@ -196,6 +226,8 @@ class PrefixCache:
         in_use.update(dict.fromkeys(fresh, held.line))
         self._num_held += len(fresh)
         held.num_computed = max(start, num_granules)
+        if self.states is not None and held.use is not None:
+            self.states.computed(held.use, held.chain, start, num_granules, held.kept)
 
     def drew(self, granules: Sequence[PrefixHash], num_known: int, tenant: str | None = None, share: int = 1) -> None:
         """Cache the ``granules`` of a request that frees its blocks, including granules of its output.
@@ -220,8 +252,12 @@ class PrefixCache:
             else:
                 self._keep(granule, line)
 
-    def end(self, held: HeldGranules) -> None:
-        """End a request: its cached granules without another user become idle."""
+    def end(self, held: HeldGranules, states: Sequence[PrefixHash] = ()) -> None:
+        """End a request: its cached granules without another user become idle.
+
+        The instance cached the ``states`` of these granules at the end.
+        """
+        self._end_use(held, states)
         if held is NOTHING:
             return
         self._num_held -= held.kept.bit_count()
@@ -238,6 +274,13 @@ class PrefixCache:
             if offloaded is not None:
                 offloaded.let_go(granule)
         self._idle.add_all(idle)
+
+    def _end_use(self, held: HeldGranules, states: Sequence[PrefixHash]) -> None:
+        if self.states is not None and (states or held.use is not None):
+            use = StateUse(0) if held.use is None else held.use
+            known = [granule for granule in states if granule in self]
+            line = self._idle.unknown if held is NOTHING else held.line
+            self.states.end(use, held.chain, known, self._idle, line)
 
     # --- moving to another instance ---
 
@@ -285,6 +328,25 @@ class PrefixCache:
         """Count idle granules whose leases ended as used just now."""
         self._idle.end_leases(granules)
 
+    def make_way(self, chain: Sequence[PrefixHash], num_reused: int, num_own_blocks: int, num_free_blocks: int) -> None:
+        """Evict idle granules until a new request fits, which computes granules again for want of a state.
+
+        Granules behind the first ``num_reused`` stay cached while the request computes them, so they take room beside
+        the request's ``num_own_blocks`` of ``num_free_blocks``. The next `make_room` returns the evicted granules.
+        """
+        if self.states is None or num_own_blocks + len(chain) * self.granule_blocks <= num_free_blocks:
+            return
+        idle, reused = self._idle, set(chain[:num_reused])
+        while (short := num_own_blocks + self.num_idle_blocks_of(chain) - num_free_blocks) > 0:
+            taken = idle.take(-(-short // self.granule_blocks) + sum([granule in idle for granule in reused]))
+            idle.add_all([(granule, line) for granule, line in taken.items() if granule in reused])
+            gone = tuple([granule for granule in taken if granule not in reused])
+            if not gone:
+                return
+            self._where.discard_all(gone, self._bit)
+            self.states.discard(gone)
+            self._evicted += gone
+
     def make_room(self, num_granules: int) -> Evictions:
         """Evict ``num_granules`` idle granules, or all if there are fewer, and orphans without a user; return them.
 
@@ -292,38 +354,44 @@ class PrefixCache:
         """
         orphans, idle = self._take_orphans(), self._idle
         if num_granules <= 0:
-            return Evictions(drop=orphans) if orphans else NO_EVICTIONS
+            states = () if self.states is None else self.states.make_room()
+            return Evictions(drop=orphans, states=states) if orphans or states else NO_EVICTIONS
         if self._where.protected:
             idle.spare(self._where.protected, num_granules)
         given_up = idle.take(num_granules)
         self._where.discard_all(given_up, self._bit)
+        if self.states is not None:
+            self.states.discard(given_up)
+            return Evictions(drop=orphans + tuple(given_up), states=self.states.make_room())
         if self.offloaded is None:
             return Evictions(drop=orphans + tuple(given_up))
         room = self.offloaded.take_in(given_up, idle)
         return Evictions(drop=orphans + room.drop, offload=room.offload, evict=room.evict)
 
     def _take_orphans(self) -> tuple[PrefixHash, ...]:
-        """Remove and return the orphans, which the next command drops.
+        """Remove and return the orphans, which the next command drops, behind the granules that `make_way` evicted.
 
         An orphan in a live request's chain remains: the request may have found it on the instance meanwhile.
         """
+        evicted, self._evicted = self._evicted, ()
         if not self._orphans:
-            return ()
+            return evicted
         orphans = tuple([granule for granule in self._orphans if granule not in self._users])
         for granule in orphans:
             del self._orphans[granule]
-        return orphans
+        return evicted + orphans
 
     def replace(
         self,
         kept: Sequence[PrefixHash],
         held: Iterable[HeldGranules],
         offloaded: Sequence[PrefixHash] | None = None,
+        states: Sequence[PrefixHash] = (),
     ) -> None:
         """Replace the cache by the instance's report, the longest unused granule first.
 
         ``held`` are the live requests' granules; ones that the report lacks count as lost. ``offloaded`` is the tier's
-        report; None leaves the tier as it is.
+        report; None leaves the tier as it is. ``states`` are the reported granules with a state.
 
         A reported granule in a live request's chain that was unknown before is left out: it could not be dropped for
         the room that the request was promised. The instance drops it by itself if necessary.
@@ -345,6 +413,8 @@ class PrefixCache:
                     each.kept &= ~(1 << index)
                     each.num_lost += 1
             self._num_held += each.kept.bit_count()
+        if self.states is not None:
+            self.states.replace([granule for granule in states if granule in self])
 
     def lose_offloaded(self, granules: Iterable[PrefixHash]) -> None:
         """Remove granules that the tier lost or dropped by itself."""
@@ -356,6 +426,8 @@ class PrefixCache:
         self._forget()
         if self.offloaded is not None:
             self.offloaded.clear()
+        if self.states is not None:
+            self.states.clear()
 
     def _forget(self) -> None:
         self._where.discard_all((*self._in_use, *self._idle.lines()), self._bit)
@@ -384,3 +456,6 @@ class PrefixCache:
         assert self._where.of(self._bit) == self._in_use.keys() | idle, f"{name}: the index has other granules"
         if self.offloaded is not None:
             self.offloaded.check_integrity(name, self._users)
+        if self.states is not None:
+            self.states.check_integrity(name, [(each.chain, each.use) for each in held if each.use is not None])
+            assert all(granule in self for granule in self.states.granules), f"{name}: a state without its KV"

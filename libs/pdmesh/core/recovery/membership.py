@@ -56,6 +56,7 @@ class Membership:
             jumps=event.jumps,
             offloaded=event.offloaded,
             dropped=event.dropped,
+            states=event.states,
         )
         self._on_demand.joined(self._mesh.instances[instance_id])
         self._choice.joined(event.profile)

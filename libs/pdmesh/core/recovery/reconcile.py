@@ -146,6 +146,7 @@ class Reconciler:
         kept: PrefixHashes = (),
         jumps: Jumps = (),
         offloaded: PrefixHashes = (),
+        states: PrefixHashes = (),
         dropped: Iterable[RequestKey] = (),
     ) -> None:
         mesh, instance_id = self._mesh, profile.instance_id
@@ -199,7 +200,7 @@ class Reconciler:
             if not self._keep_resident(home_id, resident, now_s):
                 mesh.free(home_id, (resident.request_id, resident.epoch))
         if kept or offloaded:
-            instance.replace_kept(kept, offloaded)
+            instance.replace_kept(kept, offloaded, states)
             instance.recent.learn(kept, jumps)
         if old is not None:
             blames = {} if old.profile.is_process_of(profile) else self._died(old, now_s)

@@ -369,7 +369,7 @@ class Round:
 
     def _num_reused_granules(self, instance: InstanceState, head: RequestState) -> int:
         """Return how many granules of the head are not computed on an instance: cached ones, and loaded ones."""
-        return instance.num_cached_granules(head.request) + self._reusing.num_loaded(instance)
+        return instance.num_reusable_granules(head.request) + self._reusing.num_loaded(instance)
 
     def _place(self, state: RequestState, placement: Placement) -> None:
         prefill, num_prompt_tokens = placement.prefill, state.request.num_prompt_tokens

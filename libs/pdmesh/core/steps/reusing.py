@@ -59,7 +59,7 @@ class Reusing:
     def look_at(self, head: RequestState, reuse: ReuseCost | None) -> Mapping[int, int]:
         """Return how many granules of the head each instance, by number, has cached or, given ``reuse``, can load."""
         depths, self._loads = reusable(
-            head.request, self._mesh.depths(head.request), self._mesh.cache_index, self._mesh.by_number, reuse
+            head.request, self._mesh.reusable_depths(head.request), self._mesh.cache_index, self._mesh.by_number, reuse
         )
         return depths
 
@@ -162,7 +162,8 @@ class Reusing:
         for state in islice(computing, MAX_ASKED):
             instance = self._mesh.instances[state.prefill_ids[0]]
             if instance.takes_prompts and instance.could_prefill(head.request):
-                num_tokens = _num_common(chain, state.request.chain) * GRANULE_TOKENS
+                num_common = _num_common(chain, state.request.chain)
+                num_tokens = instance.num_coming_granules(state.key, num_common) * GRANULE_TOKENS
                 yield self._candidate(head, instance, num_tokens, reuse)
         for fetch in islice(self._fetches.coming(head), MAX_ASKED):
             destination = self._mesh.instances.get(fetch.copy.target_id)
