@@ -56,9 +56,7 @@ class SecurityConfig:
         None
     )
     tls_key: Annotated[Path | None, "private key of tls_cert"] = None
-    tls_ca: Annotated[
-        Path | None, "authority that peers' certificates are checked against (mutual TLS between services)"
-    ] = None
+    tls_ca: Annotated[Path | None, "authority that checks peers' certificates (mutual TLS between services)"] = None
     tls_roles: Annotated[
         bool,
         "refuse services whose certificate does not name their role (`pdmesh tls dev-ca --role`); without this, a "
@@ -321,6 +319,9 @@ class WorkerConfig:
         "alone. 0: no limit",
     ] = 0
     max_num_seqs: Annotated[Count, "most requests that an instance decodes at once"] = 64
+    cached_states_share: Annotated[
+        float, Meta(ge=0, le=0.9), "most of the KV cache, beside requests' own states, for states that are cached"
+    ] = 0.4
     tensor_parallel_size: Annotated[
         int,
         Meta(ge=1, le=64),

@@ -10,6 +10,9 @@ from pdmesh.ranges import ANY_COUNT, COUNT
 #: Tokens of a *granule*, the unit in which a prompt's KV is cached and reused.
 GRANULE_TOKENS = 128
 
+#: Window of layers with a state: a token needs the state behind the token before.
+STATE_WINDOW = 2
+
 
 def blocks_of_granule(block_size: int) -> int:
     """Return the number of blocks in a granule; 0 if ``block_size`` does not divide it, so that nothing is cached."""
@@ -131,6 +134,11 @@ class KvLayout:
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in all layers."""
         return self.bytes_per_block // self.block_size
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the windowed layers have states. Their pages hold the states at the ends of some blocks only."""
+        return self.window == STATE_WINDOW
 
     @property
     def bytes_per_frame(self) -> int:

@@ -13,7 +13,7 @@ from pdmesh.errors import ConfigError
 from pdmesh.kv_layout import KvLayout
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.profiles import load_profile
-from pdmesh.worker.engines import EngineFacts, num_blocks_of
+from pdmesh.worker.engines import EngineFacts, cache_size_of
 from pdmesh_testing.fake_engine import FakeEngine, timed_by
 
 #: Context length, unless configured.
@@ -36,7 +36,7 @@ def build(config: MeshConfig, num_stages: int) -> FakeEngine:
     max_model_len = worker.max_model_len or MAX_MODEL_LEN
     return FakeEngine(
         layout,
-        num_blocks=num_blocks_of(worker, layout, free_bytes=None, max_model_len=max_model_len),
+        num_blocks=cache_size_of(worker, layout, free_bytes=None, max_model_len=max_model_len).num_blocks,
         max_model_len=max_model_len,
         checks_kv=False,
         step_s=None if worker.fake_latency is None else timed_by(parse_latency(worker.fake_latency)),

@@ -81,9 +81,16 @@ def granules_of(tokens: list[int]) -> PrefixHashes:
     return HASHER.granules(HASHER.root(b""), pack_token_ids(tokens))
 
 
-async def run(instance: RunningInstance, generation: Generation, *, num_reused: int = 0) -> list[int]:
+async def run(
+    instance: RunningInstance,
+    generation: Generation,
+    *,
+    num_reused: int = 0,
+    states: tuple[int, ...] = (),
+    evicted_states: PrefixHashes = (),
+) -> list[int]:
     """Compute and decode it there; the tokens that it draws."""
-    instance.admit(generation, kv_moves=False, num_reused=num_reused)
+    instance.admit(generation, kv_moves=False, num_reused=num_reused, states=states, evicted_states=evicted_states)
     for chunk in chunk_plans(generation, [100], num_reused * GRANULE_TOKENS):
         instance.run([chunk])
     await instance.reported(KvReleased, generation.request_id)

@@ -133,12 +133,14 @@ class RunningInstance:
         drop: PrefixHashes = (),
         offload: PrefixHashes = (),
         evict: PrefixHashes = (),
+        states: tuple[int, ...] = (),
+        evicted_states: PrefixHashes = (),
     ) -> None:
         """Admit a request with room for all of it, or with ``num_blocks``.
 
         ``awaits_receiver``: no receiver is known yet.
         The first ``num_reused`` granules are reused, the last ``num_loaded`` of them from the tier. Granules to
-        ``drop``, ``offload`` and ``evict`` make room before.
+        ``drop``, ``offload`` and ``evict`` make room before. The ``states`` with these numbers are cached.
         """
         num_cached = 0 if kv_moves else generation.max_tokens_left - 1
         shard = self.shard(num_blocks or num_blocks_for(generation.num_tokens + num_cached, self.block_size))
@@ -151,7 +153,8 @@ class RunningInstance:
             awaits_receiver=awaits_receiver,
             num_reused_granules=num_reused,
             num_loaded_granules=num_loaded,
-            room=Evictions(drop=drop, offload=offload, evict=evict),
+            room=Evictions(drop=drop, offload=offload, evict=evict, states=evicted_states),
+            states=states,
         )
         self.instance.handle(command, prompt_of(self._hashed_for_own_weights(generation)))
 

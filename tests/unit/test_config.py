@@ -248,7 +248,7 @@ def test_every_default_is_a_value_that_may_be_given() -> None:
 def test_there_are_few_settings_and_ten_of_them_come_first() -> None:
     """Before one is added: can it be a constant, or follow from another?"""
     marks = [setting.marks for setting in settings_of(MeshConfig)]
-    assert sum(HANDED_DOWN not in each for each in marks) <= 120
+    assert sum(HANDED_DOWN not in each for each in marks) <= 121
     assert sum(TOP_TEN in each for each in marks) == 10
 
 

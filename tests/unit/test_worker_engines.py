@@ -19,11 +19,11 @@ from pdmesh.worker.engines import (
     EngineFacts,
     build_engine,
     cache_bytes,
+    cache_size_of,
     check_ranks_can_compute,
     engine_facts,
     frees_behind_windows,
     max_frames_of,
-    num_blocks_of,
 )
 from pdmesh.worker.measuring import step_s
 from pdmesh_testing import fake_engine as fake
@@ -33,6 +33,10 @@ from pdmesh_testing.transformers_checkpoints import model_variants, write_transf
 
 LAYOUT = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
 BLOCK_BYTES = 32 * 65536
+
+
+def num_blocks_of(*args: Any, **kwargs: Any) -> int:
+    return cache_size_of(*args, **kwargs).num_blocks
 
 
 def test_a_device_gives_a_share_of_what_the_weights_leave() -> None:
@@ -61,11 +65,11 @@ def test_what_is_set_is_taken_anywhere(free_bytes: int | None) -> None:
 
 def test_no_room_for_a_block_is_said() -> None:
     with pytest.raises(ConfigError, match=r"worker\.kv_cache_bytes is 1000"):
-        num_blocks_of(WorkerConfig(kv_cache_bytes=1000), LAYOUT, free_bytes=None, max_model_len=4096)
+        cache_size_of(WorkerConfig(kv_cache_bytes=1000), LAYOUT, free_bytes=None, max_model_len=4096)
     with pytest.raises(
         ConfigError, match=r"of the 1000 bytes that the weights leave free \(worker.kv_cache_share\) is 850"
     ):
-        num_blocks_of(WorkerConfig(), LAYOUT, free_bytes=1000, max_model_len=4096)
+        cache_size_of(WorkerConfig(), LAYOUT, free_bytes=1000, max_model_len=4096)
 
 
 WINDOWED = replace(LAYOUT, window=512, windowed_layers=tuple(n for n in range(32) if n % 6 != 5))

@@ -21,13 +21,13 @@ from pdmesh.service import raise_descriptor_limit
 from pdmesh.wire.endpoint import check_bind
 from pdmesh.worker.engines import (
     block_size_of,
+    cache_size_of,
     check_memory,
     check_ranges,
     check_ranks_can_compute,
     check_states,
     device_name,
     engine_entry,
-    num_blocks_of,
 )
 
 #: Threads of one of our processes, with some to spare (10 to 13 in a mesh of four that answers, 2026-11).
@@ -100,7 +100,7 @@ def check_checkpoint(config: MeshConfig, directory: Path, *, num_instances: int)
         weight_files(directory)
     kv_bytes = worker.kv_offload_host_bytes + (worker.kv_cache_bytes or 0)
     if worker.kv_cache_bytes is not None:
-        num_blocks_of(worker, layout, free_bytes=None, max_model_len=max_model_len)
+        cache_size_of(worker, layout, free_bytes=None, max_model_len=max_model_len)
     if device_name(config) == "cpu":
         free_bytes = free_host_bytes()
         check_memory(model, layout, num_instances=num_instances, free_bytes=free_bytes, kv_bytes=kv_bytes)

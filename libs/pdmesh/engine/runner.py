@@ -86,7 +86,7 @@ class TorchEngine:
         self,
         checkpoint_dir: Path,
         *,
-        num_blocks: int | Callable[[KvLayout, int | None], int],
+        num_blocks: int | Callable[[KvLayout, int | None], tuple[int, int]],
         block_size: int = 16,
         dtype: str = "auto",
         device: str = "auto",
@@ -150,7 +150,8 @@ class TorchEngine:
         self._grammars = Grammars(checkpoint_dir, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids)
         self._json_bounds: JsonBounds | None = None  # created with the first JSON grammar
         if not isinstance(num_blocks, int):
-            num_blocks = num_blocks(layout, _free_bytes(self._device))
+            num_blocks, most_frames = num_blocks(layout, _free_bytes(self._device))
+            max_frames = None if max_frames is None else most_frames
         cache_bytes = num_blocks * layout.bytes_per_block
         asked = AskedRows.of(planned.config, layout, range_tokens)
         self._forward: Forward | Pipeline

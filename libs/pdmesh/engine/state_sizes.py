@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from pdmesh.kv_layout import PageShape
 
-#: Window of layers with a state: a token needs the state behind the token before.
-STATE_WINDOW = 2
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNet:

@@ -1,8 +1,9 @@
 """Pages of layers with a state: the page that holds the state behind each token.
 
 A layer's page of a block holds two states, each with its *position*: the number of tokens that the state covers. A step
-reads the state that covers the tokens before its first. The step writes the state behind each block and behind its last
-token. The state that was read stays, so a step may be computed again. A state of another position is never read.
+reads the state that covers the tokens before its first. The step writes the state behind its last token, and behind
+each block that has a page. The state that was read stays, so a step may be computed again. A state of another position
+is never read.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from pdmesh.kv_layout import num_blocks_for
 #: Position of a place without a state. Zeros are no state, and no state is read before the first token.
 NO_POSITION = 0
 
+#: Page of a block without a frame: the state behind the block is not written.
+NO_PAGE = -1
+
 #: Positions of the states in a layer's pages, (pages, 2).
 Positions = npt.NDArray[np.integer[Any]]
 
@@ -29,7 +33,7 @@ class StateSlice(NamedTuple):
     """Rows of a step of one sequence: ``num_tokens`` tokens from ``start`` on, in rows from ``row`` on.
 
     ``pages`` are the layer's pages of the sequence's blocks, from the block of the token before ``start`` on, or from
-    the first block. With ``is_timing``, the state before may be missing.
+    the first block, `NO_PAGE` for blocks without a page. With ``is_timing``, the state before may be missing.
     """
 
     row: int
@@ -64,7 +68,7 @@ class StatePath:
     def begun(cls, part: StateSlice, block_size: int, positions: Positions) -> StatePath:
         """Return the places for a slice, and forget all other states of the pages that the slice writes.
 
-        Raise RuntimeError if no page has the state before the slice.
+        Raise RuntimeError if no page has the state before the slice, or can take the state behind the slice.
         """
         source = None if part.start == 0 or part.is_timing else _found(part, positions)
         first_block = max(0, part.start - 1) // block_size
@@ -72,12 +76,16 @@ class StatePath:
         stops: list[StateStop] = []
         for block in range(part.start // block_size, num_blocks_for(end, block_size)):
             page = part.pages[block - first_block]
+            if page == NO_PAGE:
+                continue
             slot = 1 if source == (page, 0) else 0
             position = min(end, (block + 1) * block_size)
             stops.append(StateStop(position - part.start, StatePlace(page, slot)))
             for each in (0, 1):
                 if source != (page, each):
                     positions[page, each] = NO_POSITION
+        if not stops or stops[-1].num_tokens != part.num_tokens:
+            raise RuntimeError(f"the state behind token {end} has no page")
         return cls(source, tuple(stops))
 
     def end(self, start: int, positions: Positions) -> None:
@@ -107,7 +115,9 @@ def state_slices(batch: Sequence[SequenceSlice], block_size: int, frames: FrameM
         blocks = slice(max(0, part.start - 1) // block_size, num_blocks_for(part.start + part.num_tokens, block_size))
         pages = part.sequence.block_table[blocks]
         if frames is not None:
-            pages = frames.of_block[pages].tolist()
+            found = frames.of_block[pages]
+            found[found == frames.zeros] = NO_PAGE
+            pages = found.tolist()
         slices.append(StateSlice(row, part.start, part.num_tokens, pages, part.sequence.is_timing))
         row += part.num_tokens
     return tuple(slices)

@@ -7,7 +7,7 @@ transfers name blocks only, and a block outside the window frees just its frame.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -47,9 +47,15 @@ class WindowFrames:
     is cached: then the frame stays until another block needs it. Blocks that fell behind a window (*passed*) lose their
     frames first; *resumable* blocks, at whose end a request ended or began, follow. In each class the longest unused go
     first.
+
+    In layers with states, a frame that no table holds is free unless `cache` was called for its block. Then the block
+    counts as resumable. ``on_lost`` is called if such a frame was taken, because too few were free.
     """
 
-    def __init__(self, pool: BlockPool, frames: FrameMap) -> None:
+    def __init__(self, pool: BlockPool, frames: FrameMap, *, has_states: bool = False) -> None:
+        self.has_states = has_states
+        self.on_lost: Callable[[], object] = _ignore
+        self._cached: set[int] = set()
         self._pool = pool
         self._map = frames
         frames.of_block.fill(frames.zeros)
@@ -95,11 +101,14 @@ class WindowFrames:
             self._holders[block_id] = self._holders.get(block_id, 0) + 1
             self._passed.pop(block_id, None)
             self._resumable.pop(block_id, None)
+        num_cached = len(self._cached)
         for block_id in victims:
             self._drop(block_id)
         for block_id in block_ids:
             if not self._has(block_id):
                 self._map.of_block[block_id] = self._free.pop()
+        if len(self._cached) < num_cached:
+            self.on_lost()
 
     def let_go(self, block_ids: Sequence[int], *, resumable: bool = False) -> None:
         """Hold blocks for one table less.
@@ -112,12 +121,53 @@ class WindowFrames:
             if self._holders[block_id]:
                 continue
             del self._holders[block_id]
-            if block_id not in self._pool.kept and not self._pool.is_pinned(block_id):
+            is_kept = block_id in self._pool.kept and (block_id in self._cached or not self.has_states)
+            if not is_kept and not self._pool.is_pinned(block_id):
                 self._drop(block_id)
-            elif resumable:
+            elif resumable or block_id in self._cached:
                 self._resumable[block_id] = None
             else:
                 self._passed[block_id] = None
+
+    # --- cached states ---
+
+    def cache(self, block_id: int) -> None:
+        """Keep the frame of a cached block, which has one, until `uncache`."""
+        assert self._has(block_id), f"block {block_id} has no frame to keep"
+        assert block_id in self._pool.kept, f"block {block_id} is not cached"
+        self._cached.add(block_id)
+        if block_id not in self._holders:
+            self._passed.pop(block_id, None)
+            self._resumable[block_id] = None
+
+    def is_cached(self, block_id: int) -> bool:
+        """Whether `cache` was called for a block that still has its frame."""
+        return block_id in self._cached
+
+    def uncache(self, block_ids: Iterable[int]) -> None:
+        """Free the frames of blocks that no table holds; other frames are free once no table holds them."""
+        for block_id in block_ids:
+            self._cached.discard(block_id)
+            if block_id in self._resumable:
+                if self._pool.is_pinned(block_id):
+                    del self._resumable[block_id]
+                    self._passed[block_id] = None
+                else:
+                    self._drop(block_id)
+
+    def hand_on(self, block_id: int, target_id: int) -> bool:
+        """Hand the frame of a block that one table holds to a block with equal tokens, if that has none.
+
+        The table no longer holds the frame. Returns False, and changes nothing, if a copy or another table uses the
+        frame, or if the target has a frame.
+        """
+        if self._has(target_id) or self._holders[block_id] > 1 or self._pool.is_pinned(block_id):
+            return False
+        del self._holders[block_id]
+        self._map.of_block[target_id] = self._map.of_block[block_id]
+        self._map.of_block[block_id] = self._map.zeros
+        self._resumable[target_id] = None
+        return True
 
     def check_integrity(self, held: Collection[int]) -> None:
         """Raise AssertionError unless each frame is free or one block's, and tables hold exactly the blocks ``held``.
@@ -137,6 +187,7 @@ class WindowFrames:
         assert sorted(frames) == list(range(self.num_frames)), f"frames of two, or of nobody: {numbers}"
         assert self._holders.keys() <= self._pool.references.keys(), f"frames are held of blocks of no table: {numbers}"
         assert self._holders.keys() == set(held), f"{len(set(held))} blocks are seen, {numbers}"
+        assert self._cached <= placed.keys(), f"cached states without a frame: {numbers}"
         unused = idle - self._pool.references.keys() - self._pool.kept
         assert all(map(self._pool.is_pinned, unused)), f"free blocks have frames: {numbers}"
 
@@ -157,7 +208,12 @@ class WindowFrames:
         assert not self._pool.is_pinned(block_id), f"a copy touches the frame of block {block_id}"
         self._passed.pop(block_id, None)
         self._resumable.pop(block_id, None)
+        self._cached.discard(block_id)
         frame = int(self._map.of_block[block_id])
         if frame != self._map.zeros:
             self._map.of_block[block_id] = self._map.zeros
             self._free.append(frame)
+
+
+def _ignore() -> None:
+    """Do nothing."""

@@ -18,6 +18,7 @@ from pdmesh.plans import Evictions
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.wire.messages import pack_token_ids
 from pdmesh.worker.sequences import Drawn, LocalRequest
+from pdmesh.worker.state_cache import StateCache
 from pdmesh.worker.windows import Windows
 
 log = structlog.get_logger()
@@ -57,6 +58,9 @@ class BlockTables:
         self.tier = tier
         self._windows = windows
         self.kept = CachedGranules(pool, block_size)
+        self.states = StateCache(self.kept, windows.frames, block_size)
+        if windows.frames is not None:
+            windows.frames.on_lost = self._lost_states
         self._block_size = block_size
         self._instance_id = instance_id
         self._pool = pool
@@ -73,6 +77,7 @@ class BlockTables:
             tier.touch(room.drop)
         lost = [granule for granule in room.offload if not self._offload(granule)]
         kept.drop((*room.drop, *room.offload))
+        self.states.evict(room.states)
         if lost:
             self._report(CacheReported(self._instance_id, lost=tuple(lost)))
 
@@ -109,7 +114,8 @@ class BlockTables:
         The next token follows the shared tokens or the coming tokens, whichever are more. Raises OutOfFrames if there
         is no room. Raises StalePrefix if shared blocks have lost frames that the next token sees. StalePrefix also
         evicts the granules after the last resumable one, so that the scheduler learns of the loss. The source of a copy
-        of granules evicts nothing, since another request may continue from the end of the copy.
+        of granules evicts nothing, since another request may continue from the end of the copy. Without states nothing
+        is evicted either, because the report of the cache names them.
         """
         block_table = request.sequence.block_table
         num_tokens = max(request.num_shared_tokens, num_coming_tokens)
@@ -117,7 +123,7 @@ class BlockTables:
         if not self._windows.is_seen(block_table, num_tokens, num_shared):
             num_granules = request.num_shared_tokens // GRANULE_TOKENS
             num_left = next(num for num in reversed(range(num_granules)) if self._can_go_on(block_table, num))
-            if request.phase is not SeqPhase.COMPUTED:
+            if request.phase is not SeqPhase.COMPUTED and self.states.is_off:
                 self.kept.drop(request.chain[num_left:num_granules])
             reason = f"layers with a window have KV for {num_left} of {num_granules} cached blocks only"
             raise StalePrefix(reason, (num_granules - num_left) * GRANULE_TOKENS)
@@ -156,8 +162,14 @@ class BlockTables:
     def keep_prompt(self, request: LocalRequest, num_tokens: int) -> None:
         """Cache the granules of a prompt's first ``num_tokens``, whose KV is here."""
         self.kept.keep(request.chain[: num_tokens // GRANULE_TOKENS], request.sequence.block_table)
+        self.states.computed(request, num_tokens // GRANULE_TOKENS)
 
-    def keep_drawn(self, request: LocalRequest) -> Drawn:
+    def keep_end(self, request: LocalRequest) -> Drawn:
+        """Cache what a request leaves: drawn granules, and states."""
+        drawn = self._keep_drawn(request)
+        return drawn._replace(states=self.states.ended(request, drawn.granules))
+
+    def _keep_drawn(self, request: LocalRequest) -> Drawn:
         """Cache the complete granules after a request's chain, and return them.
 
         Returns none with the cache off, and for requests without hashes, with remote KV, or that have not drawn
@@ -187,13 +199,23 @@ class BlockTables:
         """Return the first granules of a request that are cached in the request's own blocks."""
         return request.chain[: self.kept.num_cached_in(request.sequence.block_table, request.chain)]
 
+    def num_stateless_tokens(self, request: LocalRequest) -> int:
+        """Return how many cached tokens behind its reused ones a prompt computes again, for want of a state."""
+        if self.states.is_off:
+            return 0
+        return self.kept.num_cached_of(request.chain) * GRANULE_TOKENS - request.num_reused_tokens
+
     def report_cached(self) -> None:
         """Report the cached granules to the scheduler."""
         self._report(self.report())
 
     def report(self) -> CacheReported:
         """Return the report of all cached granules."""
-        return CacheReported(self._instance_id, self.kept.hashes)
+        return CacheReported(self._instance_id, self.kept.hashes, states=self.states.hashes)
+
+    def _lost_states(self) -> None:
+        log.warning("evicted cached states without a command; the scheduler expected room")
+        self.report_cached()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the counts of blocks and granules contradict each other."""

@@ -22,6 +22,7 @@ from pdmesh.extensions import extension
 from pdmesh.host import free_host_bytes
 from pdmesh.kv_layout import GRANULE_TOKENS, KvLayout, num_blocks_for
 from pdmesh.model import MeasuredStep, Role
+from pdmesh.worker.state_frames import CacheSize, divided, num_held_frames, state_room
 
 # Importing torch takes seconds, and numpy a third of a second.
 if TYPE_CHECKING:
@@ -154,28 +155,44 @@ def preload(config: MeshConfig) -> PreloadedModel | None:
 
 def _num_blocks(
     worker: WorkerConfig, layout: KvLayout, free_bytes: int | None, *, max_model_len: int, max_frames: int
-) -> int:
+) -> CacheSize:
     of = partial(
-        num_blocks_of, worker, free_bytes=free_bytes, max_model_len=max_model_len, host_bytes=free_host_bytes()
+        cache_size_of, worker, free_bytes=free_bytes, max_model_len=max_model_len, host_bytes=free_host_bytes()
     )
-    num_blocks = of(layout, max_frames=max_frames if layout.window else 0)
-    if layout.window:
+    size = of(layout, max_frames=max_frames if layout.window else 0)
+    num_blocks, num_frames = size
+    if layout.has_states:
+        room = state_room(layout, size, worker.max_num_seqs, worker.cached_states_share)
+        log.info(
+            "the cache has states beside KV",
+            num_tokens=num_blocks * layout.block_size,
+            num_states_of_requests=num_held_frames(layout, room.num_seats),
+            num_cached_states=room.num_cached,
+            bytes_per_state=layout.bytes_per_frame,
+        )
+        if room.num_seats < worker.max_num_seqs:
+            log.warning(
+                "states of fewer requests than worker.max_num_seqs have room: raise worker.kv_cache_bytes",
+                max_num_seqs=worker.max_num_seqs,
+                num_requests=room.num_seats,
+            )
+    elif layout.window:
         log.info(
             "KV outside the attention windows is freed",
             num_tokens=num_blocks * layout.block_size,
             num_windowed_layers=len(layout.windowed_layers),
-            num_tokens_of_these=min(num_blocks, max_frames) * layout.block_size,
-            num_tokens_if_all_was_held=of(replace(layout, window=0, windowed_layers=())) * layout.block_size,
-            num_cache_bytes=cache_bytes(layout, num_blocks, min(num_blocks, max_frames)),
+            num_tokens_of_these=num_frames * layout.block_size,
+            num_tokens_if_all_was_held=of(replace(layout, window=0, windowed_layers=())).num_blocks * layout.block_size,
+            num_cache_bytes=cache_bytes(layout, num_blocks, num_frames),
         )
-        if (num_tokens := num_blocks * layout.block_size) < max_model_len:
-            log.warning(
-                "the KV cache is smaller than a context: lower worker.max_num_seqs or policy.max_chunk_tokens, "
-                "which reserve KV of layers with a window, or raise worker.kv_cache_bytes",
-                num_tokens=num_tokens,
-                max_model_len=max_model_len,
-            )
-    return num_blocks
+    if layout.window and (num_tokens := num_blocks * layout.block_size) < max_model_len:
+        log.warning(
+            "the KV cache is smaller than a context: lower worker.max_num_seqs or policy.max_chunk_tokens, "
+            "which reserve KV of layers with a window or states, or raise worker.kv_cache_bytes",
+            num_tokens=num_tokens,
+            max_model_len=max_model_len,
+        )
+    return size
 
 
 def cache_bytes(layout: KvLayout, num_blocks: int, num_frames: int) -> int:
@@ -260,7 +277,7 @@ def max_frames_of(config: MeshConfig, layout: KvLayout, max_model_len: int) -> i
     """Return the most blocks that layers with a window hold at once.
 
     The sum of the windows of all decoding requests, half as much for requests that are computed, sent or resumable,
-    and the largest chunk.
+    and the largest chunk. The memory decides how many states there are.
     """
     worker, policy, block_size = config.worker, config.policy, layout.block_size
     num_seen = num_blocks_for(layout.window + GRANULE_TOKENS, block_size) + 2
@@ -399,7 +416,7 @@ def hardware_name(device: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def num_blocks_of(
+def cache_size_of(
     worker: WorkerConfig,
     layout: KvLayout,
     *,
@@ -407,12 +424,13 @@ def num_blocks_of(
     max_model_len: int,
     host_bytes: int | None = None,
     max_frames: int = 0,
-) -> int:
-    """Return the number of blocks of the KV cache: by the configured size, else by the free memory, else a default.
+) -> CacheSize:
+    """Return the size of the KV cache: by the configured size, else by the free memory, else a default.
 
     ``free_bytes`` are free on a device after loading the weights, ``host_bytes`` on the host. Of ``host_bytes``, and
     beyond ``max_frames`` (0: no limit) blocks, no more are used than the decoding requests can fill. Layers with a
-    window have at most ``max_frames`` + 1 blocks. Raise ConfigError if there is no room for one block.
+    window have at most ``max_frames`` + 1 blocks; layers with states as many as `divided` gives them. Raise ConfigError
+    if there is no room for one block.
     """
     kv_cache_bytes, source = worker.kv_cache_bytes, "worker.kv_cache_bytes"
     bytes_per_block, bytes_per_frame = layout.bytes_per_block, layout.bytes_per_frame
@@ -426,8 +444,16 @@ def num_blocks_of(
         source = f"the share of the {host_bytes} bytes that the host has free"
     elif kv_cache_bytes is None:
         kv_cache_bytes = HOST_KV_CACHE_BYTES
-    num_blocks = (kv_cache_bytes - bytes_per_frame) // bytes_per_block
-    if num_blocks > max_frames > 0:
+    num_blocks, num_frames = (kv_cache_bytes - bytes_per_frame) // bytes_per_block, max_frames
+    if layout.has_states and max_frames:
+        num_blocks, num_frames = divided(
+            layout,
+            kv_cache_bytes,
+            max_num_seqs=worker.max_num_seqs,
+            most_blocks=most_blocks,
+            cached_share=worker.cached_states_share,
+        )
+    elif num_blocks > max_frames > 0:
         rest = kv_cache_bytes - (max_frames + 1) * bytes_per_frame
         num_everywhere = bytes_per_block - bytes_per_frame
         num_blocks = max(max_frames, most_blocks)
@@ -438,4 +464,4 @@ def num_blocks_of(
             f"{source} is {kv_cache_bytes}, but one block of {layout.block_size} tokens takes"
             f" {bytes_per_block} bytes in {layout.num_layers} layers: use more memory or smaller blocks"
         )
-    return num_blocks
+    return CacheSize(num_blocks, min(num_blocks, num_frames))

@@ -134,7 +134,7 @@ class Instance:
         self.windows = windows = Windows(store, pool)
         self._tables = tables = BlockTables(instance_id, pool, block_size, hasher, report, windows, tier)
         self._sequences = sequences = Sequences(
-            pool, mover, windows=windows, keep_drawn=tables.keep_drawn, on_released=self._released
+            pool, mover, windows=windows, keep_end=tables.keep_end, on_released=self._released
         )
         #: Requests dropped since the last registration that decode nowhere, so that a scheduler can restart them now.
         self.dropped: list[RequestKey] = []
@@ -342,7 +342,9 @@ class Instance:
     def _released(self, request: LocalRequest, drawn: Drawn) -> None:
         request.end_trace(FREED)
         log.debug("request released", request_id=request.request_id, epoch=request.epoch)
-        self._report(KvReleased(self.instance_id, *request.state.key, request.state.received_by, *drawn))
+        key, granules, num_known, states = request.state.key, drawn.granules, drawn.num_known, drawn.states
+        received_by = request.state.received_by
+        self._report(KvReleased(self.instance_id, *key, received_by, granules, num_known, states))
         self._growth.blocks_freed()
         # A plan may wait for frames.
         self.plans.wake()
@@ -382,6 +384,11 @@ class Instance:
     def jumps(self) -> Jumps:
         """Which granules of `kept` follow which, for the registration."""
         return self._tables.kept.jumps
+
+    @property
+    def states(self) -> PrefixHashes:
+        """Cached granules with a state, for the registration."""
+        return self._tables.states.hashes
 
     @property
     def offloaded(self) -> PrefixHashes:

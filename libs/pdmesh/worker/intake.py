@@ -98,6 +98,8 @@ class Intake:
             trace=trace_of(context.tracing, generation, context.instance_id),
         )
         try:
+            if isinstance(command, AdmitPrefill):
+                context.tables.states.want(request, command.states)
             context.tables.begin_windows(request, num_coming_tokens)
         except PdmeshError:
             context.tables.give_back(request)
@@ -222,6 +224,7 @@ class Intake:
         if command.leads and request.generation.prefix_root:
             self._context.metrics.cache_queries.inc(num_tokens)
             self._context.metrics.cache_hits.inc(request.num_reused_tokens)
+            self._context.metrics.unseen_tokens.inc(self._context.tables.num_stateless_tokens(request))
         if command.moves_on:
             sources = command.shards if command.transfer is None else command.transfer.sources
             source = [shard.instance_id for shard in sources].index(self._context.instance_id)

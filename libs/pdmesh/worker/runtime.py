@@ -56,6 +56,7 @@ from pdmesh.worker.peer_checks import PeerChecks
 from pdmesh.worker.rank_start import start_ranks
 from pdmesh.worker.ranks import RankProcesses
 from pdmesh.worker.scheduler_link import WorkerSession
+from pdmesh.worker.state_frames import CacheSize, state_room
 from pdmesh.worker.steps import run_steps
 from pdmesh.worker.threads import EngineThread, fair_num_threads
 from pdmesh.worker.token_links import open_token_links
@@ -149,6 +150,8 @@ async def serve_instance(
     watch_event_loop(metrics.registry)
     pool = BlockPool(engine.kv.num_blocks)
     range_tokens = config.worker.max_kv_tokens_per_instance
+    size = CacheSize(engine.kv.num_blocks, 0 if engine.kv.frames is None else engine.kv.frames.num_frames)
+    room = state_room(engine.kv.layout, size, config.worker.max_num_seqs, config.worker.cached_states_share)
 
     def on_outcome(outcome: TransferOutcome) -> None:
         instance.on_outcome(outcome)
@@ -168,7 +171,8 @@ async def serve_instance(
             if range_tokens == 0
             else engine.max_model_len,
             max_kv_tokens=range_tokens,
-            max_num_seqs=config.worker.max_num_seqs,
+            max_num_seqs=room.num_seats,
+            num_cached_states=room.num_cached,
             num_transfer_backends=config.transfer.num_backends,
             data_address=transport.address,
             device=device,
@@ -195,6 +199,7 @@ async def serve_instance(
             residents=instance.residents(),
             kept=instance.kept,
             offloaded=instance.offloaded,
+            states=instance.states,
             stopping=not instance.admits,
             dropped=tuple(instance.dropped),
             jumps=instance.jumps,

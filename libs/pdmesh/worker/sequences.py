@@ -46,10 +46,14 @@ _WITH_DRAWN = (SeqPhase.COMPUTED, SeqPhase.DECODING, SeqPhase.PAUSED)
 
 
 class Drawn(NamedTuple):
-    """Drawn granules that are cached when a request ends. The first ``num_known`` of them were cached before."""
+    """Drawn granules that are cached when a request ends. The first ``num_known`` of them were cached before.
+
+    ``states`` are granules whose states are cached from then on.
+    """
 
     granules: PrefixHashes = ()
     num_known: int = 0
+    states: PrefixHashes = ()
 
 
 class ContextTable(Sequence[int]):
@@ -95,6 +99,7 @@ class LocalRequest:
     ``num_steps``: number of steps that use the request now; with several stages, each may have a chunk of it.
     ``decoded_in``: number of the instance's last batch that decodes the request; 0: none yet.
     ``has_drawn``: whether all tokens except the last one had KV here at the release.
+    ``num_cached_granules``: number of the prompt's first granules whose KV was computed here, or has come.
     """
 
     generation: Generation
@@ -120,6 +125,7 @@ class LocalRequest:
     num_steps: int = 0
     decoded_in: int = 0
     has_drawn: bool = False
+    num_cached_granules: int = 0
 
     @property
     def request_id(self) -> RequestId:
@@ -257,7 +263,7 @@ class Sequences:
     """The requests that an instance has blocks for.
 
     ``on_released`` is called once per request, when the last block is free or only cached, with the result of
-    ``keep_drawn``, which caches the drawn granules.
+    ``keep_end``, which caches the drawn granules and states.
     """
 
     def __init__(
@@ -266,13 +272,13 @@ class Sequences:
         mover: KvMover,
         *,
         windows: Windows,
-        keep_drawn: Callable[[LocalRequest], Drawn],
+        keep_end: Callable[[LocalRequest], Drawn],
         on_released: Callable[[LocalRequest, Drawn], None],
     ) -> None:
         self._pool = pool
         self._mover = mover
         self._windows = windows
-        self._keep_drawn = keep_drawn
+        self._keep_end = keep_end
         self._on_released = on_released
         self._requests: dict[tuple[RequestId, Epoch], LocalRequest] = {}
         self.states: dict[RequestKey, SequenceState] = {}
@@ -409,7 +415,7 @@ class Sequences:
             assert tables == held, f"{tables.total()} blocks in tables, {sum(held.values())} references in the pool"
 
     def _free(self, request: LocalRequest) -> None:
-        drawn = self._keep_drawn(request)
+        drawn = self._keep_end(request)
         self._windows.end(request.held, request.sequence.block_table)
         self._pool.free(request.sequence.block_table, on_released=lambda: self._freed(request, drawn))
 

@@ -66,7 +66,7 @@ class WorkerMetrics:
         self.fetched_bytes = Counter("pdmesh:prefix_cache_fetched_bytes", "Bytes of that.", registry=self.registry)
         self.unseen_tokens = Counter(
             "pdmesh:prefix_cache_unseen_tokens",
-            "Cached tokens not reused since their states, or their KV in layers with a window, were gone.",
+            "Cached tokens computed again since their states, or their KV in layers with a window, were gone.",
             registry=self.registry,
         )
         self.stale_prefixes = Counter(

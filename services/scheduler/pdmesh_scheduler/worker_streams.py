@@ -123,6 +123,7 @@ class WorkerStreams:
                     registered.offloaded,
                     registered.dropped,
                     registered.jumps,
+                    registered.states,
                 )
                 self.driver.post(joined, first=connection.open)
                 await converse(link, read, self.stopping)

@@ -14,12 +14,12 @@ from enum import Enum, auto
 from typing import TypeVar
 
 from pdmesh.config import SchedulerConfig
+from pdmesh.kv_layout import GRANULE_TOKENS
 from pdmesh.model import Role
-from pdmesh.worker.engines import max_frames_of
+from pdmesh.worker.state_frames import num_held_frames
 from pdmesh_testing.dst.clients import expectation
 from pdmesh_testing.dst.engine import STEP_S
 from pdmesh_testing.dst.plan import MAX_MODEL_LEN, MAX_PROMPT_TOKENS, SCHEDULER, Ask, Fault, FaultKind, Plan
-from pdmesh_testing.dst.services import config_of
 from pdmesh_testing.fake_engine import FAKE_LAYOUT
 
 T = TypeVar("T")
@@ -53,9 +53,6 @@ BUNDLES = ("pdmesh", "pdmesh", "fcfs", "sjf", "lars", "medha")
 
 #: How likely a plan has each kind of faults, and how often it is then drawn beside others.
 SHARE_OF_PLANS = 0.35
-
-#: No step of a simulation has as many tokens, unless the plan's chunks do: it would take too long.
-_MAX_CHUNK_TOKENS = 320
 
 #: Of a conversation that is gone on with, prompt and answer.
 _MAX_TURN_TOKENS = 450
@@ -163,19 +160,15 @@ def draw(seed: int) -> Plan:
     if conversations.random() < SHARE_OF_PLANS:
         plan = _with_conversations(conversations, swarm, plan)
     if plan.num_frames:
-        if random.Random(f"few frames {seed}").random() < SHARE_OF_PLANS:
-            # Frames of cached blocks are soon taken for others.
-            plan = replace(plan, max_num_seqs=1, max_chunk_tokens=min(plan.chunk_tokens, _MAX_CHUNK_TOKENS))
-        plan = replace(plan, num_frames=min(plan.num_blocks, _max_frames(plan)))
+        few = random.Random(f"few frames {seed}")
+        num_states = plan.num_blocks * plan.layout.block_size // GRANULE_TOKENS
+        if few.random() < SHARE_OF_PLANS:
+            # States of cached granules are soon evicted for others.
+            plan = replace(plan, max_num_seqs=1)
+            num_states = min(num_states, few.choice((0, 1, 2, 3)))
+        num_frames = num_held_frames(plan.layout, plan.max_num_seqs) + num_states
+        plan = replace(plan, num_frames=min(plan.num_blocks, num_frames), num_cached_states=num_states)
     return _spread(spread, plan) if is_spread else plan
-
-
-def _max_frames(plan: Plan) -> int:
-    """Return the number of pages in the layer of states that an instance would have."""
-    config = config_of(plan)
-    policy = replace(config.policy, max_chunk_tokens=min(config.policy.max_chunk_tokens, _MAX_CHUNK_TOKENS))
-    worker = replace(config.worker, block_size=plan.layout.block_size)
-    return max_frames_of(replace(config, policy=policy, worker=worker), plan.layout, plan.max_model_len)
 
 
 def _spread(rng: random.Random, plan: Plan) -> Plan:

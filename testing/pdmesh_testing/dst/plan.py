@@ -11,7 +11,6 @@ from enum import StrEnum
 
 from pdmesh.kv_layout import KvLayout
 from pdmesh.model import Role
-from pdmesh.policy.config import PolicyConfig
 from pdmesh_testing.fake_engine import FAKE_LAYOUT, STATE_LAYOUT
 
 SCHEDULER = "scheduler"
@@ -103,8 +102,6 @@ class Plan:
     faults: tuple[Fault, ...] = ()
     num_blocks: int = 48
     chunk_tokens: int = 16
-    #: Most tokens of a step with chunks.
-    max_chunk_tokens: int = PolicyConfig().max_chunk_tokens
     num_backends: int = 2
     num_buffers: int = 2
     blocks_per_piece: int = 2
@@ -123,6 +120,8 @@ class Plan:
     drafts: bool = False
     #: Pages of each instance's layer with states; 0: the model has none.
     num_frames: int = 0
+    #: Limit of each instance's cached states.
+    num_cached_states: int = 0
     max_queue_entries: int = 4096
     #: Most messages that wait for a peer that does not read.
     max_outbox: int = 65_536
@@ -131,6 +130,12 @@ class Plan:
     delay_s: float = 0.002
     #: Clock offset of each process in seconds.
     clocks: dict[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def cached_states_share(self) -> float:
+        """Share of the cache beside requests' states that `num_cached_states` pages take."""
+        ratio = (self.num_cached_states + 0.5) * self.layout.bytes_per_frame / self.num_blocks
+        return ratio / (ratio + self.layout.bytes_per_block - self.layout.bytes_per_frame)
 
     @property
     def layout(self) -> KvLayout:

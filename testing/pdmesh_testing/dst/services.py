@@ -49,7 +49,6 @@ def config_of(plan: Plan) -> MeshConfig:
         ),
         policy=PolicyConfig(
             chunk_tokens=plan.chunk_tokens,
-            max_chunk_tokens=plan.max_chunk_tokens,
             latency=LinearLatencyModel(a_s=STEP_S, b_s=TOKEN_S, c_s=0.0, d_s=0.0),
             prefill_step_s=STEP_S + TOKEN_S * plan.chunk_tokens,
             local_step_share=1.0,
@@ -57,6 +56,7 @@ def config_of(plan: Plan) -> MeshConfig:
         worker=WorkerConfig(
             engine="fake",
             max_num_seqs=plan.max_num_seqs,
+            cached_states_share=plan.cached_states_share,
             max_kv_tokens_per_instance=plan.range_tokens,
             kv_offload_host_bytes=plan.num_offload_granules * GRANULE_TOKENS * FAKE_LAYOUT.token_bytes,
             speculation="ngram" if plan.drafts else "off",

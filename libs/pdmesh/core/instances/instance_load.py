@@ -228,10 +228,7 @@ class InstanceLoad(InstanceCapacity):
         offloaded: Sequence[PrefixHash] | None = None,
         states: Sequence[PrefixHash] = (),
     ) -> None:
-        """Replace the recorded cache and states by the instance's report.
-
-        The recorded tier is replaced, too, unless ``offloaded`` is None.
-        """
+        """Replace the recorded cache and states by the report; also the recorded tier, unless ``offloaded`` is None."""
         held = [allocation.granules for allocation in self.allocations.values()]
         self.kept.replace(granules, held, offloaded, states)
         self._room = None

@@ -8,8 +8,9 @@ from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.architectures.granite import granite
 from pdmesh.engine.config_fields import Fields, check_delta_net, experts_of
 from pdmesh.engine.model_config import ModelConfig
-from pdmesh.engine.state_sizes import STATE_WINDOW, DeltaNet
+from pdmesh.engine.state_sizes import DeltaNet
 from pdmesh.engine.tensor_names import TensorNames
+from pdmesh.kv_layout import STATE_WINDOW
 
 _NAME = "GraniteMoeHybridForCausalLM"
 #: Spellings of a field that limits nothing.

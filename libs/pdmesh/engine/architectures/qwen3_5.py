@@ -7,7 +7,7 @@ from dataclasses import replace
 from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.config_fields import Fields, delta_net_of, dense
 from pdmesh.engine.model_config import ModelConfig, QkNorm
-from pdmesh.engine.state_sizes import STATE_WINDOW
+from pdmesh.kv_layout import STATE_WINDOW
 
 _NAME = "Qwen3_5ForCausalLM"
 

@@ -21,6 +21,7 @@ class RegisterWorker(Message, frozen=True, kw_only=True):
 
     * ``kept``, ``offloaded``: granules cached in the KV cache and in the offload tier, longest unused first.
     * ``jumps``: which granules of ``kept`` follow which (`pdmesh.core.instances.kept_chains`).
+    * ``states``: granules of ``kept`` with a cached state.
     * ``stopping``: the worker takes no new work.
     * ``dropped``: requests that were dropped since the last registration, and decode nowhere.
     """
@@ -29,6 +30,7 @@ class RegisterWorker(Message, frozen=True, kw_only=True):
     residents: tuple[Resident, ...]
     kept: PrefixHashes = ()
     offloaded: PrefixHashes = ()
+    states: PrefixHashes = ()
     stopping: bool = False
     dropped: tuple[RequestKey, ...] = ()
     jumps: Jumps = ()
