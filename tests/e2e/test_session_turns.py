@@ -186,7 +186,7 @@ def named(number: int) -> tuple[dict[str, str], dict[str, str]]:
     return kinds[number % len(kinds)]
 
 
-async def test_names_of_every_kind_change_no_token(model: Path, tmp_path: Path) -> None:
+async def test_names_of_every_kind_and_leases_change_no_token(model: Path, tmp_path: Path) -> None:
     """Greedy and seeded answers, while the contexts exceed the cache and so whole sessions wait."""
     stems = random_prompts([900] * NUM_STEMS, SHAPE.vocab_size, 1)
     rests = random_prompts([60 + number for number in range(NUM_ASKED)], SHAPE.vocab_size, 2)
@@ -200,7 +200,9 @@ async def test_names_of_every_kind_change_no_token(model: Path, tmp_path: Path) 
             async def ask(number: int) -> None:
                 headers, fields = named(number) if names else ({}, {})
                 draws = {"temperature": 0.8, "seed": number} if number % 2 else {}
-                salt = {"cache_salt": f"{names}"}
+                salt: dict[str, object] = {"cache_salt": f"{names}"}
+                if names and number % 3:
+                    salt["cache_control"] = {"type": "ephemeral", "ttl": "1h"}
                 async with at_once, mesh.client() as client:
                     client.headers.update(headers)
                     answer = await complete(client, mesh.model, prompts[number], NUM_DRAWN, **salt, **fields, **draws)
