@@ -63,7 +63,8 @@ def test_the_parts_fit_into_the_cache(layout: KvLayout, gib: float, share: float
     size = size_of(layout, gib, cached_states_share=share, max_num_seqs=max_num_seqs)
     assert cache_bytes(layout, size.num_blocks, size.num_frames) <= gib * 2**30
     room = state_room(layout, size, max_num_seqs, share)
-    assert room.num_cached * layout.bytes_per_frame <= share * gib * 2**30
+    assert room.num_cached * layout.bytes_per_frame <= max(share * gib * 2**30, layout.bytes_per_frame)
+    assert room.num_cached >= min(1, size.num_blocks), "no state is cached, so the scheduler would reuse KV alone"
     assert 1 <= room.num_seats <= max_num_seqs
     if gib > 1:
         assert num_held_frames(layout, room.num_seats) + room.num_cached <= size.num_frames

@@ -62,7 +62,7 @@ class MeshState(CommandOutbox):
         return state if state is not None and state.request.epoch == key[1] else None
 
     def pass_time(self, now_s: float) -> None:
-        """Set the time of the sessions, and forget what is over: leases, links that were cut, and old rates."""
+        """Set the time of the sessions. End leases that are over, and forget old cuts and rates of links."""
         self.sessions.now_s = now_s
         self.cut.expire(now_s)
         self.links.expire(now_s)

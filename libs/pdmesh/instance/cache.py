@@ -81,7 +81,7 @@ class BlockCache:
 
     @property
     def jumps(self) -> Jumps:
-        """Which of `granules` follow which."""
+        """Return the jumps of `granules` (`pdmesh.core.instances.kept_chains`)."""
         return jumps_of(self._before, self.granules)
 
     @property
@@ -163,8 +163,8 @@ class BlockCache:
             return ()
         granules = (*prefix.chain[: prefix.num_computed], *drawn)
         numbers = sorted({len(granules), *[number for number in prefix.states if number <= len(granules)]})
-        known = {*self._owners, *drawn}
-        new = [granules[number - 1] for number in numbers if number and granules[number - 1] in known - self.states]
+        ends = [granules[number - 1] for number in numbers if number]
+        new = [each for each in ends if each not in self.states and (each in self._owners or each in drawn)]
         self.states.update(new)
         return tuple(new)
 

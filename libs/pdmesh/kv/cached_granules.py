@@ -47,7 +47,7 @@ class CachedGranules:
 
     @property
     def jumps(self) -> Jumps:
-        """Which granules of `hashes` follow which."""
+        """Return the jumps of `hashes` (`pdmesh.core.instances.kept_chains`)."""
         return jumps_of(self._before, self.hashes)
 
     def blocks_of(self, granule: PrefixHash) -> list[int]:

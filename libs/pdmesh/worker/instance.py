@@ -382,7 +382,7 @@ class Instance:
 
     @property
     def jumps(self) -> Jumps:
-        """Which granules of `kept` follow which, for the registration."""
+        """Return the jumps of `kept` for the registration (`pdmesh.core.instances.kept_chains`)."""
         return self._tables.kept.jumps
 
     @property

@@ -56,23 +56,28 @@ def divided(layout: KvLayout, num_bytes: int, *, max_num_seqs: int, most_blocks:
     frame_bytes = layout.bytes_per_frame
     kv_bytes = layout.bytes_per_block - frame_bytes
     seats = _num_seats(layout, int(num_bytes * _MOST_FOR_REQUESTS) // frame_bytes, max_num_seqs)
-    num_held = min(num_held_frames(layout, seats), max(1, num_bytes // layout.bytes_per_block - 1))
+    num_held = min(num_held_frames(layout, seats), max(1, num_bytes // layout.bytes_per_block - 2))
     rest = max(0, num_bytes - (num_held + 1) * frame_bytes)
     num_blocks = most_blocks
     if kv_bytes:
         granule_blocks = num_blocks_for(GRANULE_TOKENS, layout.block_size)
         with_all = rest // (granule_blocks * kv_bytes + frame_bytes) * granule_blocks
-        num_blocks = min(most_blocks, max(with_all, int(rest * (1 - cached_share)) // kv_bytes))
+        by_share = max(0, min(int(rest * (1 - cached_share)), rest - frame_bytes)) // kv_bytes
+        num_blocks = min(most_blocks, max(with_all, by_share))
     return CacheSize(num_blocks, num_held + _num_cached(layout, num_blocks, cached_share))
 
 
 def _num_cached(layout: KvLayout, num_blocks: int, cached_share: float) -> int:
-    """Return the number of cached states beside ``num_blocks`` blocks: one for each granule, or as the share says."""
+    """Return the number of cached states beside ``num_blocks`` blocks: one for each granule, or as the share says.
+
+    At least one: without any, the scheduler would take KV alone for reusable.
+    """
     num_granules = num_blocks * layout.block_size // GRANULE_TOKENS
     kv_bytes = num_blocks * (layout.bytes_per_block - layout.bytes_per_frame)
     if not kv_bytes:
         return num_granules
-    return min(num_granules, int(kv_bytes * cached_share / (1 - cached_share)) // layout.bytes_per_frame)
+    num_cached = int(kv_bytes * cached_share / (1 - cached_share)) // layout.bytes_per_frame
+    return min(num_granules, max(1, num_cached))
 
 
 def _num_seats(layout: KvLayout, num_frames: int, max_num_seqs: int) -> int:

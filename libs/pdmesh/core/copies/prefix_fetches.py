@@ -121,14 +121,8 @@ class Fetches:
         fetch = self._all[key] = Fetch(copy, wanted_by, arrives_s, until_s)
         self._coming.setdefault(fetch.first_granule, []).append(fetch)
         loads = source is destination
-        for instance, num_reused in (
-            ((destination, num_there),)
-            if loads
-            else (
-                (source, num_granules),
-                (destination, num_there),
-            )
-        ):
+        sides = [(destination, num_there)] if loads else [(source, num_granules), (destination, num_there)]
+        for instance, num_reused in sides:
             instance.take(
                 key,
                 Allocation(

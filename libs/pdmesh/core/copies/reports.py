@@ -102,10 +102,8 @@ class TransferReports:
         if copy := self._mesh.broker.find(event.transfer_id, key):
             is_receiver = event.instance_id in copy.destination_ids
             is_load = copy.source_ids == copy.destination_ids
-            for source_id in copy.source_ids:
+            for source_id in () if is_load else copy.source_ids:
                 for destination_id in (event.instance_id,) if is_receiver else copy.destination_ids:
-                    if is_load:
-                        continue
                     self._mesh.cut.note(source_id, destination_id, now_s)
         if self._fetches.failed(key) or self._parts.failed(key, event.instance_id, event.transfer_id):
             return

@@ -70,7 +70,7 @@ class TierLoads:
                 heappush(self._looks, (now_s + RETRY_S, session.key, session.since_s))
 
     def _paused(self, look: tuple[float, SessionKey, float]) -> Session | None:
-        """Return the session of a look, if its pause goes on."""
+        """Return the session of a look, if it still pauses."""
         _, key, since_s = look
         session = self._mesh.sessions.find(key)
         if session is None or session.num_live or session.is_ended or session.since_s != since_s:

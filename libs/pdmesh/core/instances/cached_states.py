@@ -139,7 +139,7 @@ class CachedStates:
         for granule in reported:
             if granule not in self:
                 self._where.add(granule, self._bit)
-                is_end = granule == chain[-1] and not is_replaced if granule in own else True
+                is_end = granule not in own or (granule == chain[-1] and not is_replaced)
                 is_lasting = is_end or granule == branch
                 if granule in self._users:
                     self._in_use[granule] = is_lasting

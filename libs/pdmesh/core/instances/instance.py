@@ -58,7 +58,7 @@ class InstanceState(InstanceLoad):
         self._change()
 
     def num_reusable_granules(self, request: Request) -> int:
-        """Return how many granules of a request's prompt it can reuse here, and the first token behind them."""
+        """Return how many granules of a prompt are cached here, up to one with a state where layers have states."""
         num_cached = self.num_cached_granules(request)
         return num_cached if self.kept.states is None else self.kept.states.depth(request.chain, num_cached)
 
