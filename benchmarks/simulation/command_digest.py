@@ -123,6 +123,7 @@ ADDED: Sequence[str] = (
     "InstanceJoined.profile.kv_layout.window",
     "InstanceJoined.profile.kv_layout.windowed_layers",
     "InstanceJoined.profile.kv_layout.pages",
+    "InstanceJoined.profile.kv_layout.has_states",
     "Reject.reject_ttl_s",
     "Restart.retracted",
     "Restart.blame",

@@ -86,6 +86,8 @@ class KvLayout:
     `dtype` is "float32", "bfloat16" or "float16". The KV of `windowed_layers` (ascending) is freed behind the window: a
     token attends to the latest `window` tokens, including itself. `pages` has the shape of each layer's pages; empty if
     all layers have `num_kv_heads` heads of `head_dim`. Layers that read another layer's KV are not counted.
+
+    With `has_states`, the pages of `windowed_layers` hold states, at the ends of some blocks only.
     """
 
     num_layers: Annotated[int, COUNT]
@@ -96,10 +98,13 @@ class KvLayout:
     window: Annotated[int, ANY_COUNT] = 0
     windowed_layers: tuple[int, ...] = ()
     pages: tuple[PageShape, ...] = ()
+    has_states: bool = False
 
     def __post_init__(self) -> None:
         if self.pages and len(self.pages) != self.num_layers:
             raise ValueError(f"a layout of {self.num_layers} layers has {len(self.pages)} shapes of pages")
+        if self.has_states and self.window != STATE_WINDOW:
+            raise ValueError(f"layers with states have a window of {STATE_WINDOW} tokens, not {self.window}")
 
     def page(self, layer: int) -> PageShape:
         """Return the shape of a layer's pages."""
@@ -134,11 +139,6 @@ class KvLayout:
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in all layers."""
         return self.bytes_per_block // self.block_size
-
-    @property
-    def has_states(self) -> bool:
-        """Whether the windowed layers have states. Their pages hold the states at the ends of some blocks only."""
-        return self.window == STATE_WINDOW
 
     @property
     def bytes_per_frame(self) -> int:

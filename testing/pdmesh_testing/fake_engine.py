@@ -42,7 +42,7 @@ from pdmesh.kv.frames import FrameMap
 from pdmesh.kv.remote_kv import RangeQuestion, RemoteKv
 from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
-from pdmesh.kv_layout import KvLayout, num_blocks_for
+from pdmesh.kv_layout import STATE_WINDOW, KvLayout, num_blocks_for
 from pdmesh.model import ComputePath, RequestId, SamplingParams
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh_testing.turns import StageTurns
@@ -50,8 +50,8 @@ from pdmesh_testing.turns import StageTurns
 #: Small enough for tests with thousands of blocks; one token's keys are one 32-bit word.
 FAKE_LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32")
 
-#: The same, with a layer of states between the layers of KV. Its window is that of `pdmesh.engine.model_config`.
-STATE_LAYOUT = replace(FAKE_LAYOUT, num_layers=3, window=2, windowed_layers=(1,))
+#: The same, with a layer of states between the layers of KV.
+STATE_LAYOUT = replace(FAKE_LAYOUT, num_layers=3, window=STATE_WINDOW, windowed_layers=(1,), has_states=True)
 
 #: Words of a state: position, hash, latest token.
 _POSITION, _HASH, _LATEST, _STATE_WORDS = 0, 1, 2, 3

@@ -108,6 +108,7 @@ _VARIANTS: dict[str, list[dict[str, Any]]] = {
     "lfm2": [
         {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_bias": True, "block_multiple_of": 16},
         {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 5, "block_auto_adjust_ff_dim": False},
+        {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 2, "block_auto_adjust_ff_dim": False},
     ],
     "lfm2_moe": [
         {

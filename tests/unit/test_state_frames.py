@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,21 @@ QWEN3_NEXT = {
     "full_attention_interval": 4,
     "partial_rotary_factor": 0.25,
     "rms_norm_eps": 1e-6,
+}
+
+
+#: A small LFM2 whose convolutions see the token before, as a state's window does.
+TWO_TAPS = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 320,
+    "layer_types": ["conv", "full_attention"],
+    "conv_L_cache": 2,
 }
 
 
@@ -74,7 +90,30 @@ def test_the_parts_fit_into_the_cache(layout: KvLayout, gib: float, share: float
 
 def test_each_granule_has_a_state_where_states_are_small() -> None:
     layout = KvLayout(
-        num_layers=8, num_kv_heads=8, head_dim=128, block_size=128, dtype="float32", window=2, windowed_layers=(1,)
+        num_layers=8,
+        num_kv_heads=8,
+        head_dim=128,
+        block_size=128,
+        dtype="float32",
+        window=2,
+        windowed_layers=(1,),
+        has_states=True,
     )
     size = size_of(layout, 4)
     assert state_room(layout, size, 64, 0.4) == (64, size.num_blocks)
+
+
+@pytest.mark.parametrize("frees_windows", [True, False])
+def test_layers_with_states_are_told_from_convolutions_of_two_taps(frees_windows: bool, tmp_path: Path) -> None:
+    found: list[tuple[int, bool]] = []
+    for config in (QWEN3_NEXT, TWO_TAPS):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        model = load_model_config(tmp_path)
+        layout = model.kv_layout(dtype="bfloat16", block_size=128, frees_windows=frees_windows)
+        found.append((layout.window, layout.has_states))
+    assert found == ([(2, True), (2, False)] if frees_windows else [(0, False)] * 2)
+
+
+def test_a_layout_has_one_window_beside_states(layout: KvLayout) -> None:
+    with pytest.raises(ValueError, match="layers with states have a window of 2 tokens, not 512"):
+        replace(layout, window=512)

@@ -56,10 +56,13 @@ def peer_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys.modules[__name__], "CONFIG", replace(CONFIG, peer_reads=request.param == "peer reads"))
 
 
-@pytest.fixture(scope="module", params=["gemma3_text", "gemma4_text", "gpt_oss", "lfm2", "mistral", "qwen3_5_text"])
+@pytest.fixture(
+    scope="module", params=["gemma3_text", "gemma4_text", "gpt_oss", "lfm2", "lfm2-2", "mistral", "qwen3_5_text"]
+)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    options = model_variants()[request.param][0]
-    return write_transformers_checkpoint(tmp_path_factory.mktemp(request.param), request.param, seed=1, **options)
+    model_type, _, variant = request.param.partition("-")
+    options = model_variants()[model_type][int(variant or 0)]
+    return write_transformers_checkpoint(tmp_path_factory.mktemp(model_type), model_type, seed=1, **options)
 
 
 @pytest.fixture(autouse=True)

@@ -361,6 +361,7 @@ class DecoderShape:
             window=max(windows.values(), default=0),
             windowed_layers=tuple(windows),
             pages=pages if set(pages) != whole or any(layer.latent for layer in layers) else (),
+            has_states=self.has_states and frees_windows,
         )
 
 

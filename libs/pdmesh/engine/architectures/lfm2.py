@@ -8,7 +8,7 @@ from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.config_fields import Fields, dense
 from pdmesh.engine.model_config import LayerConfig, ModelConfig, QkNorm, ShortConv
 from pdmesh.engine.tensor_names import TensorNames
-from pdmesh.kv_layout import STATE_WINDOW, PageShape
+from pdmesh.kv_layout import PageShape
 
 _NAME = "Lfm2ForCausalLM"
 
@@ -78,7 +78,7 @@ def _layers(fields: Fields, config: ModelConfig) -> tuple[LayerConfig, ...]:
         raise fields.error(f"hidden_size is {config.hidden_size}; it must be a multiple of two per key-value head")
     page = PageShape(config.num_kv_heads, width)
     return tuple(
-        layer if has_attention else replace(layer, conv=conv, window=max(conv.num_taps, STATE_WINDOW + 1), page=page)
+        layer if has_attention else replace(layer, conv=conv, window=conv.num_taps, page=page)
         for layer, has_attention in zip(config.layers, attends, strict=True)
     )
 
