@@ -44,12 +44,13 @@ MAX_HIDDEN = 2
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A change of a line or two; ``old`` occurs once in ``file``."""
+    """A change of a line or two; ``old`` occurs once in ``file``. Only ``tests`` run it, unless they are empty."""
 
     what: str
     file: str
     old: str
     new: str
+    tests: Sequence[str] = ()
 
     def planted(self, text: str) -> str:
         """``text`` of the file with the bug. Raises ValueError if it has changed since the bug was written."""
@@ -94,9 +95,9 @@ def _search(bug: Bug, arguments: argparse.Namespace) -> Found:
     began_s = time.monotonic()
     with _copy() as copy:
         (copy / bug.file).write_text(bug.planted((ROOT / bug.file).read_text()))
-        num_run, law = _look(copy, arguments.seeds, arguments.limit_s, which=arguments.only_seeds)
-        if law is None and arguments.tests:
-            law = _failing_test(copy, arguments.tests)
+        num_run, law = (0, None) if bug.tests else _look(copy, arguments)
+        if law is None and (tests := bug.tests or arguments.tests):
+            law = _failing_test(copy, tests)
     return Found(num_run, time.monotonic() - began_s, law)
 
 
@@ -117,7 +118,7 @@ def _environ(copy: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(str(copy / source) for source in SOURCES)}
 
 
-def _failing_test(copy: Path, tests: list[str]) -> str | None:
+def _failing_test(copy: Path, tests: Sequence[str]) -> str | None:
     """Return the first that fails of those that `make test` runs, and fails again by itself; None if all pass."""
     passed_again: list[str] = []  # a machine that is busy has some fail that do not see the bug
     while (failed := _first_failure(copy, [*(f"--deselect={name}" for name in passed_again), *tests])) is not None:
@@ -137,11 +138,11 @@ def _first_failure(copy: Path, arguments: Sequence[str]) -> str | None:
     return failed[1]
 
 
-def _look(copy: Path, num_seeds: int, limit_s: float, *, which: str) -> tuple[int, str | None]:
+def _look(copy: Path, arguments: argparse.Namespace) -> tuple[int, str | None]:
     """How many seeds it took, and the law that broke; None if none did."""
-    command = [sys.executable, "-m", "benchmarks.simulation.dst", "--seeds", str(num_seeds)]
-    command += ["--no-shrink", "--limit-s", str(limit_s)]
-    command += ["--only", which] if which else []
+    command = [sys.executable, "-m", "benchmarks.simulation.dst", "--seeds", str(arguments.seeds)]
+    command += ["--no-shrink", "--limit-s", str(arguments.limit_s)]
+    command += ["--only", arguments.only_seeds] if arguments.only_seeds else []
     ended = subprocess.run(command, cwd=copy, env=_environ(copy), capture_output=True, text=True, check=False)
     if (match := re.search(r"^seed (\d+): ([^:]*)", ended.stdout, re.M)) is not None:
         return int(match[1]) + 1, match[2]

@@ -409,6 +409,8 @@ class Sequences:
             assert not self._pool.is_shared(block_id), f"{request.request_id} writes into shared block {block_id}"
         for request in self:
             request.state.check_integrity()
+            if request.move is not None:
+                assert request.held.first <= request.move.first_held, f"{request.request_id} freed frames as it moves"
         everyone = [*self, *self._leaving]
         self._windows.check_integrity((each.held, each.sequence.block_table) for each in everyone)
         if not self._leaving:

@@ -49,6 +49,9 @@ SHARE_OF_SPREAD_PLANS = 0.2
 #: Of the other plans, those whose model has states.
 SHARE_OF_STATE_PLANS = 0.25
 
+#: Share of these with conversations. Shorter prompts leave no states.
+SHARE_OF_CONVERSATIONS_WITH_STATES = 0.7
+
 BUNDLES = ("pdmesh", "pdmesh", "fcfs", "sjf", "lars", "medha")
 
 #: How likely a plan has each kind of faults, and how often it is then drawn beside others.
@@ -157,8 +160,10 @@ def draw(seed: int) -> Plan:
         # Each later step knows by this that there are states.
         plan = replace(plan, num_frames=plan.num_blocks, drafts=False)
     conversations = random.Random(f"conversations {seed}")
-    if conversations.random() < SHARE_OF_PLANS:
+    if conversations.random() < (SHARE_OF_CONVERSATIONS_WITH_STATES if plan.num_frames else SHARE_OF_PLANS):
         plan = _with_conversations(conversations, swarm, plan)
+        if plan.num_frames:
+            plan = _with_needed_states(random.Random(f"states {seed}"), plan)
     if plan.num_frames:
         few = random.Random(f"few frames {seed}")
         num_states = plan.num_blocks * plan.layout.block_size // GRANULE_TOKENS
@@ -225,6 +230,36 @@ def _with_conversations(rng: random.Random, swarm: _Swarm, plan: Plan) -> Plan:
         blocks_per_piece=plan.blocks_per_piece * 8,
         max_model_len=MAX_MODEL_LEN * 8,
         range_tokens=plan.range_tokens * 8,
+    )
+
+
+def _with_needed_states(rng: random.Random, plan: Plan) -> Plan:
+    """Let prompts end within the contexts of others, some of them aborted, and decodes move as they end granules."""
+    asks = list(plan.asks)
+    for earlier in rng.choices(plan.asks, k=rng.choice((0, 1, 2, 3))):
+        context = earlier.prompt + tuple(expectation(earlier, 0, plan.layout)[0])
+        if num_granules := (len(context) - 1) // GRANULE_TOKENS:
+            end = GRANULE_TOKENS * rng.randint(1, num_granules) + rng.choice((1, 2, 9))
+            at_s, hangs_up_s = earlier.at_s + rng.uniform(0.5, 8.0), rng.choice((None, rng.uniform(0.0, 1.0)))
+            asks.append(replace(earlier, prompt=context[:end], at_s=at_s, hangs_up_s=hangs_up_s))
+    faults = list(plan.faults)
+    names = [name for name, role in zip(plan.instances, plan.roles, strict=True) if role.can_decode]
+    if len(names) > 1 and rng.random() < 0.5:
+        numbers = rng.sample(range(len(asks)), min(2, len(asks)))
+        for number in numbers:
+            rest = GRANULE_TOKENS - len(asks[number].prompt) % GRANULE_TOKENS
+            asks[number] = replace(
+                asks[number], max_tokens=rest + rng.randint(2, 40), eos_token_ids=(), hangs_up_s=None
+            )
+        at_s, pair = asks[numbers[0]].at_s + rng.uniform(0.2, 1.0), rng.sample(names, 2)
+        faults += [
+            Fault(at_s=at_s, kind=FaultKind.MOVE, target=here, other=there, duration_s=5.0)
+            for here, there in (pair, pair[::-1])
+        ]
+    return replace(
+        plan,
+        asks=tuple(sorted(asks, key=lambda ask: ask.at_s)),
+        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
     )
 
 
