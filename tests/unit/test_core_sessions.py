@@ -13,9 +13,11 @@ from pdmesh.core.commands import RunStep
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import RequestArrived, SessionEnded
 from pdmesh.core.sessions import sessions as module
+from pdmesh.core.sessions import working_set
 from pdmesh.core.sessions.session_state import Session, SessionState
 from pdmesh.core.sessions.sessions import IDLE_S, MAX_CHILDREN, MAX_GENERATIONS, MAX_SESSIONS, Sessions
-from pdmesh.model import Epoch, Request, SessionKey, SessionName
+from pdmesh.kv_layout import GRANULE_TOKENS
+from pdmesh.model import Epoch, PrefixHash, Request, SessionKey, SessionName
 from pdmesh.policy.config import PolicyConfig
 from pdmesh_testing.core import CoreBench, a_request, of
 from pdmesh_testing.reuse import a_profile, a_prompt, hashes, serve
@@ -186,6 +188,7 @@ def test_a_tenant_with_new_names_pushes_out_its_own_sessions_alone(monkeypatch: 
     assert len(sessions) == 11
     assert sessions.find(a_key(1)) is not None
     assert sessions.find(a_key(199)) is not None
+    assert sessions.find(a_key(199), "good") is None
 
 
 def test_where_there_is_no_room_the_tenant_with_the_most_loses_its_longest_idle(
@@ -251,19 +254,30 @@ def test_the_newest_sessions_are_found_without_a_look_at_the_others(monkeypatch:
     assert len(looked) < 20
 
 
-@pytest.mark.slow
-def test_all_sessions_take_at_most_32_mb() -> None:
-    tenants = [f"tenant {number}" for number in range(32)]
+@pytest.mark.parametrize("most", [8_192, pytest.param(MAX_SESSIONS, marks=pytest.mark.slow)])
+def test_a_session_takes_at_most_512_bytes(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So all take 32 MiB, also with chains of 4 to 14 granules, and after others were forgotten for them."""
+    monkeypatch.setattr(module, "MAX_SESSIONS", most)
+    monkeypatch.setattr(working_set, "MAX_MEMBERS", most // 32)
+    nameless = a_request("r")
     tracemalloc.start()
     sessions = Sessions()
-    for number in range(MAX_SESSIONS + 100):
-        request = replace(named(a_request("r"), number), tenant="".join(tenants[number % 32]))
-        for _ in range(4):
+    for number in range(most + most // 8):
+        key = a_key(number)
+        for num_granules in (number % 10 + 4, number % 10 + 5):
+            request = replace(
+                nameless,
+                num_prompt_tokens=num_granules * GRANULE_TOKENS + 1,
+                prefix=tuple([PrefixHash(bytes([num_granules, index]) + key[2:]) for index in range(num_granules)]),
+                session=SessionName(key),
+                tenant="".join(["tenant ", str(number % 32)]),
+            )
             session = sessions.begin(request)
             assert session is not None
-            sessions.end(session, request, 0)
+            sessions.end(session, request, 300)
             sessions.now_s += 1e-4
+        del session, request
     num_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(sessions) == MAX_SESSIONS
-    assert num_bytes <= 32 << 20
+    assert len(sessions) == most
+    assert num_bytes <= 512 * most

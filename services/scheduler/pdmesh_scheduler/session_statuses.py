@@ -28,8 +28,8 @@ class SessionStatuses:
         self._core.sessions.expire()
         if key is None:
             return tuple(map(self._status, islice(self._core.sessions.newest(tenant), limit)))
-        session = self._core.sessions.find(key)
-        return () if session is None or session.tenant != tenant else (self._status(session),)
+        session = self._core.sessions.find(key, tenant)
+        return () if session is None else (self._status(session),)
 
     def find(self, beginning: str) -> tuple[Session, ...]:
         """Return the sessions whose ids begin like this."""

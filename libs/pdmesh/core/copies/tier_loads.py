@@ -42,21 +42,21 @@ class TierLoads:
     def __init__(self, mesh: MeshState, fetches: Fetches) -> None:
         self._mesh = mesh
         self._fetches = fetches
-        #: Times at which to look at sessions, each with the beginning of the session's pause.
-        self._looks: list[tuple[float, SessionKey, float]] = []
-
-    @property
-    def next_look_s(self) -> float:
-        return self._looks[0][0] if self._looks else inf
+        #: Times at which to look at sessions, each with the session's tenant and the beginning of its pause.
+        self._looks: list[tuple[float, SessionKey, str, float]] = []
+        self.next_look_s = inf
 
     def advance(self, now_s: float) -> None:
         """Note the sessions that paused, and begin the loads that are due."""
-        if paused := self._mesh.sessions.paused:
+        paused = self._mesh.sessions.paused
+        if not paused and now_s < self.next_look_s:
+            return
+        if paused:
             tiers = [tier for tier in self._mesh.instances.values() if tier.kept.offloaded is not None]
             for each in paused if tiers else ():
                 load_s = max([tier.load_s(each.depth) for tier in tiers])
                 due_s = self._mesh.sessions.return_s(each) - _lead_s(each, load_s)
-                heappush(self._looks, (max(now_s, due_s), each.key, each.since_s))
+                heappush(self._looks, (max(now_s, due_s), each.key, each.tenant, each.since_s))
             paused.clear()
             if len(self._looks) > 2 * len(self._mesh.sessions) + _SPARE_LOOKS:
                 self._looks = [look for look in self._looks if self._paused(look) is not None]
@@ -67,12 +67,13 @@ class TierLoads:
             if session is None or self._load(session, now_s):
                 continue
             if session.pause_s is not None and now_s < session.since_s + 2 * session.pause_s:
-                heappush(self._looks, (now_s + RETRY_S, session.key, session.since_s))
+                heappush(self._looks, (now_s + RETRY_S, session.key, session.tenant, session.since_s))
+        self.next_look_s = self._looks[0][0] if self._looks else inf
 
-    def _paused(self, look: tuple[float, SessionKey, float]) -> Session | None:
+    def _paused(self, look: tuple[float, SessionKey, str, float]) -> Session | None:
         """Return the session of a look, if it still pauses."""
-        _, key, since_s = look
-        session = self._mesh.sessions.find(key)
+        _, key, tenant, since_s = look
+        session = self._mesh.sessions.find(key, tenant)
         if session is None or session.num_live or session.is_ended or session.since_s != since_s:
             return None
         return session

@@ -32,14 +32,16 @@ class Member:
     """A session's part in the working set (`pdmesh.core.sessions.working_set`), of ``num_tokens`` counted tokens.
 
     ``number`` is the order of joining. ``num_context_tokens`` is the length of the latest prompt, and ``chain`` its
-    granules once the prompt was answered. Other sessions had cached ``num_shared_tokens`` of the first prompt. Now
-    ``num_aside`` requests are set aside, since ``aside_from_s``. Before, ``num_waits`` requests were, for at most
-    ``longest_aside_s``; a wait last reached its limit at ``let_in_s``. A member that ``is_out`` has no room.
+    granules once the prompt was answered. Other sessions had cached ``num_shared_tokens`` of the first prompt. The last
+    request of a child session ended at ``children_ended_s``. Now ``num_aside`` requests are set aside, since
+    ``aside_from_s``. Before, ``num_waits`` requests were, for at most ``longest_aside_s``; a wait last reached its
+    limit at ``let_in_s``. A member that ``is_out`` has no room.
     """
 
     __slots__ = (
         "aside_from_s",
         "chain",
+        "children_ended_s",
         "is_out",
         "let_in_s",
         "longest_aside_s",
@@ -60,6 +62,7 @@ class Member:
         self.num_context_tokens = 0
         self.num_shared_tokens = 0
         self.chain: PrefixHashes = ()
+        self.children_ended_s = -inf
         self.num_aside = 0
         self.aside_from_s = inf
         self.num_waits = 0
@@ -82,18 +85,15 @@ class Session:
     """A session of one tenant.
 
     ``num_live`` counts requests that wait or run. ``num_children`` counts known child sessions, ``num_live_children``
-    the ones with live requests. A child's last request ended at ``children_ended_s``. ``since_s`` is the time of the
-    last change between a turn and a pause. ``tail`` is the last granule of the latest prompt, of ``depth`` granules. Of
-    the prompts' tokens, ``num_possible_tokens`` were computed for an earlier turn, and ``num_reused_tokens`` were not
-    computed again. ``member`` is its part in the working set, None without one.
+    the ones with live requests. ``since_s`` is the time of the last change between a turn and a pause. ``tail`` is the
+    last granule of the latest prompt. Of the prompts' tokens, ``num_possible_tokens`` were computed for an earlier
+    turn, and ``num_reused_tokens`` were not computed again. ``member`` is its part in the working set, None without
+    one.
     """
 
     __slots__ = (
         "_log_pause",
         "_num_pauses",
-        "children_ended_s",
-        "depth",
-        "generation",
         "is_ended",
         "key",
         "member",
@@ -115,11 +115,9 @@ class Session:
         self.key = key
         self.tenant = tenant
         self.parent = parent
-        self.generation: int = 0 if parent is None else parent.generation + 1
         self.num_live = 0
         self.num_children = 0
         self.num_live_children = 0
-        self.children_ended_s = -inf
         self.num_turns = 0
         self.since_s = now_s
         self.is_ended = False
@@ -127,7 +125,6 @@ class Session:
         self.num_possible_tokens = 0
         self.num_reused_tokens = 0
         self.tail: PrefixHash | None = None
-        self.depth = 0
         self.member: Member | None = None
         self._num_pauses = 0
         self._log_pause = 0.0
@@ -140,6 +137,16 @@ class Session:
         if self.is_ended:
             return SessionState.ENDED
         return SessionState.CHILDREN if self.num_live_children else SessionState.BETWEEN
+
+    @property
+    def generation(self) -> int:
+        """Number of known sessions above."""
+        return 0 if self.parent is None else self.parent.generation + 1
+
+    @property
+    def depth(self) -> int:
+        """Number of granules of the latest prompt, of which ``tail`` is the last; 0 if they are unknown."""
+        return 0 if self.tail is None else (self.num_prompt_tokens - 1) // GRANULE_TOKENS
 
     @property
     def is_new(self) -> bool:
@@ -189,13 +196,12 @@ class Session:
 
         These are the tokens of the previous prompt if the new one continues it, and at least ``num_reused_tokens``.
         """
-        chain, num_possible = request.chain, num_reused_tokens
-        if self.tail is not None and len(chain) >= self.depth and chain[self.depth - 1] == self.tail:
-            num_possible = max(num_possible, self.depth * GRANULE_TOKENS)
+        chain, depth, num_possible = request.chain, self.depth, num_reused_tokens
+        if 0 < depth <= len(chain) and chain[depth - 1] == self.tail:
+            num_possible = max(num_possible, depth * GRANULE_TOKENS)
         self.num_possible_tokens += num_possible
         self.num_reused_tokens += num_reused_tokens
         self.num_prompt_tokens = request.num_prompt_tokens
-        self.depth = len(chain)
         self.tail = chain[-1] if chain else None
         if request.session is not None and request.session.is_last:
             self.is_ended = True
@@ -208,4 +214,5 @@ class Session:
             self.since_s = now_s
             if self.parent is not None:
                 self.parent.num_live_children -= 1
-                self.parent.children_ended_s = now_s
+                if self.parent.member is not None:
+                    self.parent.member.children_ended_s = now_s

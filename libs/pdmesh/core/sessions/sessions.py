@@ -8,7 +8,7 @@ forgotten. No request fails because of its session: beyond the limits it is serv
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from heapq import merge
 from itertools import takewhile
 from math import exp, log
@@ -47,6 +47,9 @@ class _OfTenant:
     def __len__(self) -> int:
         return len(self.live) + len(self.idle)
 
+    def find(self, key: SessionKey) -> Session | None:
+        return self.live.get(key) or self.idle.get(key)
+
 
 class Sessions:
     """Sessions by key. The keys of two tenants never agree, since a key is a hash of the tenant and the name.
@@ -67,36 +70,37 @@ class Sessions:
         self.working_set = WorkingSet()
         #: Sessions whose next turn is expected since this event.
         self.paused: list[Session] = []
-        self._all: dict[SessionKey, Session] = {}
         self._tenants: dict[str, _OfTenant] = {}
+        self._num_sessions = 0
         self._log_pause = log(_FIRST_PAUSE_S)
         self._num_pauses = 0
         #: Sessions that ended and have no live requests.
         self._num_ended = 0
 
     def __len__(self) -> int:
-        return len(self._all)
+        return self._num_sessions
 
     @property
-    def all(self) -> Collection[Session]:
-        """All sessions, in the order in which they were opened."""
-        return self._all.values()
+    def all(self) -> Iterator[Session]:
+        """All sessions. Each tenant's are in the order of the last changes of their states, live ones last."""
+        for own in self._tenants.values():
+            yield from own.idle.values()
+            yield from own.live.values()
 
     def newest(self, tenant: str | None = None) -> Iterator[Session]:
         """Yield the sessions of a tenant, or of all for None, whose states changed last, the newest first."""
-        own = self._tenants.values() if tenant is None else filter(None, [self._tenants.get(tenant)])
-        lines = [reversed(line.values()) for each in own for line in (each.live, each.idle)]
+        lines = [reversed(line.values()) for each in self._of(tenant) for line in (each.live, each.idle)]
         return merge(*lines, key=_since_s, reverse=True)
 
     def num_by_state(self) -> Counter[SessionState]:
         """Count the sessions by state. Takes time for each live session and tenant only."""
         live = [session for own in self._tenants.values() for session in own.live.values()]
         numbers = Counter([session.state for session in live])
-        known = {key: self._all.get(key) for key in {each.parent.key for each in live if each.parent is not None}}
-        parents = [parent.state for parent in known.values() if parent is not None]
-        numbers[SessionState.CHILDREN] = parents.count(SessionState.CHILDREN)
+        parents = {session.parent for session in live if session.parent is not None}
+        known = [parent.state for parent in parents if self.find(parent.key, parent.tenant) is parent]
+        numbers[SessionState.CHILDREN] = known.count(SessionState.CHILDREN)
         numbers[SessionState.ENDED] = self._num_ended
-        numbers[SessionState.BETWEEN] = len(self._all) - numbers.total()
+        numbers[SessionState.BETWEEN] = len(self) - numbers.total()
         return numbers
 
     @property
@@ -104,9 +108,18 @@ class Sessions:
         """Geometric mean of recent pauses of all sessions."""
         return exp(self._log_pause)
 
-    def find(self, key: SessionKey) -> Session | None:
-        """Return a session; None if it is unknown or forgotten."""
-        return self._all.get(key)
+    def find(self, key: SessionKey, tenant: str | None = None) -> Session | None:
+        """Return a session of a tenant, or of any for None, which takes time for each; None if it is unknown."""
+        for own in self._of(tenant):
+            if (session := own.find(key)) is not None:
+                return session
+        return None
+
+    def _of(self, tenant: str | None) -> Iterable[_OfTenant]:
+        if tenant is None:
+            return self._tenants.values()
+        own = self._tenants.get(tenant)
+        return () if own is None else (own,)
 
     def return_s(self, session: Session) -> float:
         """Return the expected time of a session's next turn; infinite if it ended."""
@@ -117,9 +130,9 @@ class Sessions:
 
         A prefix without a session counts as if it returned after the usual pause.
         """
-        if not self._all:
+        if not self._tenants:
             return list(prefixes)
-        by_tail = {session.tail: session for session in self._all.values() if session.tail is not None}
+        by_tail = {session.tail: session for session in self.all if session.tail is not None}
         keyed: list[tuple[float, int, Sequence[PrefixHash]]] = []
         for number, prefix in enumerate(prefixes):
             session = next((by_tail[granule] for granule in reversed(prefix) if granule in by_tail), None)
@@ -140,7 +153,7 @@ class Sessions:
             return None
         if (own := self._tenants.get(request.tenant)) is not None:
             self._expire(own)
-        session = self._all.get(name.key) or self._open(request.tenant, name.key, name.parent)
+        session = self.find(name.key, request.tenant) or self._open(request.tenant, name.key, name.parent)
         if session is None:
             return None
         own = self._tenants.setdefault(session.tenant, _OfTenant())
@@ -185,7 +198,7 @@ class Sessions:
 
     def close(self, key: SessionKey) -> bool:
         """End a session as its client asked; return whether it was known."""
-        session = self._all.get(key)
+        session = self.find(key)
         if session is not None:
             self._num_ended += not (session.is_ended or session.num_live)
             session.is_ended = True
@@ -212,21 +225,21 @@ class Sessions:
             if not own.idle:
                 return None
             self._forget(next(iter(own.idle.values())))
-        elif len(self._all) >= MAX_SESSIONS:
+        elif len(self) >= MAX_SESSIONS:
             most = max(self._tenants.values(), key=len)
             if not most.idle:
                 return None
             self._forget(next(iter(most.idle.values())))
-        parent = None if parent_key is None else self._all.get(parent_key)
+        parent = None if parent_key is None else self.find(parent_key, tenant)
         if parent is not None and (parent.num_children >= MAX_CHILDREN or parent.generation >= MAX_GENERATIONS):
             parent = None
-        session = self._all[key] = Session(key, intern(tenant), parent, self.now_s)
         if parent is not None:
             parent.num_children += 1
-        return session
+        self._num_sessions += 1
+        return Session(key, intern(tenant), parent, self.now_s)
 
     def _forget(self, session: Session) -> None:
-        del self._all[session.key]
+        self._num_sessions -= 1
         self.working_set.leave(session)
         own = self._tenants[session.tenant]
         del own.idle[session.key]
@@ -246,8 +259,8 @@ class Sessions:
                 assert states.count((name, is_live)) == len(states), f"sessions of {name!r} are in the wrong line"
                 changes_s = [each.since_s for each in sessions.values()]
                 assert changes_s == sorted(changes_s), f"sessions of {name!r} are out of order"
-        assert sum(map(len, self._tenants.values())) == len(self._all), "sessions of tenants miscounted"
-        states_now = Counter(session.state for session in self._all.values())
+        assert sum(map(len, self._tenants.values())) == len(self), "sessions of tenants miscounted"
+        states_now = Counter(session.state for session in self.all)
         assert +self.num_by_state() == states_now, f"{self.num_by_state()} counted, not {states_now}"
         self.working_set.check_integrity()
         self.leases.check_integrity()

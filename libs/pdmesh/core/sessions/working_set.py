@@ -175,7 +175,7 @@ class WorkingSet:
                 session = member.session
                 if session.num_live or session.num_live_children:
                     continue
-                if not session.is_ended and max(session.since_s, session.children_ended_s) + RECENT_S > now_s:
+                if not session.is_ended and max(session.since_s, member.children_ended_s) + RECENT_S > now_s:
                     break
                 stale.append(session)
             for session in stale:
