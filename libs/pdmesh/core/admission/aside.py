@@ -81,9 +81,10 @@ class Aside:
     def look(self, now_s: float) -> None:
         """Return turns to their lines if their sessions have room now, and protect these sessions' KV from eviction."""
         mesh = self._mesh
-        turns, working_set, index = mesh.queue.turns_aside, mesh.sessions.working_set, mesh.cache_index
+        working_set = mesh.sessions.working_set
         if working_set.num_changes == self._seen_changes and now_s < self.next_look_s:
             return
+        turns, index = mesh.queue.turns_aside, mesh.cache_index
         if now_s < self._divides_from_s:
             self.next_look_s = self._divides_from_s
             return

@@ -210,7 +210,7 @@ class GroupPlanner:
             return 0
         if self._had_last(state, leader.instance_id):
             return 0
-        return self._cut(leader, state, most, self._policy(bundle))
+        return self._cut(leader, state, most, None if state.group is None else self._policy(bundle))
 
     def holds_decodes_up(self, state: RequestState, bundle: Bundle) -> bool:
         """Whether decodes must stay out of the next chunk's step, because they would wait for a helper's chunk.
@@ -260,11 +260,10 @@ class GroupPlanner:
             return False
         for key in [key for key, state in self._open.items() if not self._is_helped_on(state)]:
             self._close(key)
-        group_policy = self._policy(bundle)
-        if group_policy is None or not self._open:
+        if bundle.group_policy is None or not self._open:
             return False
-        spare = [each for each in step_slots.idle() if self._is_spare(each, group_policy)]
-        if not spare:
+        spare = [each for each in step_slots.idle() if self._is_spare(each, bundle.group_policy)]
+        if not spare or (group_policy := self._policy(bundle)) is None:
             return False
         for state in in_order(bundle.order, list(self._open.values()), now_s):
             if group_policy.group_size > 1:
@@ -392,13 +391,10 @@ class GroupPlanner:
 
     def _parallel_members(self, state: RequestState, bundle: Bundle, now_s: float) -> list[InstanceState] | None:
         """Return the members that compute the next tokens at once; None if they take turns, or the leader is alone."""
+        if state.group is None or state.is_recovering:
+            return None
         group_policy, leader = self._policy(bundle), self._mesh.instances[state.prefill_ids[0]]
-        if (
-            group_policy is None
-            or group_policy.schedule is Schedule.PIPELINED
-            or state.group is None
-            or state.is_recovering
-        ):
+        if group_policy is None or group_policy.schedule is Schedule.PIPELINED:
             return None
         if leader.prefills != [state] or not self._may_form_group(leader, group_policy):
             return None

@@ -83,9 +83,9 @@ class InstanceLoad(InstanceCapacity):
         if num_reused:
             # The request will leave a longer chain.
             self.recent.forget(chain[num_reused - 1])
-        kept = self.kept
-        kept.make_way(chain, num_reused, allocation.num_blocks - num_reused * kept.granule_blocks, self.num_free_blocks)
-        allocation.granules = kept.begin(chain, num_reused, allocation.tenant, allocation.share)
+        if self.kept.states is not None:
+            self.kept.make_way(chain, num_reused, allocation.num_blocks, self.num_free_blocks)
+        allocation.granules = self.kept.begin(chain, num_reused, allocation.tenant, allocation.share)
         self.allocations[key] = allocation
         self._count(allocation, 1)
 

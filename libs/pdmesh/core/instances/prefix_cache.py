@@ -257,7 +257,8 @@ class PrefixCache:
 
         The instance cached the ``states`` of these granules at the end.
         """
-        self._end_use(held, states)
+        if self.states is not None:
+            self._end_use(self.states, held, states)
         if held is NOTHING:
             return
         self._num_held -= held.kept.bit_count()
@@ -275,12 +276,12 @@ class PrefixCache:
                 offloaded.let_go(granule)
         self._idle.add_all(idle)
 
-    def _end_use(self, held: HeldGranules, states: Sequence[PrefixHash]) -> None:
-        if self.states is not None and (states or held.use is not None):
+    def _end_use(self, cached: CachedStates, held: HeldGranules, states: Sequence[PrefixHash]) -> None:
+        if states or held.use is not None:
             use = StateUse(0) if held.use is None else held.use
             known = [granule for granule in states if granule in self]
             line = self._idle.unknown if held is NOTHING else held.line
-            self.states.end(use, held.chain, known, self._idle, line)
+            cached.end(use, held.chain, known, self._idle, line)
 
     # --- moving to another instance ---
 
@@ -328,12 +329,13 @@ class PrefixCache:
         """Count idle granules whose leases ended as used just now."""
         self._idle.end_leases(granules)
 
-    def make_way(self, chain: Sequence[PrefixHash], num_reused: int, num_own_blocks: int, num_free_blocks: int) -> None:
+    def make_way(self, chain: Sequence[PrefixHash], num_reused: int, num_blocks: int, num_free_blocks: int) -> None:
         """Evict idle granules until a new request fits, which computes granules again for want of a state.
 
         Granules behind the first ``num_reused`` stay cached while the request computes them, so they take room beside
-        the request's ``num_own_blocks`` of ``num_free_blocks``. The next `make_room` returns the evicted granules.
+        the request's other ``num_blocks``, of ``num_free_blocks``. The next `make_room` returns the evicted granules.
         """
+        num_own_blocks = num_blocks - num_reused * self.granule_blocks
         if self.states is None or num_own_blocks + len(chain) * self.granule_blocks <= num_free_blocks:
             return
         idle, reused = self._idle, set(chain[:num_reused])

@@ -7,6 +7,7 @@ lease grants no memory and blocks no request: if only leased granules are left, 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple
 
@@ -74,11 +75,13 @@ class Leases:
             else:
                 self._ended.append(granule)
 
-    def expire(self, now_s: float) -> list[PrefixHash]:
+    def expire(self, now_s: float) -> Sequence[PrefixHash]:
         """End the leases that are over. Return the granules that lost their last lease since the last call.
 
         Granules of one chain are in its order.
         """
+        if not self._ends:
+            return ()
         while self._ends and self._ends[0][0] <= now_s:
             _, key = heappop(self._ends)
             lease = self._by_session.get(key)
