@@ -10,7 +10,7 @@ are asked in turns, so that whatever else the machine does is in both figures. P
 * ``offloaded``: the same on a mixed instance whose cache holds two of eight users' conversations, with a tier on a disk
   behind it: by a user's next turn the others have taken its place.
 * ``tool-call``: turns after pauses of 30 s in which others fill that cache, over turns whose KV stayed; with a name, so
-  that KV is loaded before the turn, and without.
+  that KV is loaded before the turn, and without. All turns compute as many tokens.
 * ``cold``: prompts that never repeat: TTFT, and tokens a second of prompt and answer, over those without reuse. Caches
   hold four of them, and are full: what is kept is given up for what comes.
 * ``beside``: gaps between tokens of four streams while turns come back one after the other, over those without reuse.
@@ -44,6 +44,7 @@ import httpx
 
 from benchmarks.harness.clients import Answer, ask
 from benchmarks.harness.report import Limits, heading, quantile
+from pdmesh.core.sessions.session_state import NUM_PAUSES
 from pdmesh.kv_layout import GRANULE_TOKENS
 from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
 from pdmesh_testing.conversations import turns_after_tools
@@ -164,7 +165,8 @@ class Bench:
     async def tool_call(self) -> None:
         """Measure turns after tool calls during which others fill the cache."""
         with ExitStack() as stack:
-            mesh = self.mesh(stack, POOLS["mixed"], "with", self._settings_of_tier(self._num_tokens // 2))
+            num_more = NUM_CACHED * (NUM_PAUSES + 1 + 2 * self._rounds) * GRANULE_TOKENS
+            mesh = self.mesh(stack, POOLS["mixed"], "with", self._settings_of_tier(self._num_tokens // 2 + num_more))
             ttft_s = await turns_after_tools(mesh, LLAMA_82M.vocab_size, self._num_tokens, TOOL_S, self._rounds)
         for kind, most in (("unnamed", math.inf), ("named", MOST_AFTER_TOOL)):
             after, stayed = (statistics.median(ttft_s[kind, is_full]) for is_full in (True, False))

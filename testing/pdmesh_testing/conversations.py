@@ -138,11 +138,12 @@ async def turns_after_tools(
 ) -> dict[tuple[str, bool], list[float]]:
     """Ask turns of a session and of a conversation without a name, ``pause_s`` apart, and return times to first tokens.
 
-    The first prompts have ``num_tokens``, and answers one. Once the session's pauses are known, other prompts fill the
-    cache in every other pause, until a part of it is left; keys tell whether they did. AssertionError if little of a
-    turn was cached, if the session's KV was not back before, or if a token differs without reuse.
+    The first prompts have ``num_tokens`` and one more, answers one token, and each turn adds a granule. So all turns
+    compute as many tokens if all granules before are cached. Once the session's pauses are known, other prompts fill
+    the cache in every other pause, until a part of it is left; keys tell whether they did. AssertionError if a turn
+    computed more, if the session's KV was not back before, or if a token differs without reuse.
     """
-    new = iter(random_prompts([num_tokens] * 400, vocab_size, 5))
+    new = iter(random_prompts([num_tokens + 1] * 400, vocab_size, 5))
     contexts, names = {kind: next(new) for kind in ("named", "unnamed")}, {"named": {"prompt_cache_key": "tool"}}
     asked: list[tuple[list[int], list[int]]] = []
     ttft_s: dict[tuple[str, bool], list[float]] = {}
@@ -166,11 +167,12 @@ async def turns_after_tools(
                 took_s, drawn, num_cached = await turn([*context], **names.get(kind, {}))
                 asked.append(([*context], drawn))
                 if number > NUM_PAUSES:
-                    assert num_cached >= len(context) - 36 - 2 * GRANULE_TOKENS, f"{num_cached} cached: {kind}"
+                    num_missing = len(context) - num_cached
+                    assert num_missing == GRANULE_TOKENS + len(context) % GRANULE_TOKENS, f"{num_cached} cached: {kind}"
                     is_back = mesh.total("kv_offload_loaded_tokens") - num_loaded < num_tokens / 2
                     assert is_back or kind == "unnamed", "the turn loaded its KV itself"
                     ttft_s.setdefault((kind, is_full), []).append(took_s)
-                context += [*drawn, *next(new)[:35]]
+                context += [*drawn, *next(new)[: GRANULE_TOKENS - 1]]
         for prompt, drawn in asked:
             assert (await turn(prompt, cache_salt=f"{len(prompt)}"))[1] == drawn, "a token differs"
     assert mesh.total("num_stale_prefixes") == 0

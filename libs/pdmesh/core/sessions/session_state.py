@@ -145,7 +145,7 @@ class Session:
 
     @property
     def depth(self) -> int:
-        """Number of granules of the latest prompt, of which ``tail`` is the last; 0 if they are unknown."""
+        """Number of granules of the latest prompt; 0 if they are unknown."""
         return 0 if self.tail is None else (self.num_prompt_tokens - 1) // GRANULE_TOKENS
 
     @property
