@@ -116,6 +116,7 @@ ADDED: Sequence[str] = (
     "InstanceJoined.offloaded",
     "InstanceJoined.dropped",
     "InstanceJoined.jumps",
+    "InstanceJoined.uses",
     "InstanceJoined.profile.num_offload_granules",
     "InstanceJoined.profile.load_bytes_per_s",
     "InstanceJoined.profile.num_stages",

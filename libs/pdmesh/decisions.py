@@ -23,7 +23,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.errors import ProtocolError
-from pdmesh.model import InstanceId, InstanceProfile, Role
+from pdmesh.model import NO_USES, InstanceId, InstanceProfile, Role
 from pdmesh.operations import PoolCounts
 from pdmesh.plans import NO_EVICTIONS
 
@@ -106,7 +106,7 @@ class RecentDecisions:
             event = replace(event, request=replace(event.request, prefix=()))
         elif isinstance(event, InstanceJoined):
             residents = tuple(replace(resident, granules=()) for resident in event.residents)
-            event = replace(event, residents=residents, kept=(), jumps=(), offloaded=())
+            event = replace(event, residents=residents, kept=(), jumps=(), offloaded=(), uses=NO_USES)
         elif isinstance(event, KvReleased) and event.granules:
             event = replace(event, granules=())
         self._kept.append(Decision(now_s, event, commands))

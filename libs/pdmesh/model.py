@@ -149,6 +149,39 @@ class SessionName(NamedTuple):
     lease_s: Annotated[float, Meta(ge=0, le=MAX_LEASE_S)] = 0.0
 
 
+class CacheUser(NamedTuple):
+    """The tenant and session that use a prompt's cached KV, as the next scheduler should know them.
+
+    ``session``, ``parent``: as in `SessionName`; None: the request names none, or the session ended with it. The
+    session had ``num_turns``, with usual pauses of ``pause_s`` if these are known. Other sessions had cached
+    ``num_shared_tokens`` of its first prompt. Its KV is leased for ``lease_s`` after the request.
+    """
+
+    tenant: str
+    share: Annotated[int, COUNT] = 1
+    session: _SessionKey | None = None
+    parent: _SessionKey | None = None
+    num_turns: Annotated[int, ANY_COUNT] = 0
+    pause_s: Annotated[float, SECONDS] | None = None
+    num_shared_tokens: Annotated[int, ANY_COUNT] = 0
+    lease_s: Annotated[float, Meta(ge=0, le=MAX_LEASE_S)] = 0.0
+
+
+class LastUse(NamedTuple):
+    """The last use of cached granules: ``user``'s request of ``num_prompt_tokens``, which ended ``ago_s`` ago."""
+
+    user: CacheUser
+    num_prompt_tokens: NumTokens
+    ago_s: Annotated[float, SECONDS]
+
+
+#: Last uses of the granules in a report, and the runs of granules with one use: pairs of the index where a run begins
+#: and the number of its use (`pdmesh.core.instances.last_uses`).
+LastUses = tuple[tuple[LastUse, ...], tuple[tuple[int, int], ...]]
+
+NO_USES: Final[LastUses] = ((), ())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A request as the scheduling core knows it: sizes, not tokens.
@@ -330,7 +363,8 @@ class Resident:
     ``decoding`` requests continue by themselves; others (a prefill cut short, a transfer half landed) are freed. At
     most `max_total_tokens` have KV at once; 0: as many as there is room for. The transfer `transfer_id` brings, or
     brought, the KV. `granules` name its blocks in order, including blocks cached for others. If it decodes here,
-    `members` hold the first ranges of its context. Otherwise `part` may be the number of the range that is here.
+    `members` hold the first ranges of its context. Otherwise `part` may be the number of the range that is here. `user`
+    has its tenant and session; None: without both.
     """
 
     request_id: RequestId
@@ -344,6 +378,7 @@ class Resident:
     granules: PrefixHashes = ()
     members: tuple[PartMember, ...] = ()
     part: NumTokens | None = None
+    user: CacheUser | None = None
 
 
 #: Number of own decode steps after which an instance reports them, unless an earlier report includes them.

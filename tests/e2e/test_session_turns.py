@@ -95,17 +95,22 @@ async def num_instances(mesh: RunningMesh) -> int:
         return 0
 
 
+async def replace_scheduler(mesh: RunningMesh, number: int) -> None:
+    """Kill the scheduler, and wait until the next one knows ``number`` instances."""
+    pid = mesh.pids()["scheduler"]
+    os.kill(pid, signal.SIGKILL)
+    await run_sync(mesh.wait_until_replaced, "scheduler", pid)
+    while await num_instances(mesh) < number:  # noqa: ASYNC110  # of another process
+        await anyio.sleep(0.2)
+
+
 async def disturb(mesh: RunningMesh, what: str) -> AsyncIterator[str]:
     """Kill the named instance, restart all, or do this to one instance after the other. Yield after each time.
 
     Before a failover's other part, the scheduler is killed and started again.
     """
     if what.startswith("failover, "):
-        pid = mesh.pids()["scheduler"]
-        os.kill(pid, signal.SIGKILL)
-        await run_sync(mesh.wait_until_replaced, "scheduler", pid)
-        while await num_instances(mesh) < 2:  # noqa: ASYNC110  # of another process
-            await anyio.sleep(0.2)
+        await replace_scheduler(mesh, 2)
         what = what.removeprefix("failover, ")
     if what == "rolling":
         await run_sync(mesh.pdmesh, "restart", "--rolling")
@@ -169,6 +174,32 @@ async def test_kv_is_back_from_the_tier_before_the_next_turn(model: Path, tmp_pa
     }
     with running_mesh(tmp_path, model=model, mixed=1, settings=settings) as mesh:
         await turns_after_tools(mesh, SHAPE.vocab_size, num_tokens=FIRST_TOKENS, pause_s=8.0, num_rounds=1)
+
+
+async def test_a_new_scheduler_keeps_the_share_of_a_tenant_whose_session_pauses(model: Path, tmp_path: Path) -> None:
+    """After the scheduler was killed, another tenant fills the cache; the session knows its turns and has its KV."""
+    keys = tmp_path / "keys"
+    keys.write_text("quiet\nloud\n")
+    settings = {
+        "WORKER_KV_CACHE_BYTES": str(CACHED_TOKENS * TOKEN_BYTES),
+        "WORKER_MAX_MODEL_LEN": "8192",
+        "SECURITY_API_KEYS_FILE": str(keys),
+    }
+    quiet, undisturbed = Agent(1, "quiet"), Agent(1, "undisturbed")
+    with running_mesh(tmp_path, model=model, mixed=1, settings=settings) as mesh:
+        async with mesh.client() as client, mesh.client() as loud:
+            client.headers["authorization"], loud.headers["authorization"] = "Bearer quiet", "Bearer loud"
+            for _ in range(2):
+                await turns([quiet], mesh, client)
+            await replace_scheduler(mesh, 1)
+            for prompt in random_prompts([1500] * 8, SHAPE.vocab_size, 7):
+                await complete(loud, mesh.model, prompt, 1)
+            assert (await client.get("/v1/sessions/quiet 1")).json()["turns"] == 2
+            share = await turns([quiet], mesh, client)
+            for _ in quiet.answers:
+                await turns([undisturbed], mesh, client)
+    assert share >= 0.95
+    assert quiet.answers == undisturbed.answers
 
 
 #: Requests of the test of names, and tokens of each answer: 10,000 tokens.

@@ -566,3 +566,11 @@ async def test_log_probabilities_of_a_prompt_are_of_one_identity() -> None:
     assert t.restart(blame=0.0)
     t.offer_prompt_logprobs(told(2, 1, epoch=1), "new")
     assert list(t.prompt_logprobs) == [2]
+
+
+def test_a_request_that_another_scheduler_had_says_how_long_ago_it_began() -> None:
+    t = transcript()
+    t.began_s = 2.0
+    ages_s = [t.age_s]
+    t.submitted_to = "the scheduler before"
+    assert [*ages_s, t.age_s] == [0.0, 3.0]

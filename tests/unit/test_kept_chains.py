@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pdmesh.core.instances.kept_chains import NO_GRANULE, chains_of, jumps_of
+from pdmesh.core.instances.kept_chains import NO_GRANULE, KeptChains, jumps_of
 from pdmesh.instance.cache import BlockCache, CachedPrefix
 from pdmesh.kv_layout import GRANULE_TOKENS
 from pdmesh.model import PrefixHash
@@ -35,14 +35,14 @@ def served(*chains: tuple[PrefixHash, ...]) -> BlockCache:
 def test_one_chain_is_one_jump() -> None:
     cache = served(hashes(200))
     assert cache.jumps == ((199, NO_GRANULE),)
-    assert chains_of(cache.granules, cache.jumps, MANY) == [hashes(200)]
+    assert KeptChains(cache.granules, cache.jumps).longest(MANY) == [hashes(200)]
 
 
 def test_branches_are_told_and_the_longest_unused_chain_is_first() -> None:
     stem = path(1, 1, 1)
     chains = [path(1, 1, 1, 2, 2), path(3, 3), path(1, 1, 1, 4)]
     cache = served(stem, *chains)
-    assert chains_of(cache.granules, cache.jumps, MANY) == chains
+    assert KeptChains(cache.granules, cache.jumps).longest(MANY) == chains
     assert len(cache.jumps) == 3
 
 
@@ -51,7 +51,7 @@ def test_all_chains_are_found_again(seed: int) -> None:
     rng = random.Random(seed)
     prompts = [path(*[rng.randrange(3) for _ in range(rng.randint(1, 8))]) for _ in range(20)]
     cache = served(*prompts)
-    found = chains_of(cache.granules, cache.jumps, MANY)
+    found = KeptChains(cache.granules, cache.jumps).longest(MANY)
     assert {chain[-1] for chain in found} == {
         each[-1] for each in prompts if not any(other[: len(each)] == each != other for other in prompts)
     }
@@ -62,7 +62,7 @@ def test_all_chains_are_found_again(seed: int) -> None:
 def test_of_too_many_granules_the_least_recently_used_chains_are_left_out() -> None:
     chains = [hashes(4, name) for name in range(5)]
     cache = served(*chains)
-    assert chains_of(cache.granules, cache.jumps, 11) == chains[3:]
+    assert KeptChains(cache.granules, cache.jumps).longest(11) == chains[3:]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -71,13 +71,13 @@ def test_wrong_jumps_do_no_harm(seed: int) -> None:
     rng = random.Random(seed)
     kept = hashes(30)
     jumps = [(rng.randrange(-3, 40), rng.randrange(-3, 40)) for _ in range(20)]
-    for chain in chains_of(kept, jumps, MANY):
+    for chain in KeptChains(kept, jumps).longest(MANY):
         indexes = [kept.index(granule) for granule in chain]
         assert indexes == sorted(indexes, reverse=True)
-    assert chains_of(kept, (), MANY) == []
+    assert KeptChains(kept, ()).longest(MANY) == []
 
 
 def test_a_granule_without_its_predecessor_begins_no_chain() -> None:
     one, two, three = hashes(3)
     assert jumps_of({two: one, three: two}, (three, two)) == ((1, 1),)
-    assert chains_of((three, two), ((1, 1),), MANY) == []
+    assert KeptChains((three, two), ((1, 1),)).longest(MANY) == []

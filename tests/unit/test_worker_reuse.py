@@ -25,7 +25,7 @@ from pdmesh.core.events import (
 from pdmesh.kv.copy_in import CopyIn
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv_layout import GRANULE_TOKENS, IndexRange, KvPart
-from pdmesh.model import Epoch, PrefixHash, RequestId, Role, SamplingParams
+from pdmesh.model import CacheUser, Epoch, PrefixHash, RequestId, Role, SamplingParams, SessionKey
 from pdmesh.plans import ChunkPlan, Evictions
 from pdmesh_testing.fake_engine import FakeEngine, StepGate, reference_output
 from pdmesh_testing.groups import admit_member, block_chunks, running_members
@@ -394,6 +394,26 @@ async def test_what_an_instance_tells_when_it_registers_again() -> None:
         assert load.num_free_blocks + load.num_held_blocks + load.num_cached_blocks == NUM_BLOCKS
         instance.free("r")
         await instance.reported(KvReleased, "r")
+
+
+async def test_an_instance_tells_who_used_its_cached_kv_last() -> None:
+    """Both instances of a hand-over do, in the order of use; a resident names its user, too."""
+    users = [CacheUser("t", 1, SessionKey(bytes([number] * 16)), num_turns=number) for number in range(2)]
+    async with pair() as (prefill, decode):
+        for number, user in enumerate(users):
+            name, params = f"r{number}", SamplingParams(max_tokens=1000, temperature=0)
+            generation = a_generation(name, random_tokens(300, seed=number), params)
+            await hand_over(msgspec.structs.replace(generation, user=user), prefill, decode, [300])
+            await decode.reported(TransferLanded, name)
+            assert [resident.user for resident in decode.instance.residents()] == [user]
+            await prefill.reported(KvReleased, name)
+            decode.free(name)
+            await decode.reported(KvReleased, name)
+        for instance in (prefill, decode):
+            uses, runs = instance.instance.last_uses
+            assert [(use.user, use.num_prompt_tokens) for use in uses] == [(user, 300) for user in users]
+            assert runs == ((0, 0), (2, 1))
+            assert len(instance.instance.kept) == 4
 
 
 async def test_granules_without_the_beginning_of_their_chain_are_not_registered() -> None:

@@ -14,12 +14,14 @@ from pdmesh.core.operator_events import OperatorEvent
 from pdmesh.core.record_line import RecordLine, ms, over
 from pdmesh.model import (
     NO_TRANSFER,
+    NO_USES,
     Epoch,
     FinishReason,
     GatewayId,
     InstanceId,
     InstanceProfile,
     Jumps,
+    LastUses,
     NumTokens,
     OwnDecodeSteps,
     PrefixHashes,
@@ -94,9 +96,9 @@ class InstanceJoined:
     """(Re)registration of an instance, with the KV that it holds. A ``stopping`` one takes no new work.
 
     ``kept`` are all cached granules, and ``offloaded`` the granules in its tier, as in `CacheReported`: already the
-    first command may use them. ``jumps`` say which cached granules follow which (`pdmesh.core.instances.kept_chains`).
-    ``states`` are the cached granules with a state. ``dropped`` are requests that the instance ended while no scheduler
-    was there; they decode on no instance.
+    first command may use them. ``jumps`` say which cached granules follow which (`pdmesh.core.instances.kept_chains`),
+    and ``uses`` their last users (`last_uses` there). ``states`` are the cached granules with a state. ``dropped`` are
+    requests that the instance ended while no scheduler was there; they decode on no instance.
     """
 
     profile: InstanceProfile
@@ -107,6 +109,7 @@ class InstanceJoined:
     dropped: tuple[RequestKey, ...] = ()
     jumps: Jumps = ()
     states: PrefixHashes = ()
+    uses: LastUses = NO_USES
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +228,7 @@ class GroupPrefix(RequestReport):
 class TransferOffered(RequestReport):
     """Offer of a source, which began computing its first chunk of a request whose KV must move.
 
-    The offer comes once for each request and also counts for later transfers. ``transfer_id`` names the transfer that
-    the source knew, `NO_TRANSFER` if there was none.
+    The offer comes once for each request, also for later transfers. ``transfer_id`` is the one that the source knew.
     """
 
     transfer_id: TransferId
@@ -283,9 +285,8 @@ class TransferSent(RequestReport):
     def record_line(self) -> RecordLine | None:
         waited = "frozen_s" if self.was_decoding else "exposed_s"
         figures = {"num_bytes": float(self.num_bytes), "duration_s": self.duration_s, waited: self.exposed_s}
-        exposed = f"{ms(self.exposed_s)} after the prompt was computed"
-        if self.was_decoding:
-            exposed = f"paused for {ms(self.exposed_s)}"
+        exposed_s = ms(self.exposed_s)
+        exposed = f"paused for {exposed_s}" if self.was_decoding else f"{exposed_s} after the prompt was computed"
         detail = f"{self.num_bytes} bytes in {ms(self.duration_s)}, {exposed}{over(self.carrier)}"
         return RecordLine("moved away" if self.was_decoding else "sent", detail, self.instance_id, figures)
 
@@ -295,8 +296,7 @@ class TransferFailed(RequestReport):
     """Failure of a transfer at either side: a deadline, no progress, a checksum. A source keeps its KV.
 
     A destination frees its KV. The source of a move also reports whether it ``committed`` (None from others). If so,
-    the destination may have begun to decode, and the source waits for a `Hold`. Otherwise the source decodes on by
-    itself.
+    the destination may have begun to decode, and the source waits for a `Hold`. Otherwise the source decodes on.
     """
 
     transfer_id: TransferId

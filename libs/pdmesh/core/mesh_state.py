@@ -72,9 +72,13 @@ class MeshState(CommandOutbox):
 
     # --- beginnings ---
 
-    def open(self, request: Request, rank: Rank, work_us: int = 0, num_reused_tokens: int = 0) -> RequestState:
-        """Add a request. ``num_reused_tokens`` of its prompt are cached on some instance."""
-        session = None if request.session is None else self.sessions.begin(request, num_reused_tokens)
+    def open(
+        self, request: Request, rank: Rank, work_us: int = 0, num_reused_tokens: int = 0, *, is_adopted: bool = False
+    ) -> RequestState:
+        """Add a request. ``num_reused_tokens`` of its prompt are cached on some instance, or it runs on one already."""
+        session = None
+        if request.session is not None:
+            session = self.sessions.begin(request, num_reused_tokens, is_adopted=is_adopted)
         state = RequestState(request, rank, work_us, num_reused_tokens=num_reused_tokens, session=session)
         self.requests[request.request_id] = state
         self.of_gateway.setdefault(request.gateway_id, {})[request.request_id] = None
@@ -105,9 +109,10 @@ class MeshState(CommandOutbox):
     # --- turns aside ---
 
     def set_aside(self, state: RequestState, member: Member) -> None:
-        """Let a waiting turn wait until its whole session has room."""
-        self.queue.set_aside(state, self.sessions.now_s)
-        self.sessions.working_set.set_aside(member, self.sessions.now_s)
+        """Let a waiting turn wait until its whole session has room. Its wait began at its arrival at any scheduler."""
+        since_s = min(self.sessions.now_s, state.request.arrival_s)
+        self.queue.set_aside(state, since_s)
+        self.sessions.working_set.set_aside(member, since_s)
 
     def come_back(self, state: RequestState) -> None:
         """Put a turn into its line if it was set aside."""

@@ -14,6 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from math import inf
 from typing import get_args
@@ -90,7 +91,7 @@ from pdmesh.core.sessions.sessions import Sessions
 from pdmesh.core.steps.packer import Packer
 from pdmesh.core.steps.step_reports import StepReports
 from pdmesh.core.waiting.fairness import TenantView
-from pdmesh.model import NO_TRANSFER, InstanceId, RequestId, RequestKey
+from pdmesh.model import NO_TRANSFER, CacheUser, InstanceId, RequestId, RequestKey
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
@@ -141,10 +142,8 @@ class SchedulerCore:
         )
         self._steps = StepReports(self._mesh, self._choice, self._admission)
         self._handlers = self._all_handlers()
-        self._now_s = 0.0
-        # The next time limit of a request, and the time for which a Tick was requested.
-        self._due_s = inf
-        self._wake_s = inf
+        # Besides the present time: the next time limit of a request, and the time for which a Tick was requested.
+        self._now_s, self._due_s, self._wake_s = 0.0, inf, inf
 
     # --- views for the driver ---
 
@@ -238,6 +237,11 @@ class SchedulerCore:
         """Return the instances that cache the KV of a session's latest prompt."""
         mask = 0 if session.tail is None else self._mesh.cache_index.mask_of(session.tail)
         return [each.instance_id for each in self._mesh.instances.values() if mask >> each.number & 1]
+
+    def user_of(self, key: RequestKey) -> CacheUser | None:
+        """Return the tenant and session of a request, for the next scheduler; None if it has neither or is unknown."""
+        state = self._mesh.find(key)
+        return None if state is None else self._mesh.sessions.user_of(state.request, state.session)
 
     @property
     def operations(self) -> list[OperationRecord]:
@@ -383,7 +387,7 @@ class SchedulerCore:
         handlers.on_timed(InstanceLost, members.lost)
         handlers.on(DrainRequested, members.stops)
         handlers.on(CacheReported, self._cache_reported)
-        handlers.on_timed(TokenLinkReported, self._token_link_reported)
+        handlers.on_timed(TokenLinkReported, partial(on_token_link, self._mesh, self._moves))
         handlers.on(LoadReported, self._load_reported)
         handlers.on_timed(StepDone, self._step_done)
         handlers.on(DecodeStepsDone, self._learnt_before)
@@ -444,9 +448,6 @@ class SchedulerCore:
             if event.kept is not None:
                 instance.replace_kept(event.kept, states=event.states)
             instance.kept.lose_offloaded(event.lost)
-
-    def _token_link_reported(self, event: TokenLinkReported, now_s: float) -> None:
-        on_token_link(self._mesh, self._moves, event, now_s)
 
     def _load_reported(self, event: LoadReported) -> None:
         if instance := self._mesh.instance_of(event):

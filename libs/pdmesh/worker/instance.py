@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never
 
+import anyio
 import structlog
 
 from pdmesh.core.commands import (
@@ -29,6 +30,7 @@ from pdmesh.core.commands import (
     ToInstanceOfRequest,
 )
 from pdmesh.core.events import InstanceEvent, KvReleased, LoadReported, RequestDropped
+from pdmesh.core.instances.last_uses import UseLog
 from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.errors import ProtocolError
 from pdmesh.instance.effects import (
@@ -62,6 +64,7 @@ from pdmesh.kv.store import KvStore
 from pdmesh.model import (
     InstanceId,
     Jumps,
+    LastUses,
     PrefixHashes,
     RequestKey,
     Resident,
@@ -138,6 +141,7 @@ class Instance:
         )
         #: Requests dropped since the last registration that decode nowhere, so that a scheduler can restart them now.
         self.dropped: list[RequestKey] = []
+        self._uses = UseLog()
         self.plans = Plans(
             instance_id,
             sequences,
@@ -344,6 +348,10 @@ class Instance:
         log.debug("request released", request_id=request.request_id, epoch=request.epoch)
         key, granules, num_known, states = request.state.key, drawn.granules, drawn.num_known, drawn.states
         received_by = request.state.received_by
+        generation, kept = request.generation, self._tables.kept
+        num_prompt_tokens = generation.num_prompt_tokens
+        self._uses.ended(generation.user, (*request.chain, *granules), num_prompt_tokens, anyio.current_time())
+        self._uses.forget(kept, len(kept))
         self._report(KvReleased(self.instance_id, *key, received_by, granules, num_known, states))
         self._growth.blocks_freed()
         # A plan may wait for frames.
@@ -384,6 +392,11 @@ class Instance:
     def jumps(self) -> Jumps:
         """Return the jumps of `kept` for the registration (`pdmesh.core.instances.kept_chains`)."""
         return self._tables.kept.jumps
+
+    @property
+    def last_uses(self) -> LastUses:
+        """Return the last uses of `kept` for the registration (`pdmesh.core.instances.last_uses`)."""
+        return self._uses.report(self.kept, anyio.current_time())
 
     @property
     def states(self) -> PrefixHashes:

@@ -203,6 +203,7 @@ async def serve_instance(
             stopping=not instance.admits,
             dropped=tuple(instance.dropped),
             jumps=instance.jumps,
+            uses=instance.last_uses,
         )
 
     def on_lost(granules: PrefixHashes) -> None:

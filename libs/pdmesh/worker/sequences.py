@@ -256,6 +256,7 @@ class LocalRequest:
             granules=granules,
             members=self.state.members,
             part=self.state.part,
+            user=self.generation.user,
         )
 
 

@@ -168,8 +168,8 @@ class Transcript:
 
     @property
     def age_s(self) -> float:
-        """Seconds since a resumed request began, so that it keeps its place in the queue; 0 for a new one."""
-        return self.clock() - self.began_s if self.epoch > FIRST_EPOCH else 0.0
+        """Seconds since a request began that was submitted before, so that it keeps its place in the queue; else 0."""
+        return self.clock() - self.began_s if self.epoch > FIRST_EPOCH or self.submitted_to else 0.0
 
     def generation(self, arithmetic: str = "") -> Generation:
         """Return the message that lets a worker continue from here.

@@ -62,18 +62,23 @@ class Prompts:
                 return self._admitted(command)
             case ExpectCopy() if command.transfer.is_hand_over:
                 key = (command.request_id, command.epoch)
-                return self._moving[key] if key in self._moving else self._to_move(self._whole[key])
+                return self._moving[key] if key in self._moving else self._to_move(self._with_user(key))
             case _:
                 return None
 
     def _admitted(self, command: AdmitPrefill) -> Prompt:
         key = (command.request_id, command.epoch)
-        generation = self._whole[key]
+        generation = self._with_user(key)
         if command.instance_id == command.shards[-1].instance_id and not self._core.needs_prompt(key):
             del self._whole[key]
         if command.moves_on:
             self._moving[key] = self._to_move(generation)
         return Prompt(generation=generation, num_context_tokens=generation.num_tokens)
+
+    def _with_user(self, key: RequestKey) -> Generation:
+        """Return a whole prompt with its tenant and session, as far as it has them."""
+        user = self._core.user_of(key)
+        return self._whole[key] if user is None else msgspec.structs.replace(self._whole[key], user=user)
 
     def ended(self, command: ForgetRequest) -> None:
         """Drop an ended request's prompt."""

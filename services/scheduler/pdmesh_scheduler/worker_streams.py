@@ -124,6 +124,7 @@ class WorkerStreams:
                     registered.dropped,
                     registered.jumps,
                     registered.states,
+                    registered.uses,
                 )
                 self.driver.post(joined, first=connection.open)
                 await converse(link, read, self.stopping)

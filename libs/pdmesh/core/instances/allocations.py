@@ -12,7 +12,7 @@ from enum import IntEnum, auto
 from typing import Self
 
 from pdmesh.core.instances.prefix_cache import NOTHING
-from pdmesh.model import NO_TRANSFER, PartMember, TransferId
+from pdmesh.model import NO_TRANSFER, CacheUser, PartMember, TransferId
 
 
 class AllocationKind(IntEnum):
@@ -46,8 +46,9 @@ class Allocation:
     number of tokens in the last report; 0 before the first. ``transfer_id``: the transfer that brings the KV, or
     brought it. ``granules``: granules of the prompt, cached as they are computed. ``tenant`` is None until it is known.
     ``num_remote_tokens``: tokens of the context whose KV shard holders have; ``last_sent_members`` are these holders,
-    where an instance reported them. ``is_open``: the request may grow by more than the mean. ``freeing``: FreeKv was
-    sent. ``waits``: the prompt is computed, or has no promised room at its receiver, and waits to move away.
+    where an instance reported them, as it reported the ``user``. ``is_open``: the request may grow by more than the
+    mean. ``freeing``: FreeKv was sent. ``waits``: the prompt is computed, or has no promised room at its receiver, and
+    waits to move away.
     """
 
     # Not a dataclass: mypyc would leave __init__ to the interpreter.
@@ -65,6 +66,7 @@ class Allocation:
         share: int = 1,
         num_remote_tokens: int = 0,
         members: tuple[PartMember, ...] = (),
+        user: CacheUser | None = None,
     ) -> None:
         self.kind = kind
         self.num_blocks = num_blocks
@@ -77,6 +79,7 @@ class Allocation:
         self.tenant, self.share = tenant, share
         self.num_remote_tokens = num_remote_tokens
         self.last_sent_members = members
+        self.user = user
         self.is_open = False
         self.freeing = False
         self.waits = False

@@ -12,7 +12,7 @@ from pdmesh.core.instances.allocations import READ_BY_STEPS, Allocation, Allocat
 from pdmesh.core.instances.cache_index import CacheIndex
 from pdmesh.core.instances.instance_capacity import InstanceCapacity
 from pdmesh.core.instances.kv_growth import Growth, GrowthSums
-from pdmesh.core.instances.prefix_cache import NOTHING, PrefixCache
+from pdmesh.core.instances.prefix_cache import NO_LINES, NOTHING, Lines, PrefixCache
 from pdmesh.core.instances.recent_prefixes import RecentPrefixes
 from pdmesh.kv_layout import GRANULE_TOKENS, IndexRange, KvPart, num_blocks_for
 from pdmesh.model import NO_TRANSFER, InstanceId, InstanceProfile, PrefixHash, Request, RequestKey, Role, TransferId
@@ -227,10 +227,10 @@ class InstanceLoad(InstanceCapacity):
         granules: Sequence[PrefixHash],
         offloaded: Sequence[PrefixHash] | None = None,
         states: Sequence[PrefixHash] = (),
+        lines: Lines = NO_LINES,
     ) -> None:
         """Replace the recorded cache and states by the report; also the recorded tier, unless ``offloaded`` is None."""
-        held = [allocation.granules for allocation in self.allocations.values()]
-        self.kept.replace(granules, held, offloaded, states)
+        self.kept.replace(granules, [each.granules for each in self.allocations.values()], offloaded, states, lines)
         self._room = None
         self._change()
 

@@ -31,40 +31,53 @@ def jumps_of(before: Mapping[PrefixHash, PrefixHash | None], kept: Sequence[Pref
     return tuple(found)
 
 
-def chains_of(kept: Sequence[PrefixHash], jumps: Iterable[tuple[int, int]], most: int) -> list[tuple[PrefixHash, ...]]:
-    """Return the longest chains of ``kept``, the least recently used first.
+class KeptChains:
+    """The chains of cached granules in a report.
 
-    Chains share granules. They have ``most`` granules together at most; beyond, the least recently used are left out.
-    A granule before a used one was used at the same time or later. A chain with another order is left out, too.
+    A granule before a used one was used at the same time or later. A chain with another order counts as unknown.
+    ``depths`` has the number of granules of the chain that ends with each granule; 0 if the chain is unknown.
+    ``previous`` has the index of the granule before each one.
     """
-    number = len(kept)
-    previous = list(range(1, number + 1))
-    for index, to in jumps:
-        if 0 <= index < number:
-            previous[index] = to
-    #: Number of granules of the chain that ends with each granule; 0 if its beginning is unknown.
-    depths = [0] * number
-    is_last = [True] * number
-    for index in reversed(range(number)):
-        to = previous[index]
-        if to == NO_GRANULE:
-            depths[index] = 1
-        elif index < to < number and depths[to]:
-            depths[index] = depths[to] + 1
-            is_last[to] = False
-    chains: list[tuple[PrefixHash, ...]] = []
-    for index in reversed(range(number)):
-        if not is_last[index] or not depths[index]:
-            continue
-        most -= depths[index]
-        if most < 0:
-            break
-        chain: list[PrefixHash] = []
-        at = index
-        while at != NO_GRANULE:
-            chain.append(kept[at])
-            at = previous[at]
-        chain.reverse()
-        chains.append(tuple(chain))
-    chains.reverse()
-    return chains
+
+    # Not a dataclass: mypyc would leave __init__ to the interpreter.
+    def __init__(self, kept: Sequence[PrefixHash], jumps: Iterable[tuple[int, int]]) -> None:
+        number = len(kept)
+        self.kept = kept
+        self.previous = list(range(1, number + 1))
+        for index, to in jumps:
+            if 0 <= index < number:
+                self.previous[index] = to
+        self.depths = [0] * number
+        self._is_last = [True] * number
+        for index in reversed(range(number)):
+            to = self.previous[index]
+            if to == NO_GRANULE:
+                self.depths[index] = 1
+            elif index < to < number and self.depths[to]:
+                self.depths[index] = self.depths[to] + 1
+                self._is_last[to] = False
+
+    def chain(self, index: int) -> tuple[PrefixHash, ...]:
+        """Return the chain that ends with a granule; empty if it is unknown."""
+        found: list[PrefixHash] = []
+        while index != NO_GRANULE and self.depths[index]:
+            found.append(self.kept[index])
+            index = self.previous[index]
+        return tuple(reversed(found))
+
+    def longest(self, most: int) -> list[tuple[PrefixHash, ...]]:
+        """Return the longest chains, the least recently used first.
+
+        Chains share granules. They have ``most`` granules together at most; beyond, the least recently used are left
+        out.
+        """
+        chains: list[tuple[PrefixHash, ...]] = []
+        for index in reversed(range(len(self.kept))):
+            if not self._is_last[index] or not self.depths[index]:
+                continue
+            most -= self.depths[index]
+            if most < 0:
+                break
+            chains.append(self.chain(index))
+        chains.reverse()
+        return chains

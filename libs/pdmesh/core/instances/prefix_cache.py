@@ -18,13 +18,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from pdmesh.core.instances.cache_index import CacheIndex
 from pdmesh.core.instances.cached_states import CachedStates, StateUse
 from pdmesh.core.instances.idle import IdleGranules, IdleLine
+from pdmesh.core.instances.kept_chains import NO_GRANULE, KeptChains
 from pdmesh.core.instances.offloaded import OffloadedHere
 from pdmesh.kv_layout import blocks_of_granule
-from pdmesh.model import PrefixHash
+from pdmesh.model import LastUse, PrefixHash
 from pdmesh.plans import NO_EVICTIONS, Evictions
 
 
@@ -53,6 +55,11 @@ class HeldGranules:
 
 
 NOTHING = HeldGranules((), IdleLine())
+
+#: Lines of granules whose users are known.
+Lines = Mapping[PrefixHash, IdleLine]
+
+NO_LINES: Final[Lines] = {}
 
 
 class PrefixCache:
@@ -389,11 +396,13 @@ class PrefixCache:
         held: Iterable[HeldGranules],
         offloaded: Sequence[PrefixHash] | None = None,
         states: Sequence[PrefixHash] = (),
+        lines: Lines = NO_LINES,
     ) -> None:
         """Replace the cache by the instance's report, the longest unused granule first.
 
         ``held`` are the live requests' granules; ones that the report lacks count as lost. ``offloaded`` is the tier's
-        report; None leaves the tier as it is. ``states`` are the reported granules with a state.
+        report; None leaves the tier as it is. ``states`` are the reported granules with a state. ``lines`` (`lines_of`)
+        has the lines of granules that were unknown before, as far as their users are known.
 
         A reported granule in a live request's chain that was unknown before is left out: it could not be dropped for
         the room that the request was promised. The instance drops it by itself if necessary.
@@ -401,6 +410,7 @@ class PrefixCache:
         if self.offloaded is not None and offloaded is not None:
             self.offloaded.replace(offloaded, self._users)
         known = self._idle.lines() | self._in_use
+        line_of = {**lines, **known}
         orphans = self._orphans.keys() & set(kept)
         self._forget()
         if not self.granule_blocks:
@@ -408,7 +418,7 @@ class PrefixCache:
         self._orphans = dict.fromkeys([granule for granule in kept if granule in orphans])
         for granule in kept:
             if granule not in self and granule not in orphans and (granule not in self._users or granule in known):
-                self._keep(granule, known.get(granule, self._idle.unknown))
+                self._keep(granule, line_of.get(granule, self._idle.unknown))
         for each in held:
             for index, granule in enumerate(each.chain):
                 if each.kept >> index & 1 and granule not in self:
@@ -417,6 +427,19 @@ class PrefixCache:
             self._num_held += each.kept.bit_count()
         if self.states is not None:
             self.states.replace([granule for granule in states if granule in self])
+
+    def lines_of(self, chains: KeptChains, uses: Sequence[LastUse | None]) -> dict[PrefixHash, IdleLine]:
+        """Return the lines of reported granules by their last ``uses``. A user of a granule uses all before it, too."""
+        idle = self._idle
+        lines = [idle.unknown] * len(uses)
+        for index, use in enumerate(uses):
+            if not chains.depths[index]:
+                continue
+            if use is not None:
+                lines[index] = idle.used_by(lines[index], idle.line_of(use.user.tenant, use.user.share))
+            if (to := chains.previous[index]) != NO_GRANULE:
+                lines[to] = idle.used_by(lines[to], lines[index])
+        return dict(zip(chains.kept, lines, strict=True))
 
     def lose_offloaded(self, granules: Iterable[PrefixHash]) -> None:
         """Remove granules that the tier lost or dropped by itself."""

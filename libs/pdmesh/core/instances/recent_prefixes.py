@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from pdmesh.core.instances.kept_chains import chains_of
-from pdmesh.model import Jumps, PrefixHash
+from pdmesh.core.instances.kept_chains import KeptChains
+from pdmesh.model import PrefixHash
 
 #: Upper limit of the remembered granules, as a multiple of the granules that the cache can hold. Chains share granules.
 _MOST_PER_CACHED = 8
@@ -40,9 +40,9 @@ class RecentPrefixes:
         while self._num_granules > self._most:
             self.forget(next(iter(self._by_last)))
 
-    def learn(self, kept: Sequence[PrefixHash], jumps: Jumps) -> None:
+    def learn(self, chains: KeptChains) -> None:
         """Add the chains of cached granules that the instance reports, as if requests had ended with them."""
-        for chain in chains_of(kept, jumps, self._most):
+        for chain in chains.longest(self._most):
             self.add(chain)
 
     def forget(self, last: PrefixHash) -> None:

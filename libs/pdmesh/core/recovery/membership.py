@@ -47,17 +47,7 @@ class Membership:
         is_another = before is None or not before.profile.is_process_of(event.profile)
         if is_another:
             self._mesh.cut.forget(instance_id)
-        self._reconciler.instance_joined(
-            event.profile,
-            event.residents,
-            now_s,
-            stopping=event.stopping,
-            kept=event.kept,
-            jumps=event.jumps,
-            offloaded=event.offloaded,
-            dropped=event.dropped,
-            states=event.states,
-        )
+        self._reconciler.instance_joined(event, now_s)
         self._on_demand.joined(self._mesh.instances[instance_id])
         self._choice.joined(event.profile)
         self._moves.joined(instance_id, stopping=event.stopping, is_another=is_another)

@@ -11,8 +11,11 @@ from collections.abc import Collection, Iterable, Mapping
 
 from pdmesh.core.commands import Outcome
 from pdmesh.core.copies.receivers import replace_receiver
+from pdmesh.core.events import InstanceJoined
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.kept_chains import KeptChains
+from pdmesh.core.instances.last_uses import last_turns, last_uses
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.recovery.orphans import Orphans
 from pdmesh.core.recovery.spread_residents import SpreadResidents
@@ -24,13 +27,12 @@ from pdmesh.model import (
     Epoch,
     GatewayId,
     InstanceId,
-    InstanceProfile,
-    Jumps,
-    PrefixHashes,
+    LastUse,
     Request,
     RequestId,
     RequestKey,
     Resident,
+    SessionName,
 )
 from pdmesh.policy.views import Rank
 
@@ -136,20 +138,8 @@ class Reconciler:
 
     # --- instances ---
 
-    def instance_joined(
-        self,
-        profile: InstanceProfile,
-        residents: tuple[Resident, ...],
-        now_s: float,
-        *,
-        stopping: bool = False,
-        kept: PrefixHashes = (),
-        jumps: Jumps = (),
-        offloaded: PrefixHashes = (),
-        states: PrefixHashes = (),
-        dropped: Iterable[RequestKey] = (),
-    ) -> None:
-        mesh, instance_id = self._mesh, profile.instance_id
+    def instance_joined(self, event: InstanceJoined, now_s: float) -> None:
+        mesh, profile, instance_id = self._mesh, event.profile, event.profile.instance_id
         old = mesh.remove_instance(instance_id)
         instance = InstanceState(
             profile,
@@ -158,18 +148,20 @@ class Reconciler:
             cache_index=mesh.cache_index,
             number=mesh.numbers.take() if old is None else old.number,
             next_plan_id=0 if old is None else old.next_plan_id,
-            draining=stopping,
+            draining=event.stopping,
         )
         mesh.add_instance(instance)
         self._drop_unclaimed(instance_id, old)
         self._spread.lost(instance_id)
         mesh.broker.join(instance_id, profile.num_transfer_backends)
-        for resident in residents:
+        for resident in event.residents:
             key = (resident.request_id, resident.epoch)
             if key in instance.allocations:
                 mesh.ignore("resident")
                 continue
-            known = mesh.find(key)
+            known, user = mesh.find(key), resident.user
+            if user is not None:
+                mesh.sessions.learn([(LastUse(user, resident.num_context_tokens, 0.0), ())])
             num_remote_tokens = len(resident.members) * instance.max_kv_tokens
             instance.take(
                 key,
@@ -183,8 +175,9 @@ class Reconciler:
                     num_remote_tokens=num_remote_tokens,
                     members=resident.members,
                     transfer_id=resident.transfer_id,
-                    tenant=None if known is None else known.request.tenant,
-                    share=1 if known is None else known.request.share,
+                    tenant=known.request.tenant if known is not None else None if user is None else user.tenant,
+                    share=known.request.share if known is not None else 1 if user is None else user.share,
+                    user=user,
                 ),
                 resident.granules,
                 len(resident.granules),
@@ -199,15 +192,17 @@ class Reconciler:
         for home_id, resident in self._spread.pop_complete():
             if not self._keep_resident(home_id, resident, now_s):
                 mesh.free(home_id, (resident.request_id, resident.epoch))
-        if kept or offloaded:
-            instance.replace_kept(kept, offloaded, states)
-            instance.recent.learn(kept, jumps)
+        if event.kept or event.offloaded:
+            chains, uses = KeptChains(event.kept, event.jumps), last_uses(len(event.kept), event.uses)
+            mesh.sessions.learn(last_turns(chains, uses))
+            instance.replace_kept(event.kept, event.offloaded, event.states, instance.kept.lines_of(chains, uses))
+            instance.recent.learn(chains)
         if old is not None:
             blames = {} if old.profile.is_process_of(profile) else self._died(old, now_s)
             cut_off = [key for key in old.allocations if key not in instance.allocations]
             self._restart_without(instance_id, cut_off, f"instance {instance_id} was cut off", blames)
             mesh.drop_plans(old)
-        self._start_dropped(dropped, now_s)
+        self._start_dropped(event.dropped, now_s)
         mesh.queue.unpark()
 
     def instance_lost(self, instance_id: InstanceId, now_s: float) -> None:
@@ -314,7 +309,10 @@ class Reconciler:
         """Open a request known from its instance alone, which counts all its tokens as prompt, arrived now."""
         instance = self._mesh.instances[instance_id]
         allocation = instance.allocations[key]
-        num_tokens = max(1, allocation.num_tokens)
+        num_tokens, user = max(1, allocation.num_tokens), allocation.user
+        session = None
+        if user is not None and user.session is not None:
+            session = SessionName(user.session, user.parent, lease_s=user.lease_s)
         request = Request(
             request_id=key[0],
             epoch=key[1],
@@ -324,5 +322,10 @@ class Reconciler:
                 1, allocation.max_blocks * instance.block_size + allocation.num_remote_tokens - num_tokens + 1
             ),
             arrival_s=now_s,
+            tenant="" if user is None else user.tenant,
+            share=1 if user is None else user.share,
+            prefix=tuple(allocation.granules.chain),
+            prefix_weights=instance.weights,
+            session=session,
         )
-        return self._mesh.open(request, Rank())
+        return self._mesh.open(request, Rank(), is_adopted=True)

@@ -75,6 +75,11 @@ class Leases:
             else:
                 self._ended.append(granule)
 
+    def left_s(self, key: SessionKey, now_s: float) -> float:
+        """Return how long a session's lease lasts yet; 0 if it has none."""
+        lease = self._by_session.get(key)
+        return 0.0 if lease is None else max(0.0, lease.until_s - now_s)
+
     def expire(self, now_s: float) -> Sequence[PrefixHash]:
         """End the leases that are over. Return the granules that lost their last lease since the last call.
 

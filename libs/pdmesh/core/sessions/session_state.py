@@ -9,7 +9,7 @@ from enum import StrEnum
 from math import exp, inf, log
 
 from pdmesh.kv_layout import GRANULE_TOKENS
-from pdmesh.model import PrefixHash, PrefixHashes, Request, SessionKey
+from pdmesh.model import LastUse, PrefixHash, PrefixHashes, Request, SessionKey
 
 #: Number of pauses after which the pause of a session is known, and which the mean then follows.
 NUM_PAUSES = 3
@@ -174,10 +174,10 @@ class Session:
 
     # --- turns ---
 
-    def begin(self, request: Request, now_s: float) -> float | None:
-        """Begin a turn, or continue it in a later epoch. Return the pause before it, if there was one."""
+    def begin(self, now_s: float, *, continues: bool) -> float | None:
+        """Begin a turn, or continue it. Return the pause before it, if there was one."""
         pause_s: float | None = None
-        if not request.epoch:
+        if not continues:
             if self.num_turns and not self.num_live:
                 pause_s = max(now_s - self.since_s, LEAST_PAUSE_S)
                 self._num_pauses = min(self._num_pauses + 1, NUM_PAUSES)
@@ -206,6 +206,18 @@ class Session:
         if request.session is not None and request.session.is_last:
             self.is_ended = True
         return num_possible
+
+    def recall(self, use: LastUse, chain: PrefixHashes) -> None:
+        """Take over what an instance knows of the session's turns before this scheduler.
+
+        The first ``chain`` of the last prompt is cached there.
+        """
+        user = use.user
+        self.num_turns = max(self.num_turns, user.num_turns)
+        if user.pause_s is not None:
+            self._num_pauses, self._log_pause = NUM_PAUSES, log(max(user.pause_s, LEAST_PAUSE_S))
+        if self.tail is None and chain:
+            self.num_prompt_tokens, self.depth, self.tail = use.num_prompt_tokens, len(chain), chain[-1]
 
     def let_go(self, now_s: float) -> None:
         """Note that a request no longer waits or runs."""

@@ -17,7 +17,7 @@ from sys import intern
 from pdmesh.core.sessions.leases import Leases
 from pdmesh.core.sessions.session_state import Session, SessionState
 from pdmesh.core.sessions.working_set import WorkingSet
-from pdmesh.model import MAX_LEASE_S, PrefixHash, Request, SessionKey
+from pdmesh.model import MAX_LEASE_S, CacheUser, LastUse, PrefixHash, PrefixHashes, Request, SessionKey
 
 #: Time without a live request after which a session is forgotten.
 IDLE_S = 300.0
@@ -143,10 +143,11 @@ class Sessions:
 
     # --- requests ---
 
-    def begin(self, request: Request, num_cached_tokens: int = 0) -> Session | None:
+    def begin(self, request: Request, num_cached_tokens: int = 0, *, is_adopted: bool = False) -> Session | None:
         """Begin or continue the turn of a request. Return its session; None if it names none, or there is no room.
 
-        ``num_cached_tokens`` of the prompt are cached on some instance.
+        ``num_cached_tokens`` of the prompt are cached on some instance. A turn continues in later epochs, and if it
+        runs already and ``is_adopted``.
         """
         name = request.session
         if name is None:
@@ -160,7 +161,7 @@ class Sessions:
         if own.idle.pop(session.key, None) is not None and session.is_ended:
             self._num_ended -= 1
         own.live[session.key] = session
-        pause_s = session.begin(request, self.now_s)
+        pause_s = session.begin(self.now_s, continues=is_adopted or request.epoch > 0)
         if pause_s is not None:
             self._num_pauses = min(self._num_pauses + 1, _PAUSES_REMEMBERED)
             self._log_pause += (log(pause_s) - self._log_pause) / self._num_pauses
@@ -206,6 +207,55 @@ class Sessions:
             if session.member is not None:
                 self.working_set.changed(session.member)
         return session is not None
+
+    # --- changes of schedulers ---
+
+    def user_of(self, request: Request, session: Session | None) -> CacheUser | None:
+        """Return the user of a request's KV as the next scheduler should know it; None without tenant and session."""
+        name = request.session
+        if session is None or name is None or name.is_last:
+            return CacheUser(request.tenant, request.share) if request.tenant else None
+        return CacheUser(
+            request.tenant,
+            request.share,
+            session.key,
+            name.parent,
+            session.num_turns,
+            session.pause_s,
+            0 if session.member is None else session.member.num_shared_tokens,
+            min(name.lease_s or self.leases.left_s(session.key, self.now_s), MAX_LEASE_S),
+        )
+
+    def learn(self, found: Iterable[tuple[LastUse, PrefixHashes]]) -> None:
+        """Learn of sessions' last turns from an instance, each with the cached beginning of its prompt.
+
+        A session stays as it is if this scheduler has seen as many turns. The earliest use comes first.
+        """
+        changed: set[str] = set()
+        for use, chain in found:
+            user = use.user
+            key = user.session
+            session = None if key is None else self._all.get(key)
+            if key is None or (session is not None and (session.num_turns >= user.num_turns or session.is_ended)):
+                continue
+            if user.lease_s > use.ago_s:
+                self.leases.grant(key, user.tenant, chain, self.now_s + user.lease_s - use.ago_s)
+            if use.ago_s >= IDLE_S:
+                continue
+            if session is None:
+                session = self._open(user.tenant, key, user.parent)
+                if session is None:
+                    continue
+                session.since_s = self.now_s - use.ago_s
+                self._tenants.setdefault(session.tenant, _OfTenant()).idle[key] = session
+                changed.add(session.tenant)
+            session.recall(use, chain)
+            self.working_set.learn(session, use, chain, self.now_s)
+            if not session.num_live and session.pause_s is not None:
+                self.paused.append(session)
+        for tenant in changed:
+            own = self._tenants[tenant]
+            own.idle = dict(sorted(own.idle.items(), key=lambda item: item[1].since_s))
 
     # --- bounds ---
 

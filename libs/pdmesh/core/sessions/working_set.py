@@ -11,7 +11,7 @@ from itertools import chain
 from math import inf
 
 from pdmesh.core.sessions.session_state import Member, Session
-from pdmesh.model import Request, SessionKey
+from pdmesh.model import LastUse, PrefixHashes, Request, SessionKey
 
 #: Pause after which a session leaves the working set, unless child sessions have live requests.
 RECENT_S = 60.0
@@ -126,10 +126,33 @@ class WorkingSet:
         member.num_context_tokens = request.num_prompt_tokens
         self.changed(member)
 
+    def learn(self, session: Session, use: LastUse, chain: PrefixHashes, now_s: float) -> None:
+        """Add a session that paused before this scheduler, with room: the beginning of its context is cached.
+
+        Of such sessions, the ones with more turns count as older, and all count as older than sessions seen since.
+        """
+        if session.member is None:
+            if not chain or session.since_s + RECENT_S <= now_s or not self._has_room():
+                return
+            self._num_members += 1
+            session.member = Member(session, 0)
+            session.member.is_out = False
+            session.member.num_context_tokens = use.num_prompt_tokens
+            self._tenants.setdefault(session.tenant, _OfTenant()).share = use.user.share
+        member = session.member
+        member.number = -use.user.num_turns
+        member.num_shared_tokens = use.user.num_shared_tokens
+        if not member.chain:
+            self._set_chain(member, chain)
+        self.changed(member)
+
     def end(self, member: Member, request: Request) -> None:
         """Note the chain of an answered request."""
-        self._num_chained += len(request.chain) - len(member.chain)
-        member.chain = request.chain
+        self._set_chain(member, request.chain)
+
+    def _set_chain(self, member: Member, chain: PrefixHashes) -> None:
+        self._num_chained += len(chain) - len(member.chain)
+        member.chain = chain
         if self._num_chained > MAX_CHAINED:
             self._num_chained -= len(member.chain)
             member.chain = ()
@@ -193,10 +216,9 @@ class WorkingSet:
 
     # --- turns aside ---
 
-    def set_aside(self, member: Member, now_s: float) -> None:
-        """Set one of a member's requests aside."""
-        if not member.num_aside:
-            member.aside_from_s = now_s
+    def set_aside(self, member: Member, since_s: float) -> None:
+        """Set one of a member's requests aside, which counts as set aside since ``since_s``."""
+        member.aside_from_s = min(member.aside_from_s, since_s)
         member.num_aside += 1
         self.changed(member)
 

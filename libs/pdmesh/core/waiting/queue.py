@@ -158,10 +158,13 @@ class WaitingQueue:
     def _look_up_deadline(self) -> None:
         self.next_deadline_s = next(iter(self._deadlines.values()))[0] if self._deadlines else inf
 
-    def set_aside(self, state: RequestState, now_s: float) -> None:
-        """Take a session's turn out of its line."""
+    def set_aside(self, state: RequestState, since_s: float) -> None:
+        """Take a session's turn out of its line, which counts as set aside since ``since_s``."""
         self._leave_line(state)
-        self.turns_aside[state.key] = state, now_s
+        is_last = not self.turns_aside or next(reversed(self.turns_aside.values()))[1] <= since_s
+        self.turns_aside[state.key] = state, since_s
+        if not is_last:
+            self.turns_aside = dict(sorted(self.turns_aside.items(), key=lambda item: item[1][1]))
 
     def come_back(self, state: RequestState) -> float:
         """Put a turn that was set aside into its line, and return since when it was set aside."""

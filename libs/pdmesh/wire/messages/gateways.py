@@ -55,7 +55,7 @@ class Submit(Message, frozen=True, kw_only=True):
 
     * ``tenant``, ``share``: name and share of the API key of the request.
     * ``num_tokens_before``: number of tokens in earlier prompts of the same client request.
-    * ``age_s``: for a resumed request, seconds since it was first submitted.
+    * ``age_s``: for a request that was submitted before, also to another scheduler, seconds since it began.
     * ``session``: the session that the client named.
     * ``silent_source_id``: for a request resumed because its tokens stopped coming, the instance that sent them.
     """

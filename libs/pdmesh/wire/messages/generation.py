@@ -8,6 +8,7 @@ import sys
 import msgspec
 
 from pdmesh.model import (
+    CacheUser,
     Epoch,
     GatewayId,
     PrefixHashes,
@@ -48,6 +49,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     * ``weights``: identity of the weights that drew the tokens delivered before; empty without such tokens.
     * ``prefix_root``: the root of the granules' hashes; empty: no KV is reused or cached.
     * ``prefix``: hashes of all full granules of ``token_ids``, in order, for KV of the weights ``prefix_weights``.
+    * ``user``: the request's tenant and session, which the scheduler adds for instances.
     """
 
     request_id: RequestId
@@ -64,6 +66,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefix_root: bytes = b""
     prefix: PrefixHashes = ()
     prefix_weights: str = ""
+    user: CacheUser | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from pdmesh.model import (
+    NO_USES,
     GatewayId,
     InstanceId,
     InstanceProfile,
     Jumps,
+    LastUses,
     PrefixHashes,
     RequestKey,
     Resident,
@@ -21,6 +23,7 @@ class RegisterWorker(Message, frozen=True, kw_only=True):
 
     * ``kept``, ``offloaded``: granules cached in the KV cache and in the offload tier, longest unused first.
     * ``jumps``: which granules of ``kept`` follow which (`pdmesh.core.instances.kept_chains`).
+    * ``uses``: last uses of granules of ``kept``.
     * ``states``: granules of ``kept`` with a cached state.
     * ``stopping``: the worker takes no new work.
     * ``dropped``: requests that were dropped since the last registration, and decode nowhere.
@@ -34,6 +37,7 @@ class RegisterWorker(Message, frozen=True, kw_only=True):
     stopping: bool = False
     dropped: tuple[RequestKey, ...] = ()
     jumps: Jumps = ()
+    uses: LastUses = NO_USES
     version: int = PROTOCOL_VERSION
 
 
