@@ -86,6 +86,18 @@ def test_a_prefix_is_copied_to_where_it_is_sooner_used_than_computed() -> None:
     assert bench.core.num_fetched_tokens == 896
 
 
+def test_a_prompt_waits_for_a_copy_whose_source_reports_its_end_first() -> None:
+    bench = Bench()
+    fetch = bench.begin()
+    bench.reserve(fetch)
+    what = fetch.request_id, fetch.epoch, fetch.transfer.transfer_id
+    commands = bench.feed(TransferSent(HOLDER, *what, 1 << 20, 0.01, 0.0, 0.01, OTHER))
+    commands += bench.feed(KvReleased(HOLDER, *what))
+    assert not of(AdmitPrefill, commands)
+    commands = bench.feed(TransferLanded(OTHER, *what, 1 << 20, 0.01))
+    assert [each.num_reused_granules for each in of(AdmitPrefill, commands) if each.request_id == "second"] == [7]
+
+
 def test_a_copy_that_lands_after_it_was_given_up_is_kept_and_counted() -> None:
     """Both sides are told to free it, and it landed before the destination heard that."""
     bench = Bench()

@@ -167,7 +167,8 @@ class Fetches:
         """End the fetches that are past their deadline, were withdrawn, or lost an allocation, and free the blocks.
 
         Also end a fetch if its source or destination is gone or has requests that lack blocks, if the source is silent
-        or stops, or if the destination takes no new work.
+        or stops, or if the destination takes no new work. A source that sent all is not needed: its report may come
+        before the destination's.
         """
         if self._all:
             for fetch in [fetch for fetch in self._all.values() if self._is_useless(fetch, now_s)]:
@@ -176,16 +177,18 @@ class Fetches:
     def _is_useless(self, fetch: Fetch, now_s: float) -> bool:
         copy, instances = fetch.copy, self._mesh.instances
         source, destination = instances.get(copy.source_id), instances.get(copy.target_id)
+        if not copy.was_sent_by(copy.source_id) and (
+            source is None or copy.key not in source.allocations or not source.sends_cached or bool(source.low)
+        ):
+            return True
         return (
-            source is None
-            or destination is None
+            destination is None
             or fetch.until_s <= now_s
             or copy.withdrawn
-            or copy.key not in source.allocations
             or copy.key not in destination.allocations
-            or not (source.sends_cached and destination.takes_new)
+            or not destination.takes_new
             or (fetch.wanted_by is not None and not destination.takes_prompts)
-            or bool(source.low or destination.low)
+            or bool(destination.low)
         )
 
     def _end(self, fetch: Fetch) -> None:
