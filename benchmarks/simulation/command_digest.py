@@ -211,11 +211,8 @@ def _grant_transfer(fields: dict[str, Any]) -> dict[str, Any]:
 def _instance_joined(fields: dict[str, Any]) -> dict[str, Any]:
     """residents told neither what they may come to hold nor what brought their KV, and none were spread"""
     for resident in fields["residents"]:
-        resident.pop("max_total_tokens", None)
-        resident.pop("transfer_id", None)
-        resident.pop("granules", None)
-        resident.pop("members", None)
-        resident.pop("part", None)
+        for name in ("max_total_tokens", "transfer_id", "granules", "members", "part", "user"):
+            resident.pop(name, None)
     return fields
 
 

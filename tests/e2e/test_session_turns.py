@@ -47,6 +47,7 @@ CASES = [
     ("1P+1D", "rolling", 0.95),
     ("1P+1D", "kill prefill-0", 0.9),
     ("1P+1D", "kill decode-0", 0.9),
+    ("2P+2D", "kill prefill-0 decode-0, prefill-1 decode-1", 0.9),
 ]
 
 
@@ -95,33 +96,40 @@ async def num_instances(mesh: RunningMesh) -> int:
         return 0
 
 
-async def replace_scheduler(mesh: RunningMesh, number: int) -> None:
-    """Kill the scheduler, and wait until the next one knows ``number`` instances."""
-    pid = mesh.pids()["scheduler"]
+async def replace(mesh: RunningMesh, name: str) -> None:
+    """Kill a process, and wait until the next one is there and the scheduler knows as many instances as before."""
+    number, pid = await num_instances(mesh), mesh.pids()[name]
     os.kill(pid, signal.SIGKILL)
-    await run_sync(mesh.wait_until_replaced, "scheduler", pid)
+    await run_sync(mesh.wait_until_replaced, name, pid)
+    # The scheduler hears of a loss a little later.
+    await anyio.sleep(2.0)
     while await num_instances(mesh) < number:  # noqa: ASYNC110  # of another process
         await anyio.sleep(0.2)
 
 
 async def disturb(mesh: RunningMesh, what: str) -> AsyncIterator[str]:
-    """Kill the named instance, restart all, or do this to one instance after the other. Yield after each time.
+    """Kill the named instances, restart all, or do this to one instance after the other. Yield after each time.
+
+    The first of two instances in a row is back when the second one is killed, and no turn comes between.
 
     Before a failover's other part, the scheduler is killed and started again.
     """
     if what.startswith("failover, "):
-        await replace_scheduler(mesh, 2)
+        await replace(mesh, "scheduler")
         what = what.removeprefix("failover, ")
     if what == "rolling":
         await run_sync(mesh.pdmesh, "restart", "--rolling")
         yield "all"
         return
     if what.startswith("kill "):
-        name = what.removeprefix("kill ")
-        pid = mesh.pids()[name]
-        os.kill(pid, signal.SIGKILL)
-        yield name
-        await run_sync(mesh.wait_until_replaced, name, pid)
+        for names in what.removeprefix("kill ").split(", "):
+            *firsts, last = names.split(" ")
+            for name in firsts:
+                await replace(mesh, name)
+            pid = mesh.pids()[last]
+            os.kill(pid, signal.SIGKILL)
+            yield names
+            await run_sync(mesh.wait_until_replaced, last, pid)
         return
     for instance in (await mesh.state()).instances:
         name, role = str(instance.instance_id), str(instance.role)
@@ -191,7 +199,7 @@ async def test_a_new_scheduler_keeps_the_share_of_a_tenant_whose_session_pauses(
             client.headers["authorization"], loud.headers["authorization"] = "Bearer quiet", "Bearer loud"
             for _ in range(2):
                 await turns([quiet], mesh, client)
-            await replace_scheduler(mesh, 1)
+            await replace(mesh, "scheduler")
             for prompt in random_prompts([1500] * 8, SHAPE.vocab_size, 7):
                 await complete(loud, mesh.model, prompt, 1)
             assert (await client.get("/v1/sessions/quiet 1")).json()["turns"] == 2

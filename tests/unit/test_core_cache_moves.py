@@ -9,6 +9,7 @@ import pytest
 
 from pdmesh.core.commands import AdmitPrefill, Command, ExpectCopy, FreeKv, RunStep, SendCopy, StopInstance
 from pdmesh.core.config import CoreConfig
+from pdmesh.core.copies.cache_moves import AGAIN_S
 from pdmesh.core.copies.prefix_fetches import MAX_AT_ONCE
 from pdmesh.core.events import (
     DrainRequested,
@@ -272,3 +273,48 @@ def test_an_instance_of_the_same_role_is_chosen() -> None:
     bench.serve_on(HOLDER, a_prompt("first", 1000))
     (copy,) = of(ExpectCopy, bench.operate())
     assert copy.instance_id == OTHER
+
+
+def two_holders(*others: str) -> Bench:
+    """Return a mesh where two instances have cached the same prompts, and ``others`` none."""
+    bench = Bench()
+    kept = (*hashes(5, 2)[::-1], *hashes(7)[::-1])
+    for name in ("m0", "m1"):
+        bench.feed(InstanceJoined(a_profile(name, 256), (), kept=kept, jumps=((4, -1), (11, -1))))
+    for name in others:
+        bench.feed(InstanceJoined(a_profile(name, 256), ()))
+    return bench
+
+
+def test_what_a_lost_instance_had_cached_is_copied_again_from_the_last_holder() -> None:
+    bench = two_holders("m2")
+    copies = bench.land_all(bench.feed(InstanceLost(HOLDER)))
+    assert [(copy.instance_id, copy.transfer.source_ids, copy.chain) for copy in copies] == [
+        (InstanceId("m2"), (OTHER,), chain) for chain in (hashes(7), hashes(5, 2))
+    ]
+    bench.land_all(bench.feed(InstanceLost(OTHER)))
+    assert bench.num_cached(InstanceId("m2"), a_prompt("r", 1000)) == 7
+
+
+@pytest.mark.parametrize("why", ["two left", "none left", "drained", "late", "nowhere"])
+def test_nothing_is_copied_again_where_this_does_not_help(why: str) -> None:
+    bench = two_holders(*({"two left": ["m2"], "nowhere": []}.get(why, ["m3"])))
+    if why == "two left":
+        bench.land_all(bench.feed(InstanceLost(HOLDER)))
+        bench.feed(InstanceJoined(a_profile("m0", 256), ()))
+        assert not of(ExpectCopy, bench.feed(InstanceLost(HOLDER)))
+        return
+    if why == "none left":
+        bench.feed(InstanceLost(HOLDER))
+        bench.feed(InstanceLost(OTHER))
+        bench.commands.clear()
+    elif why == "drained":
+        bench.feed(DrainRequested(HOLDER))
+        bench.feed(InstanceLost(HOLDER))
+    elif why == "late":
+        bench.feed(InstanceSuspected(OTHER))
+        bench.feed(InstanceLost(HOLDER))
+        bench.feed(InstanceSuspected(OTHER, suspected=False), AGAIN_S)
+    else:
+        bench.feed(InstanceLost(HOLDER))
+    assert not of(ExpectCopy, bench.feed(Tick()) + bench.commands)

@@ -1,22 +1,29 @@
-"""Copies of cached prefixes away from an instance that is drained or restarted.
+"""Copies of cached prefixes away from an instance that is drained or restarted, and after an instance was lost.
 
 Requests leave first. Then each prefix is copied once to an instance of the same arithmetic class, until the operation's
 time limit. Prefixes go in the order in which their sessions are expected back; without sessions, the most recently used
 goes first. A copy takes only room that is unused, or that holds blocks unused for longer than the prefix. Copies are
 fetches (`pdmesh.core.copies.prefix_fetches`) that no request wants.
+
+With pools of prefill and decode instances, the KV of a prompt is mostly cached twice. After an instance was lost, the
+prefixes that it had cached, and that one other instance has, are copied again. So their sessions survive the next loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
+from typing import Final
 
 from pdmesh.core.copies.prefix_fetches import Fetches
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.model import InstanceId, PrefixHash, PrefixHashes
+from pdmesh.model import InstanceId, PrefixHash, PrefixHashes, Role
 from pdmesh.policy.links import LinkRates
 from pdmesh.policy.reuse import FETCH_OVERHEAD_S
+
+#: Time limit of copies after a loss.
+AGAIN_S: Final = 60.0
 
 
 class _No(Enum):
@@ -38,6 +45,32 @@ class CacheMoves:
         self._links = links
         #: Prefixes whose copies have not begun, by source; the next one is last.
         self._left: dict[InstanceId, list[Sequence[PrefixHash]]] = {}
+        #: Prefixes of lost instances, with the role of the instance and the time limit; the next one is last.
+        self._lost: list[tuple[Sequence[PrefixHash], Role, float]] = []
+
+    def lost(self, instance: InstanceState, now_s: float) -> None:
+        """Copy again what a lost instance had cached, as far as one other instance has the prefix."""
+        if not instance.draining:
+            prefixes = self._mesh.sessions.latest_return_first(instance.recent.oldest_first)
+            self._lost += [(prefix, instance.role, now_s + AGAIN_S) for prefix in prefixes]
+
+    def copy_again(self, now_s: float) -> None:
+        """Begin the copies of lost prefixes that may run now."""
+        while self._lost:
+            prefix, role, until_s = self._lost[-1]
+            depths = self._mesh.cache_index.reusable_depths(prefix, len(prefix)) if now_s < until_s else {}
+            number = max(depths, default=None, key=lambda each: depths[each])
+            destination: InstanceState | _No = _No.NEEDED
+            if number is not None:
+                source, chain = self._mesh.by_number[number], tuple(prefix[: depths[number]])
+                if not self._fetches.may_send(source):
+                    return
+                destination = self._destination(source, chain, role)
+                if destination is _No.YET:
+                    return
+                if isinstance(destination, InstanceState):
+                    self._begin(chain, source, destination, until_s, now_s)
+            self._lost.pop()
 
     def advance(self, source: InstanceState, until_s: float, now_s: float) -> int:
         """Begin the copies that may run now. Return how many prefixes are left, or under way from or to the source.
@@ -50,7 +83,7 @@ class CacheMoves:
             self._left[source.instance_id] = left
         while left and self._fetches.may_send(source):
             chain = tuple(left[-1][: source.kept.reusable_depth(left[-1], len(left[-1]))])
-            destination = self._destination(source, chain) if chain else _No.NEEDED
+            destination = self._destination(source, chain, source.role) if chain else _No.NEEDED
             if destination is _No.YET:
                 break
             left.pop()
@@ -62,8 +95,8 @@ class CacheMoves:
         """Forget which prefixes are left. Copies under way continue."""
         self._left.pop(instance_id, None)
 
-    def _destination(self, source: InstanceState, chain: PrefixHashes) -> InstanceState | _No:
-        """Return the instance that should get a prefix: if possible one of the same role, and the least busy one."""
+    def _destination(self, source: InstanceState, chain: PrefixHashes, role: Role) -> InstanceState | _No:
+        """Return the instance that should get a prefix: if possible one of this role, and the least busy one."""
         last_use = source.kept.last_use(chain[-1])
         num_blocks = len(chain) * source.kept.granule_blocks
         able: list[InstanceState] = []
@@ -75,7 +108,7 @@ class CacheMoves:
                 return _No.NEEDED
             if self._fetches.brings(other, chain[num_there]):
                 return _No.YET
-            if other.has_room_for_copy(len(chain) - num_there, last_use):
+            if other.has_room_for_copy(chain, num_there, last_use):
                 able.append(other)
         if not able:
             return _No.NEEDED
@@ -89,7 +122,7 @@ class CacheMoves:
             key=lambda each: (
                 each.instance_id in cut,
                 each.instance_id in slow,
-                each.role is not source.role,
+                each.role is not role,
                 self._fetches.num_of(each.instance_id),
                 -each.num_free_blocks,
                 each.instance_id,

@@ -208,10 +208,10 @@ class InstanceLoad(InstanceCapacity):
         num_blocks = num_granules * kept.granule_blocks - self.num_free_blocks + kept.num_idle_blocks
         return num_blocks_for(num_blocks, kept.granule_blocks)
 
-    def has_room_for_copy(self, num_granules: int, last_use: int) -> bool:
-        """Whether a copy of cached granules fits into room that is unused, or was last used before ``last_use``."""
-        kept = self.kept
-        if num_granules * kept.granule_blocks > int(max(self.room)):
+    def has_room_for_copy(self, chain: Sequence[PrefixHash], num_there: int, last_use: int) -> bool:
+        """Whether a copy of a prefix, except the first granules, fits into room that was unused since ``last_use``."""
+        kept, num_granules = self.kept, len(chain) - num_there
+        if num_granules * kept.granule_blocks + kept.num_idle_blocks_of(chain[:num_there]) > int(max(self.room)):
             return False
         num_short = self.num_short_granules(num_granules)
         return num_short <= 0 or kept.num_older(last_use, num_short) == num_short

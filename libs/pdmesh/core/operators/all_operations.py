@@ -38,6 +38,7 @@ class AllOperations:
         self.records = records = OperationRecords()
         self.actuators = actuators = Actuators(mesh)
         self.on_instances = Operations(mesh, records, actuators, cache_moves)
+        self._cache_moves = cache_moves
         self._request_moves = RequestMoves(mesh, records, moves)
         self._pools = Pools(mesh, records, actuators, self.on_instances)
         self._replacements = Replacements(records, actuators)
@@ -125,7 +126,9 @@ class AllOperations:
                 self._pools.start_failed(failed, now_s)
 
     def advance(self, now_s: float) -> None:
-        """Advance all operations that run, after any event."""
+        """Advance all operations that run, and copies after losses, after any event."""
+        if self._cache_moves is not None:
+            self._cache_moves.copy_again(now_s)
         if not self.records.num_running:
             return
         self._replacements.advance(now_s)

@@ -244,6 +244,11 @@ class Operations:
         if operation is not None and operation.requested.kind is OperationKind.DRAIN:
             self._drained(operation, "the instance is gone", now_s)
 
+    def lost_cache(self, instance: InstanceState, now_s: float) -> None:
+        """Copy again what a lost instance had cached (`CacheMoves.lost`)."""
+        if self._cache_moves is not None:
+            self._cache_moves.lost(instance, now_s)
+
     def start_failed(self, failed: FailedStart, now_s: float) -> bool:
         """Fail a restart whose process could not be replaced, and use the instance as before.
 

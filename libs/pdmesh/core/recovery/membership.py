@@ -53,6 +53,8 @@ class Membership:
         self._moves.joined(instance_id, stopping=event.stopping, is_another=is_another)
         self._parts.joined(self._mesh.instances[instance_id])
         self._operations.joined(instance_id, now_s)
+        if before is not None and is_another:
+            self._operations.lost_cache(before, now_s)
         start_elsewhere(self._mesh, self._choice.bundle)
 
     def unreachable(self, event: InstanceUnreachable) -> None:
@@ -73,12 +75,15 @@ class Membership:
 
     def lost(self, event: InstanceLost, now_s: float) -> None:
         """Restart the instance's requests, or let them continue without it; then inform moves and operations."""
+        instance = self._mesh.instances.get(event.instance_id)
         self._reconciler.instance_lost(event.instance_id, now_s)
         self._mesh.cut.forget(event.instance_id)
         self._moves.lost(event.instance_id)
         self._parts.lost(event.instance_id)
         self._rebalancer.lost(event.instance_id)
         self._operations.lost(event.instance_id, now_s)
+        if instance is not None:
+            self._operations.lost_cache(instance, now_s)
 
     def stops(self, event: DrainRequested) -> None:
         """Give a stopping instance no new work and move its decodes away; or cancel that."""
