@@ -50,9 +50,9 @@ class UseLog:
         if user is not None:
             self._uses.update(dict.fromkeys(granules, _Use(user, num_prompt_tokens, now_s)))
 
-    def forget(self, kept: Container[PrefixHash], num_kept: int) -> None:
-        """Forget granules that are not among the ``num_kept`` cached ones, if there are many."""
-        if len(self._uses) > 2 * num_kept + _SPARE:
+    def forget(self, kept: Container[PrefixHash], num_cached: int) -> None:
+        """Forget granules that are not among the ``num_cached`` cached ones, if there are many."""
+        if len(self._uses) > 2 * num_cached + _SPARE:
             self._uses = {granule: use for granule, use in self._uses.items() if granule in kept}
 
     def report(self, kept: Iterable[PrefixHash], now_s: float) -> LastUses:

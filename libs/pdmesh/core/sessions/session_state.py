@@ -217,7 +217,7 @@ class Session:
         if user.pause_s is not None:
             self._num_pauses, self._log_pause = NUM_PAUSES, log(max(user.pause_s, LEAST_PAUSE_S))
         if self.tail is None and chain:
-            self.num_prompt_tokens, self.depth, self.tail = use.num_prompt_tokens, len(chain), chain[-1]
+            self.num_prompt_tokens, self.tail = use.num_prompt_tokens, chain[-1]
 
     def let_go(self, now_s: float) -> None:
         """Note that a request no longer waits or runs."""

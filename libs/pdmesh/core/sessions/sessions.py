@@ -235,7 +235,7 @@ class Sessions:
         for use, chain in found:
             user = use.user
             key = user.session
-            session = None if key is None else self._all.get(key)
+            session = None if key is None else self.find(key, user.tenant)
             if key is None or (session is not None and (session.num_turns >= user.num_turns or session.is_ended)):
                 continue
             if user.lease_s > use.ago_s:
