@@ -156,11 +156,21 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
     cache = inputs.draw(NUM_BLOCKS * 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, scales=(1.0,))
     angles = NUM_TOKENS * HEAD_DIM // 2
     slots = array("q", range(START, START + NUM_TOKENS))
+    stride = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     yield call(
-        f"pdmesh_rotate_and_store{suffix}", query, inputs.draw(angles), inputs.draw(angles), slots, cache,
+        f"pdmesh_rotate_and_store{suffix}", query, stride, inputs.draw(angles), inputs.draw(angles), slots, cache,
         NUM_TOKENS, NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, num_threads,
         results=[query, cache],
     )  # fmt: skip
+    gates = inputs.draw(len(query))
+    yield call(
+        f"pdmesh_norm_heads{suffix}", gates, stride, norm, NUM_TOKENS, NUM_HEADS, HEAD_DIM, 1e-6, num_threads,
+        results=[gates],
+    )  # fmt: skip
+    gated = inputs.draw(NUM_TOKENS * NUM_HEADS * HEAD_DIM)
+    yield call(
+        f"pdmesh_gate{suffix}", gated, gates, stride, NUM_TOKENS, NUM_HEADS * HEAD_DIM, num_threads, results=[gated]
+    )
     attended = array("H", bytes(2 * NUM_TOKENS * NUM_HEADS * HEAD_DIM))
     sums = array("H", bytes(4 * NUM_TOKENS * NUM_HEADS))  # of fp32
     for window, cap in ((0, 0.0), (150, 2.5)):
@@ -223,18 +233,23 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
     name, digest = call("pdmesh_penalize_repetition", logits, seen, 100, VOCAB_SIZE, 1.3, results=[logits])
     yield f"{name}{suffix}", digest
 
-    # States of 20 columns behind three tokens and behind all, after another state.
-    sizes = [NUM_TOKENS * size for size in (16, 16, 2 * 20, 2, 2)] + [2 * 16 * 20] * 3
-    queries, keys, values, decay, beta, *states = (floats(size, 2**16) for size in sizes)
+    # 71 tokens, in two tiles. One key head, two heads of 20 values; states behind three tokens and behind all.
+    num_channels, num_taps = 2 * 16 + 2 * 20, 3
+    size = 2 * 16 * 20 + (num_taps - 1) * num_channels
     for is_additive in (0, 1):
-        results, stops = array("f", bytes(4 * len(values))), array("q", [3, address(states[1])])
-        stops.extend([NUM_TOKENS, address(states[2])])
+        products = inputs.draw(71 * (40 + num_channels + (2 if is_additive else 4)))
+        results = array("H", bytes(2 * 71 * 40))
+        taps, rates, shift, norm, *states = (
+            floats(count, 2**16) for count in (num_taps * num_channels, 2, 2, 40, size, size, size)
+        )
+        stops = array("q", [3, address(states[1]), 71, address(states[2])])
         name, digest = call(
-            "pdmesh_recurrence", array("q", [0, NUM_TOKENS, address(states[0]), 0, 2]), 1, stops, queries, keys, values,
-            decay, beta, results, 1, 2, 16, 20, is_additive, num_threads,
+            f"pdmesh_delta_net{suffix}", products, array("q", [0, 71, address(states[0]), 0, 2]), 1, stops, results, 71,
+            taps, taps if is_additive else 0, array("f", map(abs, rates)), shift, norm, shift if is_additive else 0,
+            num_taps, 1, 2, 16, 20, is_additive, 0, 1e-6, num_threads,
             results=[results, *states],
         )  # fmt: skip
-        yield f"{name}, {'additive' if is_additive else 'delta'}{suffix}", digest
+        yield f"{name}, {'additive' if is_additive else 'delta'}", digest
 
 
 def address(values: array[Any]) -> int:

@@ -125,12 +125,16 @@ def test_every_level_gives_the_same_bits(
         kernels, pages = NativeKernels(library, Elementwise(NormConfig(epsilon=1e-6))), cache.clone()
         added, normed = kernels.add_norm(hidden.float(), delta.float(), weight.float())
         of_heads, wide = kernels.norm(delta, weight.float()), kernels.norm(added, weight.float())
-        query = kernels.rotate_and_store(normed.view(num_tokens, -1, head_dim), num_heads, rotation, pages)
+        beside = torch.cat((normed, delta), dim=1).view(num_tokens, -1, head_dim)  # heads in a wider row
+        own, gates = beside.tensor_split(2, dim=1)
+        turned = kernels.norm_heads(own[:, :1], weight.float()[:head_dim]).clone()
+        query = kernels.rotate_and_store(own, num_heads, rotation, pages)
         plan = NativeAttention(library, layout, head_dim**-0.5).plan([QuerySpan(0, num_tokens, start, table.tolist())])
         output, lse = plan.attend(query, pages, with_lse=True)
         assert lse is not None
         gated = kernels.activate(output.flatten(1)[:, : num_heads * head_dim // 2 * 2])
-        results.append([bits(values) for values in (added, normed, of_heads, wide, pages, output, lse, gated)])
+        values = (added, normed, of_heads, wide, turned, pages, output, lse, gated)
+        results.append([*map(bits, values), bits(kernels.gate(output.clone(), gates[:, :num_heads]))])
     for result in results[1:]:
         for actual, expected in zip(result, results[0], strict=True):
             np.testing.assert_array_equal(actual, expected)

@@ -170,8 +170,16 @@ def test_kernels_equal_the_reference(
     slots = torch.randperm(48, generator=generator)[:num_tokens]
     rotation = Rotation(cos=angles.cos(), sin=angles.sin(), slots=slots)
     caches = [torch.zeros(3, 2, num_kv_heads, block_size, head_dim).to(qkv.dtype) for _ in range(2)]
+    heads, scale = qkv[:, :num_heads], draw(head_dim).float()
+    for actual, expected in (
+        (native.norm_heads(qkv.clone()[:, :num_heads], scale), reference.norm_heads(heads, scale)),
+        (native.gate(heads.contiguous().clone(), qkv[:, -num_heads:]), reference.gate(heads, qkv[:, -num_heads:])),
+    ):
+        torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
     expected_query = reference.rotate_and_store(qkv, num_heads, rotation, caches[0])
-    query = native.rotate_and_store(qkv.clone(), num_heads, rotation, caches[1])
+    beside = torch.cat((qkv, qkv), dim=1)  # heads in a wider row
+    query = native.rotate_and_store(beside[:, : qkv.shape[1]], num_heads, rotation, caches[1])
+    assert torch.equal(beside[:, qkv.shape[1] :], qkv)
     # the reference rounds each product, the kernel only their sum
     torch.testing.assert_close(query, expected_query, atol=4e-2, rtol=2e-2)
     torch.testing.assert_close(caches[1], caches[0], atol=4e-2, rtol=2e-2)

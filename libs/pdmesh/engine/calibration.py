@@ -84,6 +84,16 @@ class _WatchedKernels:
             self._note(values)
         return normed
 
+    def norm_heads(self, heads: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        self._note(heads)
+        normed = self.kernels.norm_heads(heads, weight, bias)
+        self._note(normed)
+        return normed
+
+    def gate(self, rows: Tensor, gates: Tensor) -> Tensor:
+        self._note(gates)
+        return self.kernels.gate(rows, gates)
+
     def rotate_and_store(self, qkv: Tensor, num_heads: int, rotation: Rotation, cache: Tensor) -> Tensor:
         self._note(qkv)
         return self.kernels.rotate_and_store(qkv, num_heads, rotation, cache)

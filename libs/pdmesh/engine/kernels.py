@@ -54,8 +54,16 @@ class Kernels(Protocol):
         """Return the norm of each row, in the rows' dtype."""
         ...
 
+    def norm_heads(self, heads: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the norm of each head (num_tokens, heads, head_dim), perhaps in place."""
+        ...
+
     def rotate_and_store(self, qkv: Tensor, num_heads: int, rotation: Rotation, cache: Tensor) -> Tensor:
         """Return the rotated queries of ``qkv`` (num_tokens, heads, head_dim). Write keys and values to the cache."""
+        ...
+
+    def gate(self, rows: Tensor, gates: Tensor) -> Tensor:
+        """Return rows * sigmoid(gates) for heads (num_tokens, heads, head_dim)."""
         ...
 
     def activate(self, rows: Tensor) -> Tensor:
@@ -112,6 +120,12 @@ class TorchKernels:
         if weight.dtype == torch.float32:
             return (wide * weight).to(dtype)
         return weight * wide.to(dtype)
+
+    def norm_heads(self, heads: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.norm(heads.contiguous(), weight, bias)
+
+    def gate(self, rows: Tensor, gates: Tensor) -> Tensor:
+        return (rows.float() * by_value(torch.sigmoid, gates.float())).to(rows.dtype)
 
     def rotate_and_store(self, qkv: Tensor, num_heads: int, rotation: Rotation, cache: Tensor) -> Tensor:
         num_rotated = num_heads + cache.shape[2]

@@ -62,7 +62,9 @@ class KernelLibrary:
     attention: Callable[..., None]
     add_norm: Callable[..., None]
     norm: Callable[..., None]
+    norm_heads: Callable[..., None]
     rotate_and_store: Callable[..., None]
+    gate: Callable[..., None]
     gated_silu: Callable[..., None]
     linear: Callable[..., None]
     pack_linear: Callable[..., None]
@@ -163,13 +165,15 @@ def _path(level: str, folder: Path = FOLDER) -> Path:
 
 
 #: Version of the interface, equal to the number in ``csrc/memory.h``.
-_INTERFACE = 10
+_INTERFACE = 11
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: Mapping[str, list[Any]] = {
     "attention": [_POINTER, _INT, *[_POINTER] * 5, _INT, _POINTER, *[_INT] * 5, _FLOAT, _INT, _FLOAT, _INT],
     "add_norm": [*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT],
     "norm": [_POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _FLOAT, _INT],
-    "rotate_and_store": [*[_POINTER] * 5, *[_INT] * 7],
+    "norm_heads": [_POINTER, _INT, _POINTER, *[_INT] * 3, _FLOAT, _INT],
+    "rotate_and_store": [_POINTER, _INT, *[_POINTER] * 4, *[_INT] * 7],
+    "gate": [_POINTER, _POINTER, *[_INT] * 4],
     "gated_silu": [_POINTER, _POINTER, _INT, _INT, _INT],
     "linear": [*[_POINTER] * 4, *[_INT] * 5],
     "pack_linear": [_POINTER, _POINTER, _INT, _INT],

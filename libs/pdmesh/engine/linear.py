@@ -139,7 +139,7 @@ class TileLinear:
             num_inputs,
             torch.get_num_threads(),
         )
-        return output[:, : self.num_outputs].contiguous()
+        return output if num_outputs == self.num_outputs else output[:, : self.num_outputs].contiguous()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         check_token_ids(token_ids, self.num_outputs)

@@ -159,10 +159,29 @@ class NativeKernels:
         )
         return normed
 
+    def norm_heads(self, heads: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not self._norms:
+            return self._torch.norm_heads(heads, weight, bias)
+        self.library.norm_heads(
+            heads.data_ptr(),
+            heads.stride(0),
+            weight.data_ptr(),
+            *heads.shape,
+            self.kinds.norm.epsilon,
+            torch.get_num_threads(),
+        )
+        return heads
+
+    def gate(self, rows: Tensor, gates: Tensor) -> Tensor:
+        size = rows.shape[1] * rows.shape[2]
+        self.library.gate(rows.data_ptr(), gates.data_ptr(), gates.stride(0), len(rows), size, torch.get_num_threads())
+        return rows
+
     def rotate_and_store(self, qkv: Tensor, num_heads: int, rotation: Rotation, cache: Tensor) -> Tensor:
         num_kv_heads, block_size, head_dim = cache.shape[2:]
         self.library.rotate_and_store(
             qkv.data_ptr(),
+            qkv.stride(0),
             rotation.cos.data_ptr(),
             rotation.sin.data_ptr(),
             rotation.slots.data_ptr(),

@@ -1,24 +1,21 @@
-"""Recurrences of delta nets and of Mamba-2, token by token: in torch, and by compiled kernels with the same bits."""
+"""The recurrences of delta nets and of Mamba-2 in torch, token by token: the reference of compiled kernels.
+
+Sums have one order, and functions of single values are polynomials. So results have the same bits on every processor.
+"""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from pdmesh.engine.levels import FOLDER, CpuLevel, open_library, processor_levels
+_LOG2_E = 1.4426950408889634
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-
-#: The kernel's sums begin with this number of keys.
-_NUM_LEAVES = 8
+#: Number of lanes of a norm's sums.
+_NUM_LANES = 16
 
 
 class Stop(NamedTuple):
@@ -37,39 +34,7 @@ class RecurrentRows(NamedTuple):
     stops: Sequence[Stop]
 
 
-class Recurrence(Protocol):
-    """A gated delta rule, for one matrix S (keys, values) of each value head."""
-
-    def __call__(
-        self,
-        rows: Sequence[RecurrentRows],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        decay: Tensor,
-        beta: Tensor,
-        *,
-        is_additive: bool = False,
-    ) -> Tensor:
-        """Return S query for each row, and write the states at the stops.
-
-        A row makes S decay, and then adds key (value - S key) beta, or key value beta if ``is_additive``.
-
-        ``query`` and ``key`` are (num_tokens, key heads, key_dim), with as many neighbouring value heads for each.
-        ``value`` and the result are (num_tokens, value heads, value_dim). ``decay`` and ``beta`` are (num_tokens, value
-        heads). All are contiguous, in fp32. ``key_dim`` is a power of two.
-        """
-        ...
-
-
-def tree_sum(terms: Tensor) -> Tensor:
-    """Return the sum over the dimension before the last, a power of two, in one order."""
-    while (half := terms.shape[-2] // 2) > 0:
-        terms = terms[..., :half, :] + terms[..., half:, :]
-    return terms[..., 0, :]
-
-
-def recur_by_torch(
+def recur(
     rows: Sequence[RecurrentRows],
     query: Tensor,
     key: Tensor,
@@ -77,12 +42,16 @@ def recur_by_torch(
     decay: Tensor,
     beta: Tensor,
     *,
-    is_additive: bool = False,
+    is_additive: bool,
 ) -> Tensor:
-    """Advance states as `Recurrence` describes: the reference."""
+    """Return S query for each row, and write the states at the stops. S is a matrix (keys, values) of each value head.
+
+    A row makes S decay, and then adds key (value - S key) beta, or key value beta if ``is_additive``.
+
+    ``query`` and ``key`` are (num_tokens, value heads, key_dim), ``value`` and the result (num_tokens, value heads,
+    value_dim), ``decay`` and ``beta`` (num_tokens, value heads), in fp32. ``key_dim`` is a power of two.
+    """
     results = torch.empty_like(value)
-    repeats = value.shape[1] // key.shape[1]
-    query, key = query.repeat_interleave(repeats, dim=1), key.repeat_interleave(repeats, dim=1)
     for part in rows:
         state = value.new_zeros(value.shape[1], key.shape[2], value.shape[2]) if part.before is None else part.before
         stops = {stop.num_tokens: stop.state for stop in part.stops}
@@ -99,60 +68,58 @@ def recur_by_torch(
     return results
 
 
-@dataclass(frozen=True, slots=True)
-class RecurrenceKernel:
-    """`Recurrence` by one level's ``csrc/ordered/recurrence.cpp``. All levels give the same bits."""
-
-    function: Callable[..., None]
-
-    def __call__(
-        self,
-        rows: Sequence[RecurrentRows],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        decay: Tensor,
-        beta: Tensor,
-        *,
-        is_additive: bool = False,
-    ) -> Tensor:
-        if key.shape[2] < _NUM_LEAVES:
-            return recur_by_torch(rows, query, key, value, decay, beta, is_additive=is_additive)
-        results = torch.empty_like(value)
-        slices: list[tuple[int, int, int, int, int]] = []
-        stops: list[tuple[int, int]] = []
-        for part in rows:
-            before = 0 if part.before is None else part.before.data_ptr()
-            slices.append((part.row, part.num_tokens, before, len(stops), len(part.stops)))
-            stops += [(stop.num_tokens, stop.state.data_ptr()) for stop in part.stops]
-        slice_fields, stop_fields = np.array(slices, dtype=np.int64), np.array(stops, dtype=np.int64)
-        self.function(
-            slice_fields.ctypes.data,
-            len(slices),
-            stop_fields.ctypes.data,
-            *(each.data_ptr() for each in (query, key, value, decay, beta, results)),
-            key.shape[1],
-            value.shape[1],
-            key.shape[2],
-            value.shape[2],
-            is_additive,
-            torch.get_num_threads(),
-        )
-        return results
+def tree_sum(terms: Tensor) -> Tensor:
+    """Return the sum over the dimension before the last, a power of two, in one order."""
+    while (half := terms.shape[-2] // 2) > 0:
+        terms = terms[..., :half, :] + terms[..., half:, :]
+    return terms[..., 0, :]
 
 
-@cache
-def fastest_recurrence() -> Recurrence:
-    """Return the fastest compiled kernel for this processor, or the reference if none was compiled."""
-    found = (load_recurrence_kernel(level) for level in processor_levels() if level.is_ordered)
-    return next((kernel for kernel in found if kernel is not None), recur_by_torch)
+def normed(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return rows divided by their root mean square, times a weight."""
+    size = rows.shape[-1]
+    squares = functional.pad(rows * rows, (0, -size % _NUM_LANES)).view(*rows.shape[:-1], -1, _NUM_LANES)
+    total = torch.zeros_like(squares[..., 0, :])
+    for lanes in squares.unbind(-2):
+        total = total + lanes
+    return rows * torch.rsqrt(tree_sum(total[..., None]) / size + epsilon) * weight
 
 
-def load_recurrence_kernel(level: CpuLevel, folder: Path = FOLDER) -> RecurrenceKernel | None:
-    """Load an ordered level's kernel, or return None if it was not compiled. The processor must have the level."""
-    library = open_library(level, folder)
-    if library is None or not hasattr(library, "pdmesh_recurrence"):
-        return None
-    function = library.pdmesh_recurrence
-    function.argtypes, function.restype = [_POINTER, _INT, *[_POINTER] * 7, *[_INT] * 6], None
-    return RecurrenceKernel(function)
+def exp(x: Tensor) -> Tensor:
+    """Return e^x to 2e-7 in fp32, exactly 1 for 0."""
+    return _exp2(x * _LOG2_E)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + e^-x)."""
+    return 1.0 / (exp(-x) + 1.0)
+
+
+def silu(x: Tensor) -> Tensor:
+    """Return x / (1 + e^-x)."""
+    return x / (exp(-x) + 1.0)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """Return log(1 + e^x) to 3e-7 in fp32."""
+    y = exp(-x.abs())
+    s = y / (y + 2.0)
+    t = s * s  # log(1 + y) is 2 atanh(s)
+    series = torch.full_like(t, 1 / 15)
+    for odd in range(13, 0, -2):
+        series = series * t + 1 / odd
+    return x.clamp(min=0.0) + s * 2.0 * series
+
+
+def _exp2(x: Tensor) -> Tensor:
+    """Compute as ``exp2`` in ``csrc/ordered/vec.h``."""
+    magic = torch.tensor(1.5 * 2**23)  # a float of this size has no fraction
+    shifted = x.clamp(-127.0, 128.0) + magic
+    part = x.clamp(-127.0, 128.0) - (shifted - magic)
+    y = torch.full_like(part, 0.0013264728)
+    for factor in (0.009671514, 0.055507336, 0.24022242, 0.693147, 1.0):
+        y = y * part + factor
+    whole = shifted.view(torch.int32) - magic.view(torch.int32)
+    half = whole >> 1
+    y = y * ((half + 127) << 23).view(torch.float32) * ((whole - half + 127) << 23).view(torch.float32)
+    return torch.where(x < -126.0, 0.0, y)

@@ -6,6 +6,7 @@ so a layer hook may run another step before it returns.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -16,13 +17,12 @@ from torch.nn import functional
 
 from pdmesh.engine.attention import AttentionPlan
 from pdmesh.engine.base import LayerHook
-from pdmesh.engine.delta_net import delta_net
+from pdmesh.engine.delta_net import DeltaLayer, delta_net, fastest_delta_compute
 from pdmesh.engine.experts import Experts, Mlp, mix_experts
 from pdmesh.engine.kernels import Kernels, Rotation, by_value
 from pdmesh.engine.latent_attention import latent_queries, values_of
 from pdmesh.engine.linear import Linear
 from pdmesh.engine.model_config import ModelConfig, QkNorm
-from pdmesh.engine.recurrence import fastest_recurrence
 from pdmesh.engine.rope import RotaryEmbedding, rotate
 from pdmesh.engine.short_conv import fastest_short_conv
 from pdmesh.engine.state_sizes import DeltaNet
@@ -203,7 +203,7 @@ class Transformer:
         if weights is not None and latent is not None:
             return values_of(output, latent, weights, self._linear)
         if gate is not None:
-            return (output.float() * by_value(torch.sigmoid, gate.float())).to(output.dtype)
+            return self.kernels.gate(output, gate)
         if sinks is None or lse is None:
             return output
         # The share of a softmax that one more score leaves for the others.
@@ -223,14 +223,8 @@ class Transformer:
         weights = layer.mixer.delta
         assert weights is not None, "the layer has no delta net"
         hidden, normed = self._add_norm(hidden, delta, layer.input_norm)
-        gate, products = self._linear(normed, layer.mixer.qkv).tensor_split((config.num_values,), dim=-1)
-        results = delta_net(products, cache, slices, config, weights, fastest_recurrence())
-        factors = weights.norm.weight
-        gate = by_value(functional.silu, gate.float())
-        if not config.is_additive:
-            return hidden, (self.kernels.norm(results, factors).flatten(1) * gate).to(self._dtype)
-        groups = (results.flatten(1) * gate).view(len(gate), config.num_key_heads, -1)
-        return hidden, (self.kernels.norm(groups, torch.ones(groups.shape[2])).flatten(1) * factors).to(self._dtype)
+        products, net = self._linear(normed, layer.mixer.qkv), DeltaLayer(config, weights, self._config.norm.epsilon)
+        return hidden, delta_net(products, cache, slices, net, fastest_delta_compute(products.dtype))
 
     def _convolve(self, number: int, products: Tensor, cache: Tensor, earlier: Tensor | None) -> Tensor:
         """Return the gated convolution (num_tokens, hidden_size) of the inputs in the cache."""
@@ -281,10 +275,9 @@ class Transformer:
         if self._config.layers[number].reads is not None:
             return hidden, rotate(qkv, rotation.cos, rotation.sin)
         if self._config.gates_attention:
-            num_heads = self._config.num_heads
-            query, gate, others = qkv.tensor_split((num_heads, 2 * num_heads), dim=1)
-            qkv = torch.cat((query, others), dim=1)
-            return hidden, torch.cat((self.kernels.rotate_and_store(qkv, num_heads, rotation, cache), gate), dim=1)
+            qkv, gate = qkv.tensor_split((-self._config.num_heads,), dim=1)
+            query = self.kernels.rotate_and_store(qkv, self._config.num_heads, rotation, cache)
+            return hidden, torch.cat((query, gate), dim=1)
         return hidden, self.kernels.rotate_and_store(qkv, self._config.num_heads, rotation, cache)
 
     def after_attention(
@@ -383,22 +376,24 @@ class Transformer:
         if layer.taps is not None:
             return products
         qkv = products.view(normed.shape[0], -1, head_dim)
-        num_gated = config.num_heads if config.gates_attention else 0
-        first_key = config.num_heads + num_gated
-        query, gate, key, value = qkv.tensor_split((config.num_heads, first_key, first_key + num_kv_heads), dim=1)
+        num_heads = config.num_heads
+        own = qkv.tensor_split((num_heads, num_heads + num_kv_heads, num_heads + 2 * num_kv_heads), dim=1)
+        query, key, value, gate = own
         if config.layers[number].keys_are_values:
-            value = key
+            value = key.clone()
         if layer.q_norm is not None:
             query = self._norm_heads(query, layer.q_norm)
         if layer.k_norm is not None:
             key = self._norm_heads(key, layer.k_norm)
         if layer.v_norm is not None:
-            value = self.kernels.norm(value.contiguous(), *layer.v_norm)
-        is_changed = layer.q_norm is not None or config.layers[number].keys_are_values
-        return torch.cat((query, gate, key, value), dim=1) if is_changed else qkv
+            value = self.kernels.norm_heads(value, *layer.v_norm)
+        heads = (query, key, value, gate)
+        return qkv if all(map(operator.is_, heads, own)) else torch.cat(heads, dim=1)
 
     def _norm_heads(self, own: Tensor, head_norm: HeadNorm) -> Tensor:
         norm, gathered = head_norm
+        if gathered is None and self._config.qk_norm is not QkNorm.ALL_HEADS:
+            return self.kernels.norm_heads(own, *norm)
         heads = own if gathered is None else gathered.all_of(own)
         rows = heads.flatten(1) if self._config.qk_norm is QkNorm.ALL_HEADS else heads
         normed = self.kernels.norm(rows.contiguous(), *norm).view(heads.shape)

@@ -159,7 +159,7 @@ class WeightReader:
             qkv=self._linear(prefix, names.delta_in, sizes, hidden, order=order),
             output=self._linear(prefix, (names.delta_out,), [hidden], delta.num_values),
             delta=DeltaWeights(
-                taps if taps.is_meta else taps[:, channels],
+                taps if taps.is_meta else taps[:, channels].contiguous(),
                 by_value(torch.exp, vector(names.decay_log, num_heads)),
                 vector(names.decay_bias, num_heads),
                 Norm(vector(f"{names.delta_norm}.weight", norm_size), None),
@@ -324,13 +324,12 @@ class WeightReader:
         return [*rows, *range(len(rows), len(rows) + (num_kv - 1) * num_kv_heads * head_dim)]
 
     def _gated_order(self, head_dim: int, num_heads: int, num_kv_heads: int) -> Order:
-        """Return the source of each row of queries, their gates, keys and values. Files have a head's gate after it."""
-        turned = self._rotation_order(head_dim, 1) or range(head_dim)
-        rows = [2 * head * head_dim + dim for head in range(num_heads) for dim in turned]
-        rows += [(2 * head + 1) * head_dim + dim for head in range(num_heads) for dim in range(head_dim)]
-        first = len(rows)
-        rows += [first + head * head_dim + dim for head in range(num_kv_heads) for dim in turned]
-        return [*rows, *range(len(rows), len(rows) + num_kv_heads * head_dim)]
+        """Return the source of each row of queries, keys, values and gates. Files have a gate after each query."""
+        turned, first = self._rotation_order(head_dim, 1) or range(head_dim), 2 * num_heads * head_dim
+        queries = [2 * head * head_dim + dim for head in range(num_heads) for dim in turned]
+        keys = [first + head * head_dim + dim for head in range(num_kv_heads) for dim in turned]
+        gates = [(2 * head + 1) * head_dim + dim for head in range(num_heads) for dim in range(head_dim)]
+        return [*queries, *keys, *range(first + len(keys), first + 2 * len(keys)), *gates]
 
     def _rotation_order(self, head_dim: int, num_heads: int) -> Order:
         """Return the source of each row of ``num_heads`` rotated heads, or None for the stored order."""

@@ -100,7 +100,7 @@ class Mixer:
     `pdmesh.engine.rope.rotation_order`. With ``taps``, it fuses a gate of the convolution's inputs, a gate of its
     results, and the inputs. With ``delta``, it fuses a gate of the results, the convolution's inputs, and inputs of
     updates and decays. With ``latent``, it fuses queries or their latent, and the latent of keys and values. With gated
-    attention, gates follow queries. ``sinks`` has one value per head, in fp32.
+    attention, gates follow values. ``sinks`` has one value per head, in fp32.
     """
 
     qkv: Linear

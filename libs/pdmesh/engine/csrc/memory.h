@@ -8,7 +8,7 @@
 namespace pdmesh {
 
 // Of the functions that engine/levels.py calls: raised when what one of them takes changes.
-constexpr int64_t kInterface = 10;
+constexpr int64_t kInterface = 11;
 
 struct Free {
     void operator()(void* memory) const { std::free(memory); }

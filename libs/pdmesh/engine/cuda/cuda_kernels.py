@@ -142,6 +142,12 @@ class TritonKernels:
         _, normed = self.add_norm(rows, None, weight, bias)
         return normed
 
+    def norm_heads(self, heads: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.norm(heads.contiguous(), weight, bias)
+
+    def gate(self, rows: Tensor, gates: Tensor) -> Tensor:
+        return TorchKernels(self.kinds).gate(rows, gates)
+
     def rotate_and_store(self, qkv: Tensor, num_heads: int, rotation: Rotation, cache: Tensor) -> Tensor:
         num_kv_heads, block_size, head_dim = cache.shape[2:]
         _rotate_and_store_kernel[(len(qkv),)](

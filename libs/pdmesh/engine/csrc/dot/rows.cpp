@@ -70,17 +70,29 @@ void pdmesh_norm(
     }
 }
 
+// Normalises heads in place; rows are `stride` values apart.
+void pdmesh_norm_heads(
+    bf16* rows, int64_t stride, const float* weight, int64_t num_rows, int64_t num_heads, int64_t head_dim,
+    float epsilon, int64_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 16)
+    for (int64_t row = 0; row < num_rows; ++row)
+        for (int64_t head = 0; head < num_heads; ++head) {
+            bf16* values = rows + row * stride + head * head_dim;
+            norm_row(values, weight, values, head_dim, epsilon);
+        }
+}
+
 // Rotates queries in place, and rotates keys and copies values to the cache. A row of `qkv` is its query heads, key
-// heads, value heads; cos and sin have head_dim / 2 columns, a multiple of 16. `slots`: block * block_size + offset.
-// `cache` begins at the first of these key heads, of cache_heads.
+// heads, value heads, and `stride` values behind, the next; cos and sin have head_dim / 2 columns, a multiple of 16.
+// `slots`: block * block_size + offset. `cache` begins at the first of these key heads, of cache_heads.
 void pdmesh_rotate_and_store(
-    bf16* qkv, const bf16* cos, const bf16* sin, const int64_t* slots, bf16* cache, int64_t num_rows,
+    bf16* qkv, int64_t stride, const bf16* cos, const bf16* sin, const int64_t* slots, bf16* cache, int64_t num_rows,
     int64_t num_heads, int64_t num_kv_heads, int64_t cache_heads, int64_t block_size, int64_t head_dim,
     int64_t num_threads) {
     const int64_t half = head_dim / 2;
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 16)
     for (int64_t row = 0; row < num_rows; ++row) {
-        bf16* heads = qkv + row * (num_heads + 2 * num_kv_heads) * head_dim;
+        bf16* heads = qkv + row * stride;
         const int64_t block = slots[row] / block_size, offset = slots[row] % block_size;
         const int64_t half_cache = cache_heads * block_size * head_dim;
         bf16* keys = cache + block * 2 * half_cache + offset * head_dim;
@@ -113,6 +125,18 @@ void pdmesh_gated_silu(const bf16* gate_up, bf16* output, int64_t num_rows, int6
             narrow(output + row * size + i, _mm512_mul_ps(silu, widen(gate + size + i)));
         }
     }
+}
+
+// rows *= sigmoid(gates); rows of gates are `stride` values apart, and `size` is a multiple of 16.
+void pdmesh_gate(
+    bf16* rows, const bf16* gates, int64_t stride, int64_t num_rows, int64_t size, int64_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 16)
+    for (int64_t row = 0; row < num_rows; ++row)
+        for (int64_t i = 0; i < size; i += 16) {
+            const __m512 inverse = exp2(_mm512_mul_ps(widen(gates + row * stride + i), _mm512_set1_ps(-kLog2E)));
+            bf16* values = rows + row * size + i;
+            narrow(values, _mm512_div_ps(widen(values), _mm512_add_ps(_mm512_set1_ps(1.0f), inverse)));
+        }
 }
 
 int64_t pdmesh_interface() { return pdmesh::kInterface; }

@@ -5,46 +5,11 @@
 #include <algorithm>
 
 #include "../memory.h"
-#include "vec.h"
+#include "rows.h"
 
 namespace {
 
 using namespace pdmesh;
-
-constexpr int kParts = kTreeLanes / kLanes;
-
-// Up to kLanes values; zeros beyond `count`.
-template <class Value>
-Floats load_some(const Value* from, int64_t count) {
-    return count >= kLanes ? load(from) : load_part(from, count);
-}
-
-template <class Value>
-void store_some(Value* to, Floats values, int64_t count) {
-    if (count >= kLanes)
-        store(to, values);
-    else
-        store_part(to, values, count);
-}
-
-// One row: output = values / rms(values) * weight. `values(i, count)`: those from i on.
-template <class Output, class Values>
-void norm_row(const Values& values, const float* weight, Output* output, int64_t size, float epsilon) {
-    Floats squares[kParts] = {};
-    for (int64_t first = 0; first < size; first += kTreeLanes)
-#pragma GCC unroll 4
-        for (int part = 0; part < kParts; ++part) {
-            const int64_t i = first + part * kLanes, count = size - i;
-            if (count <= 0) break;
-            const Floats value = values(i, count);
-            squares[part] = squares[part] + value * value;
-        }
-    const Floats factor = splat(1.0f / std::sqrt(sum16(squares) / static_cast<float>(size) + epsilon));
-    for (int64_t i = 0; i < size; i += kLanes) {
-        const int64_t count = size - i;
-        store_some(output + i, values(i, count) * factor * load_some(weight + i, count), count);
-    }
-}
 
 template <class Value>
 void norm(
@@ -53,9 +18,10 @@ void norm(
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 16)
     for (int64_t row = 0; row < num_rows; ++row) {
         const Value* from = rows + row * size;
+        Value* to = output + row * size;
         norm_row(
-            [=](int64_t i, int64_t count) { return load_some(from + i, count); }, weight, output + row * size, size,
-            epsilon);
+            [=](int64_t i, int64_t count) { return load_some(from + i, count); }, weight, size, epsilon,
+            [=](int64_t i, Floats normed, int64_t count) { store_some(to + i, normed, count); });
     }
 }
 
@@ -71,21 +37,36 @@ void add_norm(
             const Floats sum = load_some(sums + i, count) + load_some(delta + row * size + i, count);
             store_some(sums + i, with_one_nan(sum), count);
         }
+        Value* to = output + row * size;
         norm_row(
-            [=](int64_t i, int64_t count) { return load_some(sums + i, count); }, weight, output + row * size, size,
-            epsilon);
+            [=](int64_t i, int64_t count) { return load_some(sums + i, count); }, weight, size, epsilon,
+            [=](int64_t i, Floats normed, int64_t count) { store_some(to + i, normed, count); });
     }
 }
 
 template <class Value>
+void norm_heads(
+    Value* rows, int64_t stride, const float* weight, int64_t num_rows, int64_t num_heads, int64_t head_dim,
+    float epsilon, int64_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 16)
+    for (int64_t row = 0; row < num_rows; ++row)
+        for (int64_t head = 0; head < num_heads; ++head) {
+            Value* values = rows + row * stride + head * head_dim;
+            norm_row(
+                [=](int64_t i, int64_t count) { return load_some(values + i, count); }, weight, head_dim, epsilon,
+                [=](int64_t i, Floats normed, int64_t count) { store_some(values + i, normed, count); });
+        }
+}
+
+template <class Value>
 void rotate_and_store(
-    Value* qkv, const Value* cos, const Value* sin, const int64_t* slots, Value* cache, int64_t num_rows,
-    int64_t num_heads, int64_t num_kv_heads, int64_t cache_heads, int64_t block_size, int64_t head_dim,
+    Value* qkv, int64_t stride, const Value* cos, const Value* sin, const int64_t* slots, Value* cache,
+    int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t cache_heads, int64_t block_size, int64_t head_dim,
     int64_t num_threads) {
     const int64_t half = head_dim / 2, half_cache = cache_heads * block_size * head_dim;
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 16)
     for (int64_t row = 0; row < num_rows; ++row) {
-        Value* heads = qkv + row * (num_heads + 2 * num_kv_heads) * head_dim;
+        Value* heads = qkv + row * stride;
         Value* keys = cache + slots[row] / block_size * 2 * half_cache + slots[row] % block_size * head_dim;
         for (int64_t head = 0; head < num_heads + num_kv_heads; ++head) {
             const Value* from = heads + head * head_dim;
@@ -112,8 +93,20 @@ void gated_silu(const Value* gate_up, Value* output, int64_t num_rows, int64_t s
         const Value* gate = gate_up + row * 2 * size;
         for (int64_t i = 0; i < size; i += kLanes) {
             const Floats x = load_some(gate + i, size - i), up = load_some(gate + size + i, size - i);
-            const Floats silu = x / (exp2(x * splat(-kLog2E)) + 1.0f);
-            store_some(output + row * size + i, silu * up, size - i);
+            store_some(output + row * size + i, silu(x) * up, size - i);
+        }
+    }
+}
+
+template <class Value>
+void gate(
+    Value* rows, const Value* gates, int64_t stride, int64_t num_rows, int64_t size, int64_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 16)
+    for (int64_t row = 0; row < num_rows; ++row) {
+        Value* values = rows + row * size;
+        for (int64_t i = 0; i < size; i += kLanes) {
+            const Floats factor = sigmoid(load_some(gates + row * stride + i, size - i));
+            store_some(values + i, load_some(values + i, size - i) * factor, size - i);
         }
     }
 }
@@ -198,16 +191,27 @@ void short_conv(
                 static_cast<const Value*>(rows), weight, static_cast<Value*>(output), num_rows, size, epsilon,         \
                 num_threads);                                                                                          \
     }                                                                                                                  \
+    /* Normalises heads in place; rows are `stride` values apart. */                                                   \
+    void pdmesh_norm_heads##suffix(                                                                                    \
+        Value* rows, int64_t stride, const float* weight, int64_t num_rows, int64_t num_heads, int64_t head_dim,       \
+        float epsilon, int64_t num_threads) {                                                                          \
+        norm_heads(rows, stride, weight, num_rows, num_heads, head_dim, epsilon, num_threads);                         \
+    }                                                                                                                  \
     /* Rotates queries in place, and rotates keys and copies values to the cache. A row of `qkv` is its query heads,   \
-       key heads, value heads; cos and sin have head_dim / 2 columns. `slots`: block * block_size + offset. `cache`     \
-       begins at the first of these key heads, of cache_heads. */                                                      \
+       key heads, value heads, and `stride` values behind, the next; cos and sin have head_dim / 2 columns. `slots`:   \
+       block * block_size + offset. `cache` begins at the first of these key heads, of cache_heads. */                 \
     void pdmesh_rotate_and_store##suffix(                                                                              \
-        Value* qkv, const Value* cos, const Value* sin, const int64_t* slots, Value* cache, int64_t num_rows,          \
-        int64_t num_heads, int64_t num_kv_heads, int64_t cache_heads, int64_t block_size, int64_t head_dim,            \
-        int64_t num_threads) {                                                                                         \
+        Value* qkv, int64_t stride, const Value* cos, const Value* sin, const int64_t* slots, Value* cache,            \
+        int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t cache_heads, int64_t block_size,            \
+        int64_t head_dim, int64_t num_threads) {                                                                       \
         rotate_and_store(                                                                                              \
-            qkv, cos, sin, slots, cache, num_rows, num_heads, num_kv_heads, cache_heads, block_size, head_dim,         \
+            qkv, stride, cos, sin, slots, cache, num_rows, num_heads, num_kv_heads, cache_heads, block_size, head_dim, \
             num_threads);                                                                                              \
+    }                                                                                                                  \
+    /* rows *= sigmoid(gates); rows of gates are `stride` values apart. */                                             \
+    void pdmesh_gate##suffix(                                                                                          \
+        Value* rows, const Value* gates, int64_t stride, int64_t num_rows, int64_t size, int64_t num_threads) {        \
+        gate(rows, gates, stride, num_rows, size, num_threads);                                                        \
     }                                                                                                                  \
     /* output = silu(gate) * up; a row of gate_up is `size` gates, then `size` ups. */                                 \
     void pdmesh_gated_silu##suffix(                                                                                    \

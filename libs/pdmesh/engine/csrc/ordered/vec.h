@@ -65,6 +65,24 @@ inline Ints load(const int32_t* from) {
 inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof(values)); }
 inline void store(int32_t* to, Ints values) { std::memcpy(to, &values, sizeof(values)); }
 
+// Store past the caches, for values that are not read soon. `to` is aligned. `fence` orders such stores before others.
+inline void stream(float* to, Floats values) {
+#if defined(__AVX512F__)
+    _mm512_stream_ps(to, values);
+#elif defined(__AVX2__)
+    _mm256_stream_ps(to, values);
+#elif defined(__x86_64__)
+    _mm_stream_ps(to, values);
+#else
+    store(to, values);
+#endif
+}
+inline void fence() {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
 // Lanes of `yes` where the mask is set, else of `no`.
 inline Floats select(Ints mask, Floats yes, Floats no) { return mask ? yes : no; }
 inline Ints select(Ints mask, Ints yes, Ints no) { return mask ? yes : no; }
@@ -250,6 +268,18 @@ inline Floats exp2(Floats x) {
     const Ints whole = as_ints(shifted) - as_ints(magic), half = whole >> 1;
     y = y * as_floats((half + 127) << 23) * as_floats((whole - half + 127) << 23);
     return select((Ints)(x < splat(-126.0f)), splat(0.0f), y);
+}
+
+inline Floats sigmoid(Floats x) { return 1.0f / (exp2(x * splat(-kLog2E)) + 1.0f); }
+inline Floats silu(Floats x) { return x / (exp2(x * splat(-kLog2E)) + 1.0f); }
+
+// log(1 + e^x) to 3e-7.
+inline Floats softplus(Floats x) {
+    const Floats magnitude = as_floats(as_ints(x) & 0x7fffffff), y = exp2(magnitude * splat(-kLog2E));
+    const Floats s = y / (y + 2.0f), t = s * s;  // log(1 + y) is 2 atanh(s)
+    Floats series = splat(1.0f / 15);
+    for (int odd = 13; odd > 0; odd -= 2) series = series * t + 1.0f / static_cast<float>(odd);
+    return max(splat(0.0f), x) + s * 2.0f * series;
 }
 
 // Sum of 16 lanes, given as 16 / kLanes vectors in order, in one tree: lane i + lane i + 8, then 4, 2, 1 apart.
