@@ -85,7 +85,7 @@ class Leases:
 
         Granules of one chain are in its order.
         """
-        if not self._ends:
+        if not (self._ends or self._ended):
             return ()
         while self._ends and self._ends[0][0] <= now_s:
             _, key = heappop(self._ends)
