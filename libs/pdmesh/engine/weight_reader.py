@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
@@ -397,16 +398,15 @@ class WeightReader:
         if not self.keeps_packed:
             return None
         weights: list[GroupedWeight] = []
-        first = 0
         for place in places:
             weight = self.tensors.grouped(f"{place.name}.weight", (place.num_outputs, num_inputs), place.rows)
             if weight is None:
                 return None
-            if order is not None:  # heads stay inside their projection
-                rows = torch.tensor(order[first : first + place.size]) - first
-                weight = weight.rows(rows)
             weights.append(weight)
-            first += place.size
+        if order is not None:
+            firsts = [0, *accumulate(place.size for place in places)]
+            runs = groupby(order, lambda row: bisect_right(firsts, row) - 1)
+            weights = [weights[number].rows(torch.tensor(list(run)) - firsts[number]) for number, run in runs]
         return self._joined(join_rows(weights), bias)
 
     def _joined(self, weights: Sequence[GroupedWeight], bias: Tensor | None) -> Linear:

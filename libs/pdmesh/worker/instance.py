@@ -15,10 +15,10 @@ requests that it cannot take (`RequestDropped`), and the scheduler starts them a
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import assert_never
 
-import anyio
 import structlog
 
 from pdmesh.core.commands import (
@@ -350,7 +350,9 @@ class Instance:
         received_by = request.state.received_by
         generation, kept = request.generation, self._tables.kept
         num_prompt_tokens = generation.num_prompt_tokens
-        self._uses.ended(generation.user, (*request.chain, *granules), num_prompt_tokens, anyio.current_time())
+        # Also called back by the loop, where anyio tells no time.
+        now_s = asyncio.get_running_loop().time()
+        self._uses.ended(generation.user, (*request.chain, *granules), num_prompt_tokens, now_s)
         self._uses.forget(kept, len(kept))
         self._report(KvReleased(self.instance_id, *key, received_by, granules, num_known, states))
         self._growth.blocks_freed()
@@ -396,7 +398,7 @@ class Instance:
     @property
     def last_uses(self) -> LastUses:
         """Return the last uses of `kept` for the registration (`pdmesh.core.instances.last_uses`)."""
-        return self._uses.report(self.kept, anyio.current_time())
+        return self._uses.report(self.kept, asyncio.get_running_loop().time())
 
     @property
     def states(self) -> PrefixHashes:
