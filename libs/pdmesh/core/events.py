@@ -228,7 +228,7 @@ class GroupPrefix(RequestReport):
 class TransferOffered(RequestReport):
     """Offer of a source, which began computing its first chunk of a request whose KV must move.
 
-    The offer comes once for each request, also for later transfers. ``transfer_id`` is the one that the source knew.
+    The offer comes once for each request, also for later transfers. The source knew the transfer ``transfer_id``.
     """
 
     transfer_id: TransferId

@@ -77,7 +77,8 @@ def delta_net(
     """
     memory = cache.flatten(2).view(torch.uint8)
     states = memory[:, :, : layer.config.num_bytes - 8].view(torch.float32)
-    positions = memory[:, :, -8:].view(torch.int64)[..., 0].numpy()  # behind states, which begin at a cache line
+    # A position follows its state, so that the state begins at a cache line.
+    positions = memory[:, :, -8:].view(torch.int64)[..., 0].numpy()
     parts = [(part, StatePath.begun(part, cache.shape[3], positions)) for part in slices]
     results = compute(products, states, parts, layer)
     for part, path in parts:
