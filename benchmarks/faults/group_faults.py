@@ -34,11 +34,11 @@ import httpx
 import msgspec
 
 from benchmarks.faults import bad_pieces
-from benchmarks.harness.clients import Answer, ask
 from benchmarks.harness.report import Limits, heading, quantile
 from pdmesh.cli.state_folder import MeshRecord
 from pdmesh_testing.checkpoints import LLAMA_82M, CheckpointShape, write_checkpoint
 from pdmesh_testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.streaming import Answer, ask
 
 NUM_TOKENS = 4 * 1024
 OUTPUT_TOKENS = 8
@@ -202,7 +202,7 @@ class Storm:
 
     async def _ask_for(self, prompt: Sequence[int], label: str) -> Answer:
         salt = {"cache_salt": f"turns-{self._num_turns}"} if self._turns else {}
-        return await ask(self._client, prompt, OUTPUT_TOKENS, label, **salt)
+        return await ask(self._client, prompt, OUTPUT_TOKENS, {"X-Request-Id": label}, **salt)
 
     def _show(self, label: str) -> None:
         with contextlib.suppress(subprocess.CalledProcessError):  # forgotten: the scheduler has a bounded memory

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.harness.clients import Answer, ask
 from benchmarks.harness.report import Limits, heading
 from benchmarks.harness.vllm_server import best_threads, running_vllm
 from pdmesh.metrics import percentile
 from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
 from pdmesh_testing.mesh import running_mesh
+from pdmesh_testing.streaming import Answer, ask
 
 REQUESTS_PER_S = 2.0
 SHORT_TOKENS = (32, 256)
@@ -88,7 +88,7 @@ async def ask_then(
     prompt = [rng.randrange(LLAMA_82M.vocab_size) for _ in range(planned.num_prompt_tokens)]
     await asyncio.sleep(began_s + planned.at_s - time.perf_counter())
     try:
-        answer = await ask(client, prompt, OUTPUT_TOKENS, name, model=model)
+        answer = await ask(client, prompt, OUTPUT_TOKENS, {"X-Request-Id": name}, model=model)
     except (httpx.HTTPError, KeyError) as error:
         print(f"  {name} failed: {error!r}")
         answer = Answer(time.perf_counter())

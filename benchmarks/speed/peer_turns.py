@@ -28,10 +28,10 @@ from pathlib import Path
 import anyio
 import httpx
 
-from benchmarks.harness.clients import Answer, ask
 from benchmarks.harness.report import GREEDY, SAMPLED, Limits, heading, quantile, unavailable
 from benchmarks.harness.vllm_server import best_threads, running_pdmesh, running_vllm
 from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
+from pdmesh_testing.streaming import Answer, ask
 
 NUM_USERS, NUM_TURNS = 8, 6
 SYSTEM_TOKENS, USER_TOKENS, ANSWER_TOKENS = 2048, 100, 64

@@ -42,13 +42,13 @@ from pathlib import Path
 import anyio
 import httpx
 
-from benchmarks.harness.clients import Answer, ask
 from benchmarks.harness.report import Limits, heading, quantile
 from pdmesh.core.sessions.session_state import NUM_PAUSES
 from pdmesh.kv_layout import GRANULE_TOKENS
 from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
 from pdmesh_testing.conversations import turns_after_tools
 from pdmesh_testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.streaming import Answer, ask
 
 ANSWER_TOKENS = 64
 NEW_TOKENS = 36

@@ -66,8 +66,7 @@ class Load:
     async def hostile(self, *, is_named: bool) -> None:
         """Send one hostile request."""
         headers, fields = hostile_names(next(self._numbers)) if is_named else ({}, {})
-        body = {"prompt": self._prompt(HOSTILE_TOKENS), "max_tokens": 1, **fields}
-        await stream_turn(self._hostile, body, headers)
+        await stream_turn(self._hostile, self._prompt(HOSTILE_TOKENS), 1, headers, **fields)
 
     async def hostile_before(self, number: int) -> None:
         """Send named hostile requests, eight at a time."""
@@ -92,8 +91,7 @@ class Load:
                 for _ in range(NUM_TURNS):
                     if anyio.current_time() >= end_s:
                         break
-                    body: dict[str, object] = {"prompt": [*prompt], "max_tokens": ANSWER_TOKENS}
-                    turns.append(await stream_turn(self._ours, body, {"x-session-id": name}))
+                    turns.append(await stream_turn(self._ours, prompt, ANSWER_TOKENS, {"x-session-id": name}))
                     prompt += self._prompt(NEXT_TOKENS)
                     await anyio.sleep(PAUSE_S)
                 await self._ours.delete(f"/v1/sessions/{name}")

@@ -1,6 +1,6 @@
-"""Agents in a closed loop against a running mesh: the sessions of `pdmesh_lab.weka_generator`, with or without names.
+"""Agents in a closed loop against a running mesh or the simulator: drawn sessions, with or without their names.
 
-    python -m pdmesh_testing.live_agents [--ratio 2] [--unnamed] [--seconds 200]
+    python -m pdmesh_testing.live_agents [--ratio 2] [--unnamed] [--seconds 200] [--simulated]
 
 Starts one mixed instance with the stand-in engine, whose cache holds the contexts of eight agents divided by ``ratio``.
 All lengths, and the engine's rate of prompt tokens, are divided by 32. So times are the same as in
@@ -10,39 +10,32 @@ docs/results/papers.md. Without names, the cache is a plain LRU.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import anyio
 import httpx
-import msgspec
 from anyio.abc import TaskGroup
 
+from pdmesh.config import MeshConfig
 from pdmesh.kv_layout import GRANULE_TOKENS
-from pdmesh_lab.sim.agents import AgentLoop, AgentSession
+from pdmesh_lab.papers.agents_rows import IN_TIME_S, NUM_LANES, WORKING_SET_TOKENS, drawn_sessions, simulated
+from pdmesh_lab.sim.agents import AgentLoop
 from pdmesh_lab.sim.workload import Arrival
-from pdmesh_lab.weka_generator import draw_session
-from pdmesh_lab.weka_traces import read_weka_traces
+from pdmesh_scheduler.main import core_config_of
 from pdmesh_testing.checkpoints import write_checkpoint
-from pdmesh_testing.configured_fake import TIMED_LAYOUT
+from pdmesh_testing.configured_fake import TIMED_LAYOUT, parse_latency
 from pdmesh_testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.streaming import ask
 
-NUM_SESSIONS, NUM_LANES, SCALE = 32, 8, 32
-
-#: Contexts of all lanes together in the mean, with an endless cache.
-WORKING_SET_TOKENS = 1_160_000 // SCALE
-
-#: A turn is in time if its first token comes within this.
-IN_TIME_S = 3.0
+SCALE = 32
 
 #: 20,000 prompt tokens of the published lengths, or 60 tokens of each answer, a second.
 LATENCY = f"a_s=0.0167,b_s={SCALE / 20_000},decode_a_s=0.0167"
@@ -53,32 +46,35 @@ VOCABULARY = 200
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An answered turn: the time to its first token, its prompt's length, and how much of the prompt was cached."""
+    """A turn: the time to its first token, its prompt's length, and how much of the prompt was cached."""
 
     ttft_s: float
     num_prompt_tokens: int
     num_cached_tokens: int
 
 
-async def stream_turn(client: httpx.AsyncClient, body: dict[str, object], headers: dict[str, str]) -> Turn:
-    """Run one completion to its end. A completion that waited too long and was refused took infinite time.
+#: A turn that was refused, perhaps after it waited too long.
+REFUSED = Turn(math.inf, 0, 0)
 
-    Raises httpx.HTTPError if it is refused for another reason.
-    """
-    asked = {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, **body}
-    began_s, first_s, usage = time.monotonic(), 0.0, dict[str, Any]()
-    async with client.stream("POST", "/v1/completions", json=asked, headers=headers) as response:
-        if response.status_code == 429:
-            return Turn(math.inf, 0, 0)
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                first_s = first_s or time.monotonic()
-                usage = json.loads(line[6:]).get("usage") or usage
-    if not usage:
-        return Turn(math.inf, 0, 0)
-    details = usage["prompt_tokens_details"] or {}
-    return Turn(first_s - began_s, usage["prompt_tokens"], details.get("cached_tokens", 0))
+
+async def stream_turn(
+    client: httpx.AsyncClient,
+    prompt: Sequence[int],
+    max_tokens: int,
+    headers: Mapping[str, str],
+    /,
+    **fields: object,
+) -> Turn:
+    """Run one completion to its end. Raises httpx.HTTPError if it is refused for another reason than a wait."""
+    try:
+        answer = await ask(client, prompt, max_tokens, headers, **fields)
+    except KeyError:
+        return REFUSED
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code != 429:
+            raise
+        return REFUSED
+    return Turn(answer.ttft_s, len(prompt), answer.num_cached_tokens)
 
 
 def quantile_s(turns: Sequence[Turn], share: float) -> float:
@@ -92,18 +88,14 @@ def cached_share(turns: Sequence[Turn]) -> float:
     return sum(turn.num_cached_tokens for turn in turns) / sum(turn.num_prompt_tokens for turn in turns)
 
 
-def drawn_sessions(number: int = NUM_SESSIONS) -> Sequence[AgentSession]:
-    """Return agent sessions with lengths divided by `SCALE`."""
-    with tempfile.TemporaryDirectory() as folder:
-        for index in range(number):
-            trace = draw_session(index, seed=0, scale=SCALE, block_size=16)
-            Path(folder, f"{trace.id}.json").write_bytes(msgspec.json.encode(trace))
-        return read_weka_traces(Path(folder))
+def num_cache_tokens(ratio: float) -> int:
+    """Return how many tokens a cache holds if the contexts of `NUM_LANES` agents are ``ratio`` times as long."""
+    return round(WORKING_SET_TOKENS / SCALE / ratio)
 
 
 def one_instance(folder: Path, ratio: float) -> AbstractContextManager[RunningMesh]:
-    """Start a mesh whose one instance caches the contexts of `NUM_LANES` agents divided by ``ratio``."""
-    num_bytes = round(WORKING_SET_TOKENS / ratio) * TIMED_LAYOUT.token_bytes
+    """Start a mesh with one instance."""
+    num_bytes = num_cache_tokens(ratio) * TIMED_LAYOUT.token_bytes
     own = {"WORKER_ENGINE": "fake", "WORKER_FAKE_LATENCY": LATENCY, "WORKER_KV_CACHE_BYTES": str(num_bytes)}
     model = write_checkpoint(folder / "model", max_position_embeddings=16_384)
     return running_mesh(folder, model=model, prefill=0, decode=0, mixed=1, settings=own)
@@ -112,12 +104,11 @@ def one_instance(folder: Path, ratio: float) -> AbstractContextManager[RunningMe
 class Agents:
     """The clients of one loop. ``turns`` ended within its duration."""
 
-    def __init__(self, mesh: RunningMesh, loop: AgentLoop, *, named: bool) -> None:
+    def __init__(self, mesh: RunningMesh, loop: AgentLoop) -> None:
         self.turns: list[Turn] = []
         self._mesh = mesh
         self._clients = loop.clients(())
         self._duration_s = math.inf if loop.duration_s is None else loop.duration_s
-        self._named = named
         self._num_sent = 0
         self._began_s = 0.0
 
@@ -135,12 +126,11 @@ class Agents:
     async def _turn(self, index: int, arrival: Arrival, client: httpx.AsyncClient, tasks: TaskGroup) -> None:
         await anyio.sleep(max(0.0, self._began_s + arrival.arrival_s - time.monotonic()))
         headers: dict[str, str] = {}
-        if self._named and arrival.session is not None:
+        if arrival.session is not None:
             headers["x-session-id"] = arrival.session.key.hex()
             if arrival.session.parent is not None:
                 headers["x-parent-session-id"] = arrival.session.parent.hex()
-        body = {"prompt": _tokens(arrival), "max_tokens": max(1, arrival.num_output_tokens)}
-        turn = await stream_turn(client, body, headers)
+        turn = await stream_turn(client, _tokens(arrival), max(1, arrival.num_output_tokens), headers)
         if time.monotonic() - self._began_s < self._duration_s:
             self.turns.append(turn)
         self._send(self._clients.ended(index, time.monotonic() - self._began_s), client, tasks)
@@ -154,20 +144,38 @@ def _tokens(arrival: Arrival) -> list[int]:
     return (tokens + [len(tokens) % VOCABULARY] * GRANULE_TOKENS)[: arrival.num_prompt_tokens]
 
 
+def live_turns(loop: AgentLoop, ratio: float) -> tuple[Sequence[Turn], float]:
+    """Return the turns on a running mesh, and the longest wait of a session aside."""
+    with tempfile.TemporaryDirectory() as folder, one_instance(Path(folder), ratio) as mesh:
+        agents = Agents(mesh, loop)
+        anyio.run(agents.play)
+        return agents.turns, mesh.total("session_longest_aside_seconds")
+
+
+def simulated_turns(loop: AgentLoop, ratio: float) -> tuple[Sequence[Turn], float]:
+    """Return what `live_turns` returns, as the simulator predicts with the scheduler's default settings."""
+    default = core_config_of(MeshConfig(), None)
+    config = replace(default, policy=replace(default.policy, latency=parse_latency(LATENCY)))
+    result, core = simulated(loop, config, TIMED_LAYOUT, num_cache_tokens(ratio))
+    turns = [
+        REFUSED if run.ttft_s is None else Turn(run.ttft_s, run.request.num_prompt_tokens, run.num_reused_tokens)
+        for run in result.requests
+        if loop.duration_s is None or not run.token_times_s or run.token_times_s[-1] < loop.duration_s
+    ]
+    return turns, core.sessions.working_set.longest_aside_s
+
+
 def main() -> None:
     """Print the figures of one run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ratio", type=float, default=2.0, help="contexts of all agents over the cache")
     parser.add_argument("--unnamed", action="store_true", help="name no session")
     parser.add_argument("--seconds", type=float, default=200.0)
+    parser.add_argument("--simulated", action="store_true", help="simulate the mesh")
     options = parser.parse_args()
-    sessions = drawn_sessions()
+    sessions = drawn_sessions(named=not options.unnamed, scale=SCALE, block_size=TIMED_LAYOUT.block_size)
     loop = AgentLoop(sessions=sessions, num_lanes=NUM_LANES, duration_s=options.seconds)
-    with tempfile.TemporaryDirectory() as folder, one_instance(Path(folder), options.ratio) as mesh:
-        agents = Agents(mesh, loop, named=not options.unnamed)
-        anyio.run(agents.play)
-        longest_s = mesh.total("session_longest_aside_seconds")
-    turns = agents.turns
+    turns, longest_s = (simulated_turns if options.simulated else live_turns)(loop, options.ratio)
     sys.stdout.write(
         f"turns in time: {sum(turn.ttft_s <= IN_TIME_S for turn in turns)} of {len(turns)}; "
         f"TTFT p50; p99: {quantile_s(turns, 0.5):.2f}; {quantile_s(turns, 0.99):.1f} s; "

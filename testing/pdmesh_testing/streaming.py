@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import httpx
@@ -12,7 +12,7 @@ import httpx
 
 @dataclass(slots=True)
 class Answer:
-    """What a stream brought, and when."""
+    """What a stream brought, and when, on the clock of `time.perf_counter`."""
 
     began_s: float
     token_ids: list[int] = field(default_factory=list[int])
@@ -33,12 +33,11 @@ async def ask(
     client: httpx.AsyncClient,
     prompt: Sequence[int],
     max_tokens: int,
-    request_id: str | None = None,
+    headers: Mapping[str, str] | None = None,
     /,
     **fields: object,
 ) -> Answer:
     """Run one stream to its end; raise httpx.HTTPError if it is refused, and KeyError if it ends with an error."""
-    headers = {} if request_id is None else {"X-Request-Id": request_id}
     body = {
         "prompt": list(prompt),
         "max_tokens": max_tokens,
