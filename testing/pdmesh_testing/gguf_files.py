@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pdmesh.engine.gguf.gguf_reader import read_header
+from pdmesh_testing.gguf_places import Floats, places_of, stored_values
 
-Floats = npt.NDArray[np.float32]
 #: More value heads than key heads, whose order differs in a file.
 _DELTA_NETS: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 16, "linear_num_key_heads": 2,
@@ -25,6 +24,20 @@ _DELTA_NETS: dict[str, Any] = {
 _SIGMOID_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5,
     "first_k_dense_replace": 1, "head_dim": 16,
+}  # fmt: skip
+_STATES: dict[str, Any] = {
+    "intermediate_size": 64, "shared_intermediate_size": 64, "mamba_n_heads": 4, "mamba_d_state": 16,
+    "embedding_multiplier": 1.7, "logits_scaling": 0.8, "residual_multiplier": 0.6, "attention_multiplier": 0.2,
+}  # fmt: skip
+_LATENTS: dict[str, Any] = {
+    **{key: value for key, value in _SIGMOID_EXPERTS.items() if key != "head_dim"}, "kv_lora_rank": 32,
+    "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4,
+}  # fmt: skip
+#: Wider heads and fewer of them in layers without a window, whose keys are values.
+_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 6, "sliding_window": 24, "head_dim": 16, "global_head_dim": 32, "attention_k_eq_v": True,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
 }  # fmt: skip
 #: Configuration options that a file can express, by transformers' name of the architecture.
 MODELS: dict[str, list[dict[str, Any]]] = {
@@ -71,6 +84,29 @@ MODELS: dict[str, list[dict[str, Any]]] = {
         {**_SIGMOID_EXPERTS, "n_shared_experts": 2, "n_group": 2, "topk_group": 1, "norm_topk_prob": False},
     ],
     "minimax_m2": [{"rotary_dim": 8, "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2}],
+    "qwen3_next": [{**_DELTA_NETS, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                    "shared_expert_intermediate_size": 64}],
+    "granitemoehybrid": [
+        {**_STATES, "layer_types": ["mamba", "attention"] * 2, "mamba_n_groups": 2, "num_local_experts": 5,
+         "num_experts_per_tok": 2},
+        {**_STATES, "layer_types": ["mamba", "mamba", "attention", "mamba"], "position_embedding_type": "rope",
+         "num_local_experts": 0},
+    ],
+    "deepseek_v3": [
+        {**_LATENTS, "n_group": 2, "topk_group": 1, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40,
+            "mscale": 0.7, "mscale_all_dim": 0.7}},
+        {**_LATENTS, "n_group": 1, "topk_group": 1, "q_lora_rank": None, "norm_topk_prob": False},
+    ],
+    "glm4_moe_lite": [_LATENTS],
+    "gemma4_text": [
+        {**_GEMMA4, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 64},
+        {**_GEMMA4, "attention_k_eq_v": False, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 320,
+         "num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+    ],
+    "gemma4_unified_text": [_GEMMA4],
+    "glm": [{"head_dim": 16, "attention_bias": True}],
+    "gpt2": [{}],
 }  # fmt: skip
 #: What matrices are stored as; vectors are in fp32.
 GgufType = Literal["F32", "F16", "Q8_0", "Q4_0", "MXFP4"]
@@ -78,47 +114,21 @@ _NUMBERS: dict[GgufType, int] = {"F32": 0, "F16": 1, "Q8_0": 8, "Q4_0": 2, "MXFP
 _ALIGNMENT = 32
 #: MXFP4 values by code.
 _MXFP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
-_NAMES = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "self_attn.qkv_proj": "attn_qkv", "self_attn.sinks": "attn_sinks.weight",
-    "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm", "lm_head": "output", "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp",
-    "block_sparse_moe.gate": "ffn_gate_inp", "mlp.gate_up_proj": "ffn_up",
-    "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
-    "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
-    "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
-    "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm", "self_attn.out_proj": "attn_output", "feed_forward.w1": "ffn_gate",
-    "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down", "conv.in_proj": "shortconv.in_proj",
-    "conv.conv": "shortconv.conv", "conv.out_proj": "shortconv.out_proj", "model.embedding_norm": "token_embd_norm",
-    "feed_forward.gate": "ffn_gate_inp", "feed_forward.expert_bias": "exp_probs_b.bias",
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    **{f"mlp.{shared}.{name}_proj": f"ffn_{name}_shexp"
-       for shared in ("shared_expert", "shared_experts") for name in ("gate", "up", "down")},
-    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha",
-    "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.A_log": "ssm_a",
-    "linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
-}  # fmt: skip
-#: Architectures whose norm behind attention has the name that others use for the norm before the MLP.
-_NORMS_BEHIND = (
-    "gemma2", "gemma3_text", "olmo2", "olmo3", "gpt_oss", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe",
-)  # fmt: skip
-#: Architectures whose checkpoints have norms' weights minus one, and whose files have the weights themselves.
-_NORMS_BEYOND_ONE = ("gemma", "qwen35")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_NAMES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
-_FUSED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)(_bias)?")
 _ARCHITECTURES = {
     "mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "gemma3_text": "gemma3", "olmo3": "olmo2",
     "lfm2_moe": "lfm2moe", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "glm4_moe": "glm4moe",
-    "minimax_m2": "minimax-m2",
+    "minimax_m2": "minimax-m2", "qwen3_next": "qwen3next", "granitemoehybrid": "granitehybrid", "glm": "chatglm",
+    "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2", "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4",
 }  # fmt: skip
-#: Architectures whose converters reorder rows, so that neighbouring rows are rotated together.
-_TURNS = ("llama", "granite", "smollm3")
+#: Parts of names of small matrices, which are in fp32.
+_SMALL = ("gate_inp", "ssm_conv1d", "shortconv.conv", "ssm_norm")
+#: GPT-2's names of fields.
+_FIELDS = {
+    "n_embd": "hidden_size", "n_positions": "max_position_embeddings", "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers", "n_inner": "intermediate_size", "layer_norm_epsilon": "norm_epsilon",
+}  # fmt: skip
 
 
 class _Stored(NamedTuple):
@@ -137,46 +147,28 @@ def write_gguf(source: Path, file: Path, gguf_type: GgufType = "F32") -> dict[st
 
     config = json.loads((source / "config.json").read_text())
     kind: str = config["model_type"]
-    name = _ARCHITECTURES.get(kind, kind)
     meanings: dict[str, Floats] = {}
     stored: dict[str, _Stored] = {}
     experts: defaultdict[str, dict[int, _Stored]] = defaultdict(dict)
-    others: GgufType = "F32" if gguf_type == "MXFP4" else gguf_type
+
+    def made(own_name: str, values: Floats) -> tuple[_Stored, Floats]:
+        is_matrix = values.ndim > 1 and own_name.endswith("weight") and not any(each in own_name for each in _SMALL)
+        may_be = gguf_type != "MXFP4" or "_exps." in own_name
+        stored_type: GgufType = gguf_type if is_matrix and may_be else "F32"
+        data, meaning = _quantized(values, stored_type)
+        return _Stored(values.shape, _NUMBERS[stored_type], data), meaning
+
     for full_name, tensor in load_file(source / "model.safetensors").items():
-        if fused := _FUSED.fullmatch(full_name):
-            meanings[full_name] = tensor.copy()
-            for part, rows in _parts(fused[2]).items():
-                values = tensor[..., rows]
-                own_name = f"blk.{fused[1]}.ffn_{part}_exps.{'bias' if fused[3] else 'weight'}"
-                if fused[3]:
-                    stored[own_name] = _Stored(values.shape, 0, values.astype("<f4").tobytes())
-                    continue
-                data, meaning = _quantized(np.ascontiguousarray(values.swapaxes(1, 2)), gguf_type)
-                meanings[full_name][..., rows] = meaning.swapaxes(1, 2)
-                stored[own_name] = _Stored(values.swapaxes(1, 2).shape, _NUMBERS[gguf_type], data)
+        meaning = meanings[full_name] = np.ascontiguousarray(tensor.copy())
+        if expert := _EXPERT.fullmatch(full_name):
+            own_name = f"blk.{expert[1]}.ffn_{_EXPERT_NAMES[expert[3]]}_exps.weight"
+            experts[own_name][int(expert[2])], meanings[full_name] = made(own_name, tensor)
             continue
-        expert = _EXPERT.fullmatch(full_name)
-        own_name = "" if expert else _own_name(full_name, kind)
-        is_matrix = tensor.ndim == 2 and "ffn_gate_inp" not in own_name
-        stored_type: GgufType = (gguf_type if expert else others) if is_matrix else "F32"
-        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-        turns = heads.get(full_name.split(".")[-2], 0) if name in _TURNS else 0
-        axis = int("linear_attn.out_proj" in full_name)
-        order = _value_order(full_name, config, tensor.shape[axis]) if "linear_attn." in full_name else None
-        ordered = tensor if order is None else np.ascontiguousarray(tensor.take(order, axis))
-        data, meaning = _quantized(_turned(tensor, turns) if turns else ordered, stored_type)
-        meaning = meaning if order is None else np.ascontiguousarray(meaning.take(np.argsort(order), axis))
-        meanings[full_name] = _turned_back(meaning, turns) if turns else meaning
-        if name.startswith(_NORMS_BEYOND_ONE) and full_name.endswith("norm.weight") and "linear_attn" not in full_name:
-            data, _ = _quantized(tensor + 1, "F32")
-        if full_name.endswith(".A_log"):
-            data, _ = _quantized(-np.exp(ordered), "F32")
-        shape = tuple(size for size in tensor.shape if size > 1)  # without the middle size of a convolution
-        made = _Stored(shape, _NUMBERS[stored_type], data)
-        if expert:
-            experts[f"blk.{expert[1]}.ffn_{_EXPERT_NAMES[expert[3]]}_exps.weight"][int(expert[2])] = made
-        else:
-            stored[own_name] = made
+        values = stored_values(full_name, tensor, kind)
+        for own_name, places in places_of(full_name, tensor.shape, config).items():
+            stored[own_name], meant = made(own_name, np.ascontiguousarray(values.ravel()[places]))
+            if values is tensor:
+                meaning.ravel()[places] = meant
     for own_name, parts in experts.items():
         each = [parts[number] for number in sorted(parts)]
         data = b"".join(part.data for part in each)
@@ -185,38 +177,49 @@ def write_gguf(source: Path, file: Path, gguf_type: GgufType = "F32") -> dict[st
         if (factors := (config.get("rope_parameters") or {}).get(f"{length}_factor")) is not None:
             data = np.array(factors, dtype="<f4").tobytes()
             stored[f"rope_factors_{length}.weight"] = _Stored((len(factors),), 0, data)
+    rope = (config.get("rope_parameters") or {}).get("full_attention", {})
+    if rope.get("rope_type") == "proportional":
+        head_dim = next(iter(config["per_layer_config"].values()))["head_dim"]
+        num_rotated = int(rope["partial_rotary_factor"] * head_dim) // 2
+        divisors = [1.0] * num_rotated + [1e30] * (head_dim // 2 - num_rotated)
+        stored["rope_freqs.weight"] = _Stored((len(divisors),), 0, np.array(divisors, dtype="<f4").tobytes())
+    name = _ARCHITECTURES.get(kind, kind)
     file.write_bytes(encoded(_metadata(name, config) | _tokenizer(source, config), dict(stored)))
     return meanings
 
 
 def _metadata(name: str, config: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata of a model's file."""
+    config = {_FIELDS.get(key, key): value for key, value in config.items()}
     num_heads, rope = config["num_attention_heads"], config.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
     num_experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
+    num_dense = config.get("mlp_layer_types", []).count("dense") or None
     fields = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
+        "feed_forward_length": config["intermediate_size"] or 4 * config["hidden_size"],
         "block_count": config["num_hidden_layers"],
         "attention.head_count": num_heads,
-        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.head_count_kv": config.get("num_key_value_heads") if name != "gpt2" else None,
         "attention.key_length": head_dim,
         "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps") or config.get("norm_eps"),
         "rope.freq_base": full.get("rope_theta", config.get("rope_theta")),
         "expert_count": num_experts,
-        "expert_used_count": config.get("num_experts_per_tok") if num_experts else None,
+        "expert_used_count": config.get("num_experts_per_tok", config.get("top_k_experts")) if num_experts else None,
         "expert_feed_forward_length": (
             config.get("moe_intermediate_size") or config["intermediate_size"] if num_experts else None
         ),
-        "leading_dense_block_count": config.get("first_k_dense_replace", config.get("num_dense_layers")),
+        "leading_dense_block_count": config.get("first_k_dense_replace", config.get("num_dense_layers", num_dense)),
         "expert_shared_count": config.get("n_shared_experts"),
         "expert_group_count": config.get("n_group"),
         "expert_group_used_count": config.get("topk_group"),
         "expert_weights_scale": config.get("routed_scaling_factor"),
-        "expert_weights_norm": config.get("norm_topk_prob") if name == "glm4moe" else None,
-        "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
+        "expert_weights_norm": config.get("norm_topk_prob") if name in ("glm4moe", "deepseek2") else None,
+        "expert_shared_feed_forward_length": config.get(
+            "shared_expert_intermediate_size", config.get("shared_intermediate_size")
+        ),
         "attention.layer_norm_epsilon": config.get("norm_epsilon"),
         "attn_logit_softcapping": config.get("attn_logit_softcapping"),
         "final_logit_softcapping": config.get("final_logit_softcapping"),
@@ -225,26 +228,56 @@ def _metadata(name: str, config: dict[str, Any]) -> dict[str, Any]:
         "residual_scale": config.get("residual_multiplier"),
         "logit_scale": config.get("logits_scaling"),
     }
-    if name in ("gemma2", "gemma3", "olmo2", "gpt-oss", "phi3"):
+    if name in ("gemma2", "gemma3", "gemma4", "olmo2", "gpt-oss", "phi3"):
         fields["attention.sliding_window"] = config.get("sliding_window")
     if name.startswith("lfm2"):
         kv_heads = [config["num_key_value_heads"] * (kind == "full_attention") for kind in config["layer_types"]]
         fields |= {"attention.head_count_kv": kv_heads, "shortconv.l_cache": config["conv_L_cache"]}
-    if name == "olmo2" and config.get("sliding_window"):
+    if name in ("olmo2", "gemma4") and config.get("sliding_window"):
         kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
         fields["attention.sliding_window_pattern"] = kinds
-    if name.startswith("qwen35"):
+    if "linear_num_value_heads" in config:
         values = config["linear_value_head_dim"] * config["linear_num_value_heads"]
         fields |= {
+            "attention.recurrent_layers": [kind == "linear_attention" for kind in config["layer_types"]],
             "ssm.conv_kernel": config["linear_conv_kernel_dim"],
             "ssm.state_size": config["linear_key_head_dim"],
             "ssm.group_count": config["linear_num_key_heads"],
             "ssm.time_step_rank": config["linear_num_value_heads"],
             "ssm.inner_size": values,
         }
-    if name.startswith("qwen35") or name in ("glm4moe", "minimax-m2"):
+    if "linear_num_value_heads" in config or name in ("glm4moe", "minimax-m2"):
         fields["rope.dimension_count"] = int(full["partial_rotary_factor"] * head_dim)
-    if name in ("phi3", "glm4"):
+    if name == "granitehybrid":
+        fields |= {
+            "attention.head_count_kv": [
+                0 if kind in ("mamba", "linear_attention") else config["num_key_value_heads"]
+                for kind in config["layer_types"]
+            ],
+            "rope.scaling.finetuned": config["position_embedding_type"] == "rope",
+            "ssm.conv_kernel": config["mamba_d_conv"],
+            "ssm.state_size": config["mamba_d_state"],
+            "ssm.group_count": config["mamba_n_groups"],
+            "ssm.time_step_rank": config["mamba_n_heads"],
+            "ssm.inner_size": config["mamba_expand"] * config["hidden_size"],
+        }
+    if name == "deepseek2":
+        rotated, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
+        fields |= {
+            "attention.head_count_kv": 1,
+            "attention.q_lora_rank": config["q_lora_rank"],
+            "attention.kv_lora_rank": rank,
+            "attention.key_length": rank + rotated,
+            "attention.value_length": rank,
+            "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
+            "attention.value_length_mla": config["v_head_dim"],
+            "rope.dimension_count": rotated,
+            "expert_gating_func": 2,
+            "rope.scaling.yarn_log_multiplier": 0.1 * full["mscale_all_dim"] if "mscale_all_dim" in full else None,
+        }
+    if name == "gemma4":
+        fields |= _gemma4_fields(config)
+    if name in ("phi3", "glm4", "chatglm"):
         partial = full.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
         fields["rope.dimension_count"] = int(partial * head_dim)
         del fields["attention.key_length"]
@@ -265,9 +298,27 @@ def _metadata(name: str, config: dict[str, Any]) -> dict[str, Any]:
     return {"general.architecture": name, **given}
 
 
-def _parts(projection: str) -> dict[str, slice]:
-    """Return the rows of each of an expert's matrices in the fused projection."""
-    return {"down": slice(None)} if projection == "down_proj" else {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+def _gemma4_fields(config: dict[str, Any]) -> dict[str, Any]:
+    num_layers, size = config["num_hidden_layers"], config["intermediate_size"]
+    of_layers, num_sharing = config["per_layer_config"], config["num_kv_shared_layers"]
+    head_dim, wide = next(iter(of_layers.values()))["head_dim"], 1 + config["use_double_wide_mlp"]
+    heads = [
+        of_layers.get(str(number), {}).get("num_key_value_heads", config["num_key_value_heads"])
+        for number in range(num_layers)
+    ]
+    return {
+        "attention.head_count_kv": heads,
+        "attention.key_length": head_dim,
+        "attention.key_length_swa": config["head_dim"],
+        "attention.value_length": head_dim,
+        "attention.value_length_swa": config["head_dim"],
+        "attention.shared_kv_layers": num_sharing,
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "feed_forward_length": [size] * (num_layers - num_sharing) + [size * wide] * num_sharing,
+        "rope.dimension_count": head_dim,
+        "rope.dimension_count_swa": config["head_dim"],
+        "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
+    }
 
 
 class GgufContent(NamedTuple):
@@ -339,41 +390,6 @@ def _tokenizer(source: Path, config: dict[str, Any]) -> dict[str, Any]:
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": template,
     }
-
-
-def _own_name(name: str, kind: str) -> str:
-    """Return the name of a tensor in a file of this kind of model."""
-    whole, _, end = name.rpartition(".")
-    if end not in ("weight", "bias"):
-        return f"blk.{name.split('.')[2]}.{_NAMES[name.split('.', 3)[3]]}"
-    if not whole.startswith("model.layers."):
-        return f"{_NAMES[whole]}.{end}"
-    _, _, layer, part = whole.split(".", 3)
-    if part == "post_attention_layernorm" and kind in _NORMS_BEHIND:
-        return f"blk.{layer}.post_attention_norm.{end}"
-    return f"blk.{layer}.{_NAMES[part]}.{end}"
-
-
-def _value_order(name: str, config: dict[str, Any], size: int) -> npt.NDArray[np.intp] | None:
-    """Return the source of each row of a delta net's tensor, or None for its norm.
-
-    Value heads are ordered so that each key head serves every n-th one.
-    """
-    if ".norm." in name:
-        return None
-    num_keys, num_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    first = 2 * num_keys * config["linear_key_head_dim"] if "qkv" in name or "conv1d" in name else 0
-    heads = np.arange(first, size).reshape(num_keys, num_values // num_keys, -1).swapaxes(0, 1)
-    return np.concatenate([np.arange(first), heads.ravel()])
-
-
-def _turned(tensor: Floats, num_heads: int) -> Floats:
-    """Rows of heads as GGML's Llama rotates them: the halves of a head in turns."""
-    return tensor.reshape(num_heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
-
-
-def _turned_back(tensor: Floats, num_heads: int) -> Floats:
-    return tensor.reshape(num_heads, -1, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
 
 
 def _quantized(tensor: Floats, kind: GgufType) -> tuple[bytes, Floats]:

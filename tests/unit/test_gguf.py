@@ -299,7 +299,7 @@ def test_a_tensor_that_lacks_experts_is_refused(tmp_path: Path) -> None:
     shape, number, content = tensors["blk.2.ffn_up_exps.weight"]
     tensors["blk.2.ffn_up_exps.weight"] = ((4, *shape[1:]), number, content[: len(content) * 4 // 5])
     file.write_bytes(encoded(metadata, tensors))
-    with pytest.raises(ConfigError, match=r"'blk.2.ffn_up_exps.weight' has shape \(4, 96, 64\), without expert 4"):
+    with pytest.raises(ConfigError, match=r"'blk.2.ffn_up_exps.weight' has shape \(4, 96, 64\), without part 4"):
         TorchEngine(resolve_model(str(file)), num_blocks=1, num_threads=1)
 
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from pdmesh.engine.latent import Latent
 from pdmesh.engine.rope_config import RopeConfig
@@ -54,7 +55,8 @@ class Quantization:
 
     ``interleaves_rotation``: neighbouring rows of queries and keys rotate together. ``tiles_heads``: see
     `pdmesh.engine.state_sizes.DeltaNet`. ``biases`` are the projections with biases in a GGUF file: "qkv", "output",
-    "mlp". ``has_codes`` is false if a GGUF file has plain tensors only.
+    "mlp". ``names`` has fields of `pdmesh.engine.tensor_names.TensorNames` whose values differ in a GGUF file.
+    ``has_codes`` is false if a GGUF file has plain tensors only.
     """
 
     format: QuantizedFormat
@@ -68,6 +70,7 @@ class Quantization:
     interleaves_rotation: bool = False
     tiles_heads: bool = False
     biases: frozenset[str] = frozenset()
+    names: tuple[tuple[str, Any], ...] = ()
     has_codes: bool = True
 
     @property

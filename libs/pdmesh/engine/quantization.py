@@ -7,6 +7,7 @@ from typing import Any
 
 from pdmesh.engine.config_fields import Fields
 from pdmesh.engine.model_config import Quantization, QuantizedFormat
+from pdmesh.engine.tensor_names import TensorNames
 
 _SERVED = "compressed-tensors (int8, packed int4 and int8, fp8), fp8, awq, gptq, bitsandbytes, and gpt-oss's mxfp4"
 
@@ -38,6 +39,7 @@ def quantization_of(fields: Fields) -> Quantization | None:
                 interleaves_rotation=found.boolean("interleaves_rotation"),
                 tiles_heads=found.boolean("tiles_heads"),
                 biases=frozenset(map(str, biases)),
+                names=_names(found),
                 has_codes=found.boolean("has_codes", default=True),
             )
         case other:
@@ -45,6 +47,19 @@ def quantization_of(fields: Fields) -> Quantization | None:
                 f"the checkpoint is quantised by {other!r}, which is not supported; use one of {_SERVED}, or a "
                 "checkpoint in float32, bfloat16 or float16"
             )
+
+
+def _names(fields: Fields) -> tuple[tuple[str, Any], ...]:
+    """Return the fields of `TensorNames` that a GGUF file changes, with values of the same type."""
+    found = fields.part("names") or Fields({}, fields.where)
+    names: dict[str, Any] = {}
+    for name, value in found.raw.items():
+        usual = getattr(TensorNames(), name, None)
+        names[name] = tuple(value) if isinstance(value, list) else value
+        parts = names[name] if isinstance(usual, tuple) else (names[name],)
+        if not usual or type(names[name]) is not type(usual) or not all(isinstance(part, str) for part in parts):
+            raise found.error(f"{name} is {value!r}; it must be a name of a tensor, or a list of names")
+    return tuple(names.items())
 
 
 def _compressed_tensors(fields: Fields) -> Quantization:

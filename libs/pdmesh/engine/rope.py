@@ -16,6 +16,7 @@ powers and cosines depend on the processor, which changes some bf16 values. Erro
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -144,6 +145,18 @@ def rotation_order(head_dim: int, rotary_dim: int, *, interleaves: bool) -> list
     second = [dim + 1 if interleaves else dim + pairs for dim in first]
     rest = list(range(rotary_dim, head_dim))
     return [*first, *rest[: half - pairs], *second, *rest[half - pairs :]]
+
+
+def gated_order(turned: Sequence[int], num_heads: int, num_kv_heads: int) -> list[int]:
+    """Return the source of each row of queries, keys, values and gates. Files have a gate after each query.
+
+    ``turned`` is the order of the dims of a rotated head.
+    """
+    head_dim, first = len(turned), 2 * num_heads * len(turned)
+    queries = [2 * head * head_dim + dim for head in range(num_heads) for dim in turned]
+    keys = [first + head * head_dim + dim for head in range(num_kv_heads) for dim in turned]
+    gates = [(2 * head + 1) * head_dim + dim for head in range(num_heads) for dim in range(head_dim)]
+    return [*queries, *keys, *range(first + len(keys), first + 2 * len(keys)), *gates]
 
 
 def _attention_factor(config: RopeConfig) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdmesh.kv_layout import PageShape
@@ -49,32 +50,49 @@ class DeltaNet:
         """Bytes of a state and its position."""
         return 8 + 4 * (self.num_matrix_values + self.num_input_values)
 
-    def order_by_key_head(self) -> list[int]:
-        """Return the source of each row of gates, channels, updates and decays in files with rows by key head.
+    def projections(self, number: int) -> tuple[list[int], list[int] | None]:
+        """Return sizes of this number of projections in a file, and the source of each row here, None if in order.
+
+        The rows are of gates, channels, updates and decays. A single projection has gates, channels, and one input of
+        updates and decays.
+        """
+        sizes = [self.num_values, self.num_channels, self.num_value_heads, self.num_value_heads]
+        first, steps = sum(sizes[:2]), sum(sizes[2:])
+        match number:
+            case 1:
+                channels = (self.num_values + channel for channel in self.channel_order())
+                order = [*range(self.num_values), *channels, *range(first, first + self.num_value_heads)]
+                return [first + self.num_value_heads], order
+            case 2:
+                return [first, steps], self._order_by_key_head(of_all=True)
+            case 3:
+                return [*sizes[:2], steps], self._order_by_key_head(of_all=False)
+            case _:
+                return sizes, None
+
+    def channel_order(self) -> Sequence[int]:
+        """Return the source of each channel of the convolution. An additive layer's have values, keys and queries."""
+        if not self.is_additive:
+            return range(self.num_channels)
+        size, first = self.num_key_heads * self.key_dim, self.num_values
+        return [*range(first + size, first + 2 * size), *range(first, first + size), *range(first)]
+
+    def _order_by_key_head(self, *, of_all: bool) -> list[int]:
+        """Return the source of each row in files with rows by key head.
 
         Such files have, for each key head, a query, a key, values and gates, and behind all, updates and decays.
+        Without ``of_all``, the updates and decays alone are by key head.
         """
         repeats = self.num_value_heads // self.num_key_heads
         values = repeats * self.value_dim
         parts = (("query", self.key_dim), ("key", self.key_dim), ("value", values), ("gate", values))
         rows: dict[str, list[int]] = {name: [] for name in ("gate", "query", "key", "value", "update", "decay")}
-        row = 0
-        for parts_of_head in (parts, (("update", repeats), ("decay", repeats))):
+        row = first = 0 if of_all else self.num_values + self.num_channels
+        for parts_of_head in (parts if of_all else (), (("update", repeats), ("decay", repeats))):
             for name, size in parts_of_head * self.num_key_heads:
                 rows[name] += range(row, row + size)
                 row += size
-        return [row for own in rows.values() for row in own]
-
-    def additive_orders(self) -> tuple[list[int], list[int]]:
-        """Return the source of each row of an additive layer's projection, and of each channel of its convolution.
-
-        Files have gates, values, keys, queries and one input of updates and decays.
-        """
-        size, first = self.num_key_heads * self.key_dim, self.num_values
-        keys = range(first, first + size)
-        channels = [*range(keys.stop, keys.stop + size), *keys, *range(first)]
-        steps = range(first + self.num_channels, first + self.num_channels + self.num_value_heads)
-        return [*range(first), *(first + channel for channel in channels), *steps], channels
+        return [*range(first), *(row for own in rows.values() for row in own)]
 
     def page(self, block_size: int, dtype: str) -> PageShape:
         """Return the shape of pages that hold two states: one in place of keys, one in place of values."""

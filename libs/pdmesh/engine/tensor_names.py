@@ -13,8 +13,9 @@ class TensorNames:
     other. ``renames`` has pairs of a prefix in files and its replacement here. Output norms apply before the result is
     added to the residual stream. ``expert_gate_up`` and ``expert_down`` follow the expert's prefix.
 
-    ``delta_in`` has four projections, two whose rows are by key head, or one of an additive layer. ``parts`` has pairs
-    of a part of names in files and its replacement here.
+    ``delta_in`` has four projections, two whose rows are by key head, or one of an additive layer. Of three, the rows
+    of the last are by key head. ``keys_and_values`` is one projection of latents, or one of keys, transposed, and one
+    of values, with a matrix for each head. ``parts`` has pairs of a part of names in files and its replacement here.
 
     ``fuses_experts``: a layer's experts are one tensor (experts, inputs, outputs). ``gates_first``: gates of fused
     experts precede ups, and a file may have single experts instead; otherwise gates and ups alternate.
@@ -74,7 +75,7 @@ class TensorNames:
     query_latent_norm: str = "self_attn.q_a_layernorm"
     queries: str = "self_attn.q_b_proj"
     latent_norm: str = "self_attn.kv_a_layernorm"
-    keys_and_values: str = "self_attn.kv_b_proj"
+    keys_and_values: tuple[str, ...] = ("self_attn.kv_b_proj",)
     layer_scale: str = "layer_scalar"
     layer_embedding: str = "model.embed_tokens_per_layer"
     layer_input: str = "model.per_layer_model_projection"

@@ -22,7 +22,7 @@ from pdmesh.engine.packed import joined_linear, packed_linear
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.engine.ranks.rank_linear import GatheredHeads, GatheredLinear, GatheredVocabulary
 from pdmesh.engine.ranks.share import RankShare
-from pdmesh.engine.rope import rotation_order
+from pdmesh.engine.rope import gated_order, rotation_order
 from pdmesh.engine.state_sizes import DeltaNet
 from pdmesh.engine.tensors import Tensors
 from pdmesh.engine.weights import (
@@ -146,13 +146,9 @@ class WeightReader:
         def vector(name: str, size: int) -> Tensor:
             return self._tensor(f"{prefix}.{name}", (size,), torch.float32)
 
-        sizes, order = [delta.num_values, delta.num_channels, num_heads, num_heads], None
-        channels: Sequence[int] = range(delta.num_channels)
+        (sizes, order), channels = delta.projections(len(names.delta_in)), delta.channel_order()
         norm_size, skip = delta.value_dim, None
-        if len(names.delta_in) == 2:
-            sizes, order = [sum(sizes[:2]), 2 * num_heads], delta.order_by_key_head()
         if delta.is_additive:
-            sizes, (order, channels) = [sum(sizes[:3])], delta.additive_orders()
             norm_size, skip = delta.num_values, vector(names.delta_skip, num_heads)
         bias = vector(f"{names.delta_conv}.bias", delta.num_channels) if delta.has_conv_bias else None
         taps = self._taps(f"{prefix}.{names.delta_conv}", delta.num_channels, delta.num_taps)
@@ -204,14 +200,10 @@ class WeightReader:
         )
 
     def _latent(self, prefix: str, latent: Latent) -> Mixer:
-        config, names = self.config, self.config.names
-        num_heads, hidden, rank, query_rank = config.num_heads, config.hidden_size, latent.rank, latent.query_rank
-        num_queries = num_heads * latent.query_dim
+        names, num_heads, hidden = self.config.names, self.config.num_heads, self.config.hidden_size
+        query_rank, num_queries = latent.query_rank, num_heads * latent.query_dim
         turned = self._rotation_order(latent.rotated_dim, 1) or range(latent.rotated_dim)
         queries, fused = latent.orders(num_heads, list(turned))
-        name = f"{prefix}.{names.keys_and_values}.weight"
-        stored = self._tensor(name, (num_heads * (latent.plain_dim + latent.value_dim), rank))
-        keys, values = stored.view(num_heads, -1, rank).tensor_split((latent.plain_dim,), dim=1)
         names_in = names.latent_in if query_rank else (names.qkv[0], names.latent_in[1])
         query = query_norm = None
         if query_rank:
@@ -221,13 +213,29 @@ class WeightReader:
             qkv=self._linear(prefix, names_in, [query_rank or num_queries, latent.width], hidden, order=fused),
             output=self._linear(prefix, (names.output,), [hidden], num_heads * latent.value_dim),
             latent=LatentWeights(
-                self._norm(f"{prefix}.{names.latent_norm}", rank),
-                tuple(self._product(each.t().contiguous(), None) for each in keys),
-                tuple(self._product(each.contiguous(), None) for each in values),
+                self._norm(f"{prefix}.{names.latent_norm}", latent.rank),
+                *self._by_head(prefix, latent),
                 query,
                 query_norm,
             ),
         )
+
+    def _by_head(self, prefix: str, latent: Latent) -> tuple[tuple[Linear, ...], tuple[Linear, ...]]:
+        """Return each head's projection of keys, transposed, and each head's projection of values."""
+        names, num_heads, rank = self.config.names.keys_and_values, self.config.num_heads, latent.rank
+        if len(names) == 2:
+            keys, values = (
+                tuple(self._linear(prefix, (f"{name}.{head}",), [outputs], inputs) for head in range(num_heads))
+                for name, outputs, inputs in zip(names, (rank, latent.value_dim), (latent.plain_dim, rank), strict=True)
+            )
+            return keys, values
+        stored = self._tensor(f"{prefix}.{names[0]}.weight", (num_heads * (latent.plain_dim + latent.value_dim), rank))
+        whole = stored.view(num_heads, -1, rank).tensor_split((latent.plain_dim,), dim=1)
+        keys, values = (
+            tuple(self._product(each.contiguous(), None) for each in heads)
+            for heads in (whole[0].transpose(1, 2), whole[1])
+        )
+        return keys, values
 
     def _conv(self, prefix: str, conv: ShortConv) -> Mixer:
         names, hidden = self.config.names, self.config.hidden_size
@@ -317,20 +325,13 @@ class WeightReader:
         num_kv_heads, head_dim = self.share.page_of(self.config.page(layer))
         num_heads = self.share.heads(self.config).size
         if self.config.gates_attention:
-            return self._gated_order(head_dim, num_heads, num_kv_heads)
+            turned = self._rotation_order(head_dim, 1) or range(head_dim)
+            return gated_order(turned, num_heads, num_kv_heads)
         rows = self._rotation_order(head_dim, num_heads + min(1, num_kv) * num_kv_heads)
         if rows is None:
             return None
         assert not layer.keys_are_values, "values are not rotated, so they keep the stored order"
         return [*rows, *range(len(rows), len(rows) + (num_kv - 1) * num_kv_heads * head_dim)]
-
-    def _gated_order(self, head_dim: int, num_heads: int, num_kv_heads: int) -> Order:
-        """Return the source of each row of queries, keys, values and gates. Files have a gate after each query."""
-        turned, first = self._rotation_order(head_dim, 1) or range(head_dim), 2 * num_heads * head_dim
-        queries = [2 * head * head_dim + dim for head in range(num_heads) for dim in turned]
-        keys = [first + head * head_dim + dim for head in range(num_kv_heads) for dim in turned]
-        gates = [(2 * head + 1) * head_dim + dim for head in range(num_heads) for dim in range(head_dim)]
-        return [*queries, *keys, *range(first + len(keys), first + 2 * len(keys)), *gates]
 
     def _rotation_order(self, head_dim: int, num_heads: int) -> Order:
         """Return the source of each row of ``num_heads`` rotated heads, or None for the stored order."""

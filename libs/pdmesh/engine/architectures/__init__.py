@@ -97,8 +97,8 @@ def _is_gpt_oss(config: ModelConfig) -> bool:
 def _of_gguf(config: ModelConfig, quantization: Quantization) -> ModelConfig:
     """Return the configuration of a model as GGUF files store it.
 
-    Rotated rows keep the file's order, norm weights include the offset, and experts are separate tensors. The file's
-    tensors decide which projections have biases, whatever the architecture.
+    Rotated rows keep the file's order, and norm weights include the offset. The file's tensors decide how projections
+    are divided and which have biases, whatever the architecture.
     """
     names, tiles_heads = config.names, quantization.tiles_heads
     if names.fuses_experts:
@@ -110,7 +110,8 @@ def _of_gguf(config: ModelConfig, quantization: Quantization) -> ModelConfig:
         qkv_bias="qkv" in quantization.biases,
         output_bias="output" in quantization.biases,
         mlp_bias="mlp" in quantization.biases,
-        names=names,
+        names=replace(names, **dict(quantization.names)),
+        transposes_weights=False,
         layers=tuple(
             layer if layer.delta is None else replace(layer, delta=replace(layer.delta, tiles_heads=tiles_heads))
             for layer in config.layers

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pdmesh.engine.gguf.gguf_architectures import ARCHITECTURES, ExpertFields, GgufModel
+from pdmesh.engine.gguf.gguf_architectures import ARCHITECTURES, ExpertFields
+from pdmesh.engine.gguf.gguf_model import GgufModel
 from pdmesh.engine.gguf.gguf_reader import TYPES, GgufHeader, part_paths, read_parts
 from pdmesh.engine.gguf.gguf_tokenizer import end_tokens, write_tokenizer
 from pdmesh.engine.json_files import read_json_object
@@ -28,7 +29,7 @@ WEIGHTS = "model.gguf"
 _MAX_STEM = 48
 
 #: Version of the directories' content. Another number makes every directory anew.
-_VERSION = 5
+_VERSION = 6
 
 #: Prefix of files that contain an image encoder instead of a model.
 _OF_IMAGES = "mmproj"
@@ -186,6 +187,7 @@ def config_of(header: GgufHeader, where: str) -> dict[str, Any]:
             "interleaves_rotation": architecture.interleaves_rotation,
             "tiles_heads": architecture.tiles_heads,
             "biases": model.biases(),
+            "names": {**model.fused(), **architecture.divides(model)},
             "has_codes": any(TYPES[tensor.type_number].num_values > 1 for tensor in header.tensors.values()),
         },
         **(model.partial_rotation() if architecture.rotates_partly else {}),

@@ -38,6 +38,8 @@ _KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 #: Types of tokens that merging never makes.
 _UNMERGED = (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE)
+#: Kinds of tokenizers: of bytes, SentencePiece's, and one that lists the pairs which SentencePiece merges.
+_KINDS = ("gpt2", "llama", "gemma4")
 #: Longest token in characters: every place is tried to cut a token in two.
 _MAX_TOKEN = 1024
 #: SentencePiece's spelling of a space.
@@ -121,20 +123,20 @@ def write_tokenizer(directory: Path, metadata: Mapping[str, Any], where: str) ->
     """Write both files. Raise ConfigError for a kind of tokenizer that is not served, or a damaged one."""
     kind = metadata.get("tokenizer.ggml.model")
     split = metadata.get("tokenizer.ggml.pre") or "default"
-    if kind not in ("gpt2", "llama") or (kind == "gpt2" and (not isinstance(split, str) or split not in SPLITS)):
+    if kind not in _KINDS or (kind == "gpt2" and (not isinstance(split, str) or split not in SPLITS)):
         what = (
             f"a {str(kind)[:64]!r} tokenizer"
-            if kind not in ("gpt2", "llama")
+            if kind not in _KINDS
             else f"a tokenizer that splits texts by {str(split)[:64]!r}"
         )
         served = ", ".join(SPLITS)
         raise ConfigError(
-            f"{where} has {what}, which is not supported from GGUF; use a 'llama' tokenizer, a 'gpt2' tokenizer that "
-            f"splits by one of {served}, or the model's safetensors directory"
+            f"{where} has {what}, which is not supported from GGUF; use a 'llama' or 'gemma4' tokenizer, a 'gpt2' "
+            f"tokenizer that splits by one of {served}, or the model's safetensors directory"
         )
     fields = _Fields(metadata, where)
     try:
-        tokenizer = _sentence_piece(fields) if kind == "llama" else _byte_level(fields, SPLITS[split])
+        tokenizer = _byte_level(fields, SPLITS[split]) if kind == "gpt2" else _sentence_piece(fields)
     except ConfigError:
         raise
     except Exception as error:  # tokenizers has no error class of its own
@@ -177,18 +179,7 @@ def end_tokens(metadata: Mapping[str, Any], where: str) -> list[int]:
 
 def _byte_level(fields: _Fields, split: Split) -> Tokenizer:
     """Return a BPE tokenizer of bytes, as GPT-2's."""
-    merges = fields.of("merges")
-    if not _are_strings(merges):
-        raise fields.damaged("the merges")
-    known = fields.numbers.keys()
-    pairs = [(pair[0], pair[1]) for merge in merges if len(pair := merge.split(" ", 1)) == 2]
-    if not all(known >= {first, second, first + second} for first, second in pairs):
-        raise fields.damaged("the merges")  # `tokenizers` would panic
-    model = BPE(
-        vocab=fields.numbers,
-        merges=pairs,
-        ignore_merges=split.keeps_words,
-    )
+    model = BPE(vocab=fields.numbers, merges=_listed_merges(fields), ignore_merges=split.keeps_words)
     tokenizer = Tokenizer(model)
     steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns]
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
@@ -202,13 +193,51 @@ def _byte_level(fields: _Fields, split: Split) -> Tokenizer:
     return tokenizer
 
 
-def _sentence_piece(fields: _Fields) -> Tokenizer:
-    """Return SentencePiece's BPE tokenizer, as of Llama 2 and Mistral.
+def _listed_merges(fields: _Fields) -> list[tuple[str, str]]:
+    """Return the pairs that the file lists. Raise ConfigError if they are not of tokens."""
+    merges = fields.of("merges")
+    if not _are_strings(merges):
+        raise fields.damaged("the merges")
+    known = fields.numbers.keys()
+    pairs = [(pair[0], pair[1]) for merge in merges if len(pair := merge.split(" ", 1)) == 2]
+    if not all(known >= {first, second, first + second} for first, second in pairs):
+        raise fields.damaged("the merges")  # `tokenizers` would panic
+    return pairs
 
-    The pair whose result has the highest score is merged first. Text that no token spells becomes bytes. A space is put
-    before the text, and after special tokens.
+
+def _sentence_piece(fields: _Fields) -> Tokenizer:
+    """Return SentencePiece's BPE tokenizer, as of Llama 2 and Mistral, or Gemma 4's.
+
+    The pair whose result has the highest score is merged first; Gemma 4 lists the pairs. Text that no token spells
+    becomes bytes. A space is put before the text and after special tokens, but not in Gemma 4.
     """
-    tokens, scores = fields.tokens, fields.of("scores") or [0.0] * len(fields.tokens)
+    lists_pairs = fields.of("model") == "gemma4"
+    model = BPE(
+        vocab=fields.numbers,
+        merges=_listed_merges(fields) if lists_pairs else _merges(fields),
+        unk_token=fields.token("unknown_token") or fields.tokens[0],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    parts: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if fields.flag("add_space_prefix", default=not lists_pairs):
+        spaces.insert(0, normalizers.Prepend(_SPACE))
+        parts.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(spaces)
+    tokenizer.decoder = decoders.Sequence(parts)
+    if (frame := _frame(fields, begins=True, always=lists_pairs)) is not None:
+        tokenizer.post_processor = frame
+    return tokenizer
+
+
+def _merges(fields: _Fields) -> list[tuple[str, str]]:
+    """Return every division of a token into two others: the highest score first, then the longest first part.
+
+    SentencePiece merges from left to right where scores are equal. The longest first part is the closest equivalent.
+    """
+    tokens, types, scores = fields.tokens, fields.types, fields.of("scores") or [0.0] * len(fields.tokens)
     if (
         not isinstance(scores, list)
         or len(scores) != len(tokens)
@@ -217,32 +246,6 @@ def _sentence_piece(fields: _Fields) -> Tokenizer:
         raise fields.damaged("the scores")
     if max(map(len, tokens)) > _MAX_TOKEN:
         raise fields.damaged("some tokens")
-    unknown = fields.token("unknown_token") or tokens[0]
-    model = BPE(
-        vocab=fields.numbers,
-        merges=_merges(tokens, scores, fields.types),
-        unk_token=unknown,
-        fuse_unk=True,
-        byte_fallback=True,
-    )
-    tokenizer = Tokenizer(model)
-    spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
-    parts: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if fields.flag("add_space_prefix", default=True):
-        spaces.insert(0, normalizers.Prepend(_SPACE))
-        parts.append(decoders.Strip(" ", 1, 0))
-    tokenizer.normalizer = normalizers.Sequence(spaces)
-    tokenizer.decoder = decoders.Sequence(parts)
-    if (frame := _frame(fields, begins=True)) is not None:
-        tokenizer.post_processor = frame
-    return tokenizer
-
-
-def _merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tuple[str, str]]:
-    """Return every division of a token into two others: the highest score first, then the longest first part.
-
-    SentencePiece merges from left to right where scores are equal. The longest first part is the closest equivalent.
-    """
     known = set(tokens)
     by_score = sorted(
         (number for number in range(len(tokens)) if types[number] not in _UNMERGED), key=lambda number: -scores[number]
@@ -255,12 +258,13 @@ def _merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tu
     ]
 
 
-def _frame(fields: _Fields, *, begins: bool) -> processors.TemplateProcessing | None:
+def _frame(fields: _Fields, *, begins: bool, always: bool = False) -> processors.TemplateProcessing | None:
     """Return the processor that adds the tokens before and after a text, or None if none are added.
 
-    The file's flags decide. Without a flag, ``begins`` decides about the first token, and no last one is added.
+    The file's flags decide. Without a flag, ``begins`` decides about the first token, and no last one is added. With
+    ``always``, the first token is added whatever the flag, as in llama.cpp: flags of some files are wrong.
     """
-    first = fields.token("bos_token") if fields.flag("add_bos_token", default=begins) else None
+    first = fields.token("bos_token") if always or fields.flag("add_bos_token", default=begins) else None
     last = fields.token("eos_token") if fields.flag("add_eos_token", default=False) else None
     if first is None and last is None:
         return None
