@@ -248,7 +248,9 @@ def memory_of(checkpoint: Path, dtype: str, folder: Path) -> dict[str, str]:
     config = load_model_config(checkpoint)
     layout = config.kv_layout(dtype=dtype, block_size=128 if config.has_states else 16, frees_windows=True)
     if layout.window:
-        num_bytes = cache_bytes(layout, CACHED // layout.block_size, num_frames=32)  # of two decodes and a chunk
+        num_blocks = CACHED // layout.block_size
+        num_frames = 32 if layout.has_states else num_blocks  # of two decodes and a chunk
+        num_bytes = cache_bytes(layout, num_blocks, num_frames)
         return {"WORKER_KV_CACHE_BYTES": str(num_bytes), "WORKER_MAX_NUM_SEQS": "2", "WORKER_MAX_MODEL_LEN": "2048"}
     return {
         "WORKER_KV_CACHE_BYTES": str(CACHED * layout.token_bytes),
