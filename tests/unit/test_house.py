@@ -25,7 +25,7 @@ RECORDED = {
     "implementations of commands outside core": 29,
     "product lines": 93_620,
     "lines of product, lab, testing and kubernetes": 116_560,
-    "test lines": 75_340,
+    "test lines": 75_410,
     "benchmark lines": 9_000,
     "files over 500 lines": 21,
     "file names that occur more than once": 47,
