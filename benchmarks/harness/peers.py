@@ -11,8 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from benchmarks.harness.report import unavailable
 
@@ -20,10 +19,10 @@ _NATIVE = Path(__file__).parent / "native"
 
 
 class Peer:
-    """An engine that is asked for rounds. Use as a context manager, which ends the process."""
+    """An engine that is asked for rounds. `close` ends the process."""
 
     def __init__(self, venv: str, script: str, cases: Mapping[str, Any], arguments: Sequence[str] = ()) -> None:
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by __exit__
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `close`
         self._process = subprocess.Popen(
             [f"{venv}/bin/python", str(_NATIVE / script), *arguments],
             stdin=subprocess.PIPE,
@@ -38,12 +37,8 @@ class Peer:
         answer: Mapping[str, float] = self._ask("round")
         return answer
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End the process."""
         self._process.kill()
         self._process.communicate()
         self._log.close()

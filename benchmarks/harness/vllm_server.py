@@ -42,13 +42,13 @@ def best_threads(rate: Callable[[str], float], unit: str) -> str:
 
 
 @contextmanager
-def running_vllm(vllm: Path, checkpoint: Path, threads: str) -> Generator[str]:
+def running_vllm(vllm: Path, checkpoint: Path, threads: str, *, dtype: str = "bfloat16") -> Generator[str]:
     """Its base URL, once it serves with one of `THREADS`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     base_url = f"http://127.0.0.1:{port}"
-    arguments = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
+    arguments = ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
             ending_with_us([str(vllm), "serve", str(checkpoint), *arguments]),
@@ -80,9 +80,10 @@ def wait_until_healthy(server: subprocess.Popen[bytes], base_url: str) -> None:
 
 
 @contextmanager
-def running_pdmesh(checkpoint: Path, *, prefill: int, decode: int, mixed: int) -> Generator[str]:
+def running_pdmesh(checkpoint: Path, settings: Mapping[str, str] | None = None, **pools: int) -> Generator[str]:
+    """Start a mesh of ours. ``settings`` and ``pools`` are as in `running_mesh`."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        running_mesh(Path(folder), model=checkpoint, prefill=prefill, decode=decode, mixed=mixed) as mesh,
+        running_mesh(Path(folder), model=checkpoint, settings=settings, **pools) as mesh,
     ):
         yield mesh.base_url

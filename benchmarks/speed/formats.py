@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -216,10 +216,10 @@ def main() -> None:
         cases = peer_cases(name, types=TYPES, decodes=DECODES, prefills=[PREFILL], threads=options.threads)
         peers: list[Peer] = []
         if options.llama_cpp:
-            peers.append(stack.enter_context(Peer(options.llama_cpp, "llama_cpp_speed.py", cases)))
+            peers.append(stack.enter_context(closing(Peer(options.llama_cpp, "llama_cpp_speed.py", cases))))
         if options.vllm:
             taken = [each for each in options.formats if each not in VLLM_REFUSES]
-            peers += [stack.enter_context(Peer(options.vllm, "vllm_speed.py", cases, [each])) for each in taken]
+            peers += [stack.enter_context(closing(Peer(options.vllm, "vllm_speed.py", cases, [x]))) for x in taken]
         models = {
             each: load(write_format(folder, each), format_bytes(each), options.cpu_level, is_random=True)
             for each in options.formats

@@ -24,7 +24,7 @@ RECORDED = {
     "mentions of TransferPurpose outside core": 0,
     "implementations of commands outside core": 29,
     "product lines": 93_620,
-    "lines of product, lab, testing and kubernetes": 116_560,
+    "lines of product, lab, testing and kubernetes": 116_620,
     "test lines": 75_410,
     "benchmark lines": 9_000,
     "files over 500 lines": 21,
