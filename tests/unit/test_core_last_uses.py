@@ -165,6 +165,70 @@ def test_sessions_keep_their_turns_pauses_and_room() -> None:
     assert serve(bench, a_turn("next", 5, name=2, session=2)).num_reused_granules == 5
 
 
+def a_report(instance: str, turn: int, num_kept: int, ago_s: float, *, num_granules: int = 7) -> InstanceJoined:
+    """Return a registration after a turn of session 1, of whose prompt ``num_kept`` granules are cached."""
+    user = CacheUser("", session=a_key(1), num_turns=turn, lease_s=3600.0)
+    log, kept = UseLog(), hashes(num_kept)[::-1]
+    log.ended(user, kept, num_granules * GRANULE_TOKENS + 1, 0.0)
+    jumps = ((num_kept - 1, NO_GRANULE),)
+    return InstanceJoined(a_profile(instance), (), kept=kept, jumps=jumps, uses=log.report(kept, ago_s))
+
+
+@pytest.mark.parametrize("ago_s", [10.0, 10.0 + IDLE_S])
+@pytest.mark.parametrize(("turn", "num_kept", "more_s"), [(1, 4, 50.0), (2, 2, -1.0)], ids=["earlier", "evicted"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_last_turn_counts_whichever_instance_registers_first(
+    is_first: bool, turn: int, num_kept: int, more_s: float, ago_s: float
+) -> None:
+    """The other instance has an earlier turn, or less of the last prompt. After `IDLE_S` only the lease counts."""
+    bench = a_bench(0)
+    last = a_report("m0", 2, 7, ago_s)
+    other = a_report("m1", turn, num_kept, ago_s + more_s, num_granules=4 if turn == 1 else 7)
+    for joined in (other, last) if is_first else (last, other):
+        bench.feed(joined, 1000.0)
+    assert bench.core._mesh.cache_index.leased == dict.fromkeys(hashes(7), 1)
+    session = bench.core.sessions.find(a_key(1))
+    if session is None:
+        assert ago_s > IDLE_S
+        return
+    assert session.member is not None
+    assert (session.num_turns, session.depth, session.tail) == (2, 7, hashes(7)[-1])
+    assert session.since_s == 1000.0 - ago_s - (turn == 2) * (more_s if is_first else 0.0)
+    assert (session.member.num_context_tokens, session.member.chain) == (7 * GRANULE_TOKENS + 1, hashes(7))
+
+
+def test_a_turn_counts_that_does_not_continue_the_answer_before() -> None:
+    """The granules of the first answer, which the second prompt leaves out, have the first turn as their last use."""
+    answer, prompt = PrefixHash(b"answer".ljust(16)), hashes(6)
+    cache, uses = BlockCache(GRANULE_TOKENS), UseLog()
+    for turn, chain, drawn in ((1, prompt[:4], (answer,)), (2, prompt, ())):
+        prefix = CachedPrefix(chain)
+        cache.share(prefix, 4 if turn == 2 else 0)
+        cache.computed(prefix, len(chain))
+        cache.end(prefix, drawn)
+        user = CacheUser("", session=a_key(1), num_turns=turn)
+        uses.ended(user, (*chain, *drawn), len(chain) * GRANULE_TOKENS + 1, turn * 100.0 - 100.0)
+    joined = InstanceJoined(a_profile("m0"), (), kept=cache.granules, jumps=cache.jumps)
+    bench = a_bench(0)
+    bench.feed(replace(joined, uses=uses.report(cache.granules, 110.0)), 1000.0)
+    session = bench.core.sessions.find(a_key(1))
+    assert session is not None
+    assert session.member is not None
+    assert (session.num_turns, session.depth, session.tail, session.since_s) == (2, 6, prompt[-1], 990.0)
+    assert (session.member.num_context_tokens, session.member.chain) == (6 * GRANULE_TOKENS + 1, prompt)
+
+
+def test_a_turn_that_ended_here_counts_more_than_an_earlier_one_elsewhere() -> None:
+    bench = a_bench()
+    serve(bench, a_turn("r", 3, name=1, session=1))
+    bench.feed(a_report("m1", 7, 5, 50.0), 20.0)
+    session = bench.core.sessions.find(a_key(1))
+    assert session is not None
+    assert (session.num_turns, session.depth, session.tail) == (7, 3, hashes(3, 1)[-1])
+    assert session.member is not None
+    assert session.member.chain == hashes(3, 1)
+
+
 def test_a_wait_goes_on_and_is_the_longest() -> None:
     """A turn that waited at the last scheduler comes after the registration and after a new one."""
     served = Served()

@@ -75,6 +75,11 @@ class Leases:
             else:
                 self._ended.append(granule)
 
+    def num_granules(self, key: SessionKey) -> int:
+        """Return how many granules a session's lease covers; 0 if it has none."""
+        lease = self._by_session.get(key)
+        return 0 if lease is None else len(lease.chain)
+
     def left_s(self, key: SessionKey, now_s: float) -> float:
         """Return how long a session's lease lasts yet; 0 if it has none."""
         lease = self._by_session.get(key)

@@ -9,7 +9,7 @@ from enum import StrEnum
 from math import exp, inf, log
 
 from pdmesh.kv_layout import GRANULE_TOKENS
-from pdmesh.model import LastUse, PrefixHash, PrefixHashes, Request, SessionKey
+from pdmesh.model import CacheUser, LastUse, PrefixHash, PrefixHashes, Request, SessionKey
 
 #: Number of pauses after which the pause of a session is known, and which the mean then follows.
 NUM_PAUSES = 3
@@ -207,16 +207,28 @@ class Session:
             self.is_ended = True
         return num_possible
 
-    def recall(self, use: LastUse, chain: PrefixHashes) -> None:
-        """Take over what an instance knows of the session's turns before this scheduler.
+    # --- turns before this scheduler ---
 
-        The first ``chain`` of the last prompt is cached there.
+    def lacks(self, user: CacheUser, chain: PrefixHashes) -> bool:
+        """Whether ``user`` had a later turn than is known, or had the same one and ``chain`` is more of its prompt."""
+        if user.num_turns != self.num_turns:
+            return user.num_turns > self.num_turns
+        return bool(chain) and (self.tail is None or self.tail in chain[:-1])
+
+    def precedes(self, use: LastUse, ended_s: float) -> bool:
+        """Whether no turn began or ended here since another scheduler's turn, which ended at ``ended_s``."""
+        return not self.num_live and (use.user.num_turns == self.num_turns or self.since_s <= ended_s)
+
+    def recall(self, use: LastUse, chain: PrefixHashes, *, is_latest: bool) -> None:
+        """Take over what an instance knows of a turn before this scheduler.
+
+        The first ``chain`` of the turn's prompt is cached there. ``is_latest``: no turn that is known here came later.
         """
         user = use.user
         self.num_turns = max(self.num_turns, user.num_turns)
         if user.pause_s is not None:
             self._num_pauses, self._log_pause = NUM_PAUSES, log(max(user.pause_s, LEAST_PAUSE_S))
-        if self.tail is None and chain:
+        if chain and (is_latest or self.tail is None):
             self.num_prompt_tokens, self.tail = use.num_prompt_tokens, chain[-1]
 
     def let_go(self, now_s: float) -> None:

@@ -229,28 +229,33 @@ class Sessions:
     def learn(self, found: Iterable[tuple[LastUse, PrefixHashes]]) -> None:
         """Learn of sessions' last turns from an instance, each with the cached beginning of its prompt.
 
-        A session stays as it is if this scheduler has seen as many turns. The earliest use comes first.
+        A session stays as it is if this scheduler knows of a later turn, or of as much of the prompt of the same turn.
         """
         changed: set[str] = set()
         for use, chain in found:
-            user = use.user
+            user, ended_s = use.user, self.now_s - use.ago_s
             key = user.session
             session = None if key is None else self.find(key, user.tenant)
-            if key is None or (session is not None and (session.num_turns >= user.num_turns or session.is_ended)):
+            if key is None or (session is not None and (session.is_ended or not session.lacks(user, chain))):
                 continue
-            if user.lease_s > use.ago_s:
-                self.leases.grant(key, user.tenant, chain, self.now_s + user.lease_s - use.ago_s)
+            is_latest = (
+                self.leases.num_granules(key) <= len(chain) if session is None else session.precedes(use, ended_s)
+            )
+            if chain and is_latest and user.lease_s > use.ago_s:
+                self.leases.grant(key, user.tenant, chain, ended_s + user.lease_s)
             if use.ago_s >= IDLE_S:
                 continue
             if session is None:
                 session = self._open(user.tenant, key, user.parent)
                 if session is None:
                     continue
-                session.since_s = self.now_s - use.ago_s
+                session.since_s = ended_s
                 self._tenants.setdefault(session.tenant, _OfTenant()).idle[key] = session
+            if not session.num_live:
+                session.since_s = max(session.since_s, ended_s)
                 changed.add(session.tenant)
-            session.recall(use, chain)
-            self.working_set.learn(session, use, chain, self.now_s)
+            session.recall(use, chain, is_latest=is_latest)
+            self.working_set.learn(session, use, chain, self.now_s, is_latest=is_latest)
             if not session.num_live and session.pause_s is not None:
                 self.paused.append(session)
         for tenant in changed:

@@ -126,9 +126,12 @@ class WorkingSet:
         member.num_context_tokens = request.num_prompt_tokens
         self.changed(member)
 
-    def learn(self, session: Session, use: LastUse, chain: PrefixHashes, now_s: float) -> None:
+    def learn(
+        self, session: Session, use: LastUse, chain: PrefixHashes, now_s: float, *, is_latest: bool = True
+    ) -> None:
         """Add a session that paused before this scheduler, with room: the beginning of its context is cached.
 
+        A member gets the context if ``is_latest``: no turn that is known here came later.
         Of such sessions, the ones with more turns count as older, and all count as older than sessions seen since.
         """
         if session.member is None:
@@ -137,12 +140,14 @@ class WorkingSet:
             self._num_members += 1
             session.member = Member(session, 0)
             session.member.is_out = False
-            session.member.num_context_tokens = use.num_prompt_tokens
+            is_latest = True
             self._tenants.setdefault(session.tenant, _OfTenant()).share = use.user.share
         member = session.member
         member.number = -use.user.num_turns
         member.num_shared_tokens = use.user.num_shared_tokens
-        if not member.chain:
+        if is_latest:
+            member.num_context_tokens = use.num_prompt_tokens
+        if chain and (is_latest or not member.chain):
             self._set_chain(member, chain)
         self.changed(member)
 
