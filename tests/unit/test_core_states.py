@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from pdmesh.core.commands import AdmitPrefill, RunStep
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import CacheReported, InstanceJoined, KvReleased, RequestArrived
-from pdmesh.model import InstanceId, InstanceProfile, PrefixHash, Request
+from pdmesh.core.events import CacheReported, InstanceJoined, KvReleased, RequestArrived, Tick
+from pdmesh.model import InstanceId, InstanceProfile, PrefixHash, Request, SessionKey, SessionName
 from pdmesh.policy.config import PolicyConfig
 from pdmesh_testing.core import CoreBench, of
 from pdmesh_testing.reuse import a_profile, a_prompt, hashes
@@ -97,6 +97,49 @@ def test_the_end_of_an_answer_replaces_the_states_of_its_prompt() -> None:
             drawn = chain[num_granules : num_granules + 2]
             admit = serve(bench, request, drawn=drawn, states=drawn[-1:])
             assert admit.num_reused_granules == (num_granules - 2 if turn > 1 else 0)
+
+
+def a_leased_turn(turn: int, num_granules: int, lease_s: float = 3600.0) -> Request:
+    named = SessionName(SessionKey(bytes(16)), lease_s=lease_s)
+    return replace(a_turn(f"t{turn}", num_granules * 128 + 10, hashes(num_granules)), session=named)
+
+
+def flush(bench: CoreBench, first: int = 100) -> None:
+    """Serve prompts of the same tenant, and their answers, that need more states than the instance keeps."""
+    for name in range(first, first + 4):
+        serve(bench, a_prompt(f"{name}", 3 * 128 + 10, name=name), drawn=(answer(name),), states=(answer(name),))
+
+
+def answer(name: int) -> PrefixHash:
+    return hashes(1, 200 + name % 50)[0]
+
+
+def test_a_lease_covers_the_state_of_its_prompt() -> None:
+    """Though the answer left a longer state. When the lease ends, the state goes, too."""
+    bench = a_bench(num_states=2)
+    for turn in (1, 2):
+        serve(bench, a_leased_turn(turn, 3 * turn), drawn=(answer(turn),), states=(answer(turn),))
+        flush(bench, 10 * turn)
+    kept = bench.core._mesh.instances[M].kept
+    assert kept.reusable_depth(hashes(6), 6) == 6
+    assert kept.reusable_depth(hashes(3), 3) == 0, "the lease keeps states that it has no use for"
+    bench.feed(Tick(), 3601.0)
+    flush(bench, 30)
+    assert kept.reusable_depth(hashes(6), 6) == 0
+
+
+def test_states_of_sessions_with_room_are_evicted_after_others() -> None:
+    """The end of an answer belongs to its prompt's session, though it is not in the prompt's chain."""
+    bench = a_bench(num_states=3)
+    serve(bench, a_turn("a", 3 * 128 + 10, hashes(3)), drawn=(answer(1),), states=(answer(1),))
+    bench.core._mesh.cache_index.protect({hashes(3)[-1]: hashes(3)})
+    states = bench.core._mesh.instances[M].kept.states
+    assert states is not None
+    flush(bench)
+    assert answer(1) in states
+    bench.core._mesh.cache_index.protect({})
+    flush(bench, 10)
+    assert answer(1) not in states
 
 
 def test_no_command_evicts_the_state_that_it_reuses() -> None:

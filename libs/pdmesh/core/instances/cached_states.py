@@ -7,16 +7,17 @@ A request continues only from a granule whose *state* is cached (docs/terms.md).
 * At the end of an answer, the instance caches the state behind the last granule, and reports it.
 
 States that a longer one of the same conversation replaces, and states in between, are *spare*, and are evicted first.
-Then follows the longest unused state, of tenants with more than their share. States in use by live requests are not
-evicted. The state of an evicted granule goes with the granule.
+Then follows the longest unused state, of tenants with more than their share. Of one tenant's states, leased ones go
+last: the longest state that a lease covers is not spare, though the answer left a longer one. States in use by live
+requests are not evicted. The state of an evicted granule goes with the granule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pdmesh.core.instances.cache_index import GranuleIndex
-from pdmesh.core.instances.idle import IdleGranules, IdleLine
+from pdmesh.core.instances.idle import NO_LEASES, IdleGranules, IdleLine
 from pdmesh.model import PrefixHash
 
 
@@ -37,16 +38,18 @@ class StateUse:
 class CachedStates:
     """Cached states of one instance, named by the last granule that they cover. At most ``most`` are kept."""
 
-    def __init__(self, where: GranuleIndex, bit: int, most: int) -> None:
-        """``bit`` stands for the instance in the index ``where``."""
-        self._where, self._bit, self._most = where, bit, most
-        self._spare, self._lasting = IdleGranules(), IdleGranules()
+    def __init__(self, where: GranuleIndex, bit: int, most: int, leased: Mapping[PrefixHash, int] = NO_LEASES) -> None:
+        """``bit`` stands for the instance in the index ``where``. ``leased`` has the granules that are leased now."""
+        self._where, self._bit, self._most, self._leased = where, bit, most, leased
+        self._spare, self._lasting = IdleGranules(), IdleGranules(leased=leased)
         #: States that live requests continue from or have computed, and whether each is lasting.
         self._in_use: dict[PrefixHash, bool] = {}
         #: Number of live requests that continue from a state, or were asked for it.
         self._users: dict[PrefixHash, int] = {}
         #: Number of requests that continued from each state.
         self._num_uses: dict[PrefixHash, int] = {}
+        #: Last granule of the prompt before each state at the end of an answer.
+        self._prompts: dict[PrefixHash, PrefixHash] = {}
 
     def __len__(self) -> int:
         return len(self._in_use) + len(self._spare) + len(self._lasting)
@@ -120,12 +123,15 @@ class CachedStates:
         """End a request, of the tenant with ``line`` in ``idle``. The instance cached the states ``reported``, too.
 
         States that it continued from, or computed, are spare if a longer state of the request replaces them, and no
-        other request continued from them.
+        other request continued from them. The state behind a leased prompt is not, but replaces the ones before it.
         """
         numbers = [number for number in (use.num_reused, *use.asked) if number]
         own = [chain[number - 1] for number in numbers]
         is_replaced = any(granule not in own for granule in reported)
         branch = chain[use.branch - 1] if use.branch else None
+        leased = chain[-1] if chain and chain[-1] in self._leased else None
+        if leased is not None and (leased in self._in_use or leased in reported):
+            self._demote_leased(chain[:-1])
         for granule in own:
             self._users[granule] -= 1
             if self._users[granule]:
@@ -133,18 +139,28 @@ class CachedStates:
             del self._users[granule]
             if granule in self._in_use:
                 is_lasting = self._in_use.pop(granule)
-                if is_replaced and granule != branch and self._num_uses.get(granule, 0) < 2:
+                if is_replaced and granule not in (branch, leased) and self._num_uses.get(granule, 0) < 2:
                     is_lasting = False
                 self._add(granule, is_lasting, idle, line)
         for granule in reported:
             if granule not in self:
                 self._where.add(granule, self._bit)
                 is_end = granule not in own or (granule == chain[-1] and not is_replaced)
-                is_lasting = is_end or granule == branch
+                is_lasting = is_end or granule in (branch, leased)
+                if chain and granule not in own:
+                    self._prompts[granule] = chain[-1]
                 if granule in self._users:
                     self._in_use[granule] = is_lasting
                 else:
                     self._add(granule, is_lasting, idle, line)
+
+    def _demote_leased(self, granules: Sequence[PrefixHash]) -> None:
+        """Make idle states spare that are leased for nothing, because the lease covers a longer state of the chain."""
+        lasting = self._lasting.line_by_granule
+        for granule in granules:
+            if granule in lasting and granule in self._leased and self._num_uses.get(granule, 0) < 2:
+                line = self._lasting.remove(granule)
+                self._spare.add(granule, self._spare.line_like(line, self._lasting))
 
     def _add(self, granule: PrefixHash, is_lasting: bool, idle: IdleGranules, line: IdleLine) -> None:
         granules = self._lasting if is_lasting else self._spare
@@ -158,13 +174,26 @@ class CachedStates:
 
     # --- eviction ---
 
-    def make_room(self) -> tuple[PrefixHash, ...]:
-        """Evict the states beyond the limit, counting asked states, too, and return them."""
+    def end_leases(self, granules: Sequence[PrefixHash]) -> None:
+        """Count idle states whose leases ended as used just now."""
+        self._lasting.end_leases(granules)
+
+    def make_room(self, protected: Mapping[PrefixHash, Sequence[PrefixHash]]) -> tuple[PrefixHash, ...]:
+        """Evict the states beyond the limit, counting asked states, too, and return them.
+
+        Lasting states of ``protected`` prompts, and of their answers, are evicted after others of their tenants. The
+        prompts are named by their last granules.
+        """
         num_over = len(self) + self._num_coming - self._most
         if num_over <= 0:
             return ()
         taken = [*self._spare.take(num_over)]
-        taken += self._lasting.take(num_over - len(taken))
+        if (num_lasting := num_over - len(taken)) > 0:
+            if protected:
+                lasting, prompts = self._lasting.line_by_granule, self._prompts
+                found = {each: (each,) for each in lasting if prompts.get(each, each) in protected}
+                self._lasting.spare(found, num_lasting)
+            taken += self._lasting.take(num_lasting)
         self._forget(taken)
         return tuple(taken)
 
@@ -179,6 +208,7 @@ class CachedStates:
         self._where.discard_all(granules, self._bit)
         for granule in granules:
             self._num_uses.pop(granule, None)
+            self._prompts.pop(granule, None)
 
     def replace(self, states: Iterable[PrefixHash]) -> None:
         """Replace the states by the instance's report."""
@@ -199,6 +229,7 @@ class CachedStates:
         self._spare.clear()
         self._lasting.clear()
         self._num_uses.clear()
+        self._prompts.clear()
 
     def check_integrity(self, name: str, uses: Iterable[tuple[Sequence[PrefixHash], StateUse]]) -> None:
         """Check users and index against the live requests; AssertionError names the difference."""

@@ -97,7 +97,7 @@ class PrefixCache:
         self._evicted: tuple[PrefixHash, ...] = ()
         where.with_states &= ~self._bit
         if num_states and self.granule_blocks:
-            self.states = CachedStates(where.states, self._bit, num_states)
+            self.states = CachedStates(where.states, self._bit, num_states, where.leased)
             where.with_states |= self._bit
 
     @property
@@ -333,8 +333,10 @@ class PrefixCache:
         self._idle.spare(chains, num_granules)
 
     def end_leases(self, granules: Sequence[PrefixHash]) -> None:
-        """Count idle granules whose leases ended as used just now."""
+        """Count idle granules, and states, whose leases ended as used just now."""
         self._idle.end_leases(granules)
+        if self.states is not None:
+            self.states.end_leases(granules)
 
     def make_way(self, chain: Sequence[PrefixHash], num_reused: int, num_blocks: int, num_free_blocks: int) -> None:
         """Evict idle granules until a new request fits, which computes granules again for want of a state.
@@ -363,7 +365,7 @@ class PrefixCache:
         """
         orphans, idle = self._take_orphans(), self._idle
         if num_granules <= 0:
-            states = () if self.states is None else self.states.make_room()
+            states = () if self.states is None else self.states.make_room(self._where.protected)
             return Evictions(drop=orphans, states=states) if orphans or states else NO_EVICTIONS
         if self._where.protected:
             idle.spare(self._where.protected, num_granules)
@@ -371,7 +373,7 @@ class PrefixCache:
         self._where.discard_all(given_up, self._bit)
         if self.states is not None:
             self.states.discard(given_up)
-            return Evictions(drop=orphans + tuple(given_up), states=self.states.make_room())
+            return Evictions(drop=orphans + tuple(given_up), states=self.states.make_room(self._where.protected))
         if self.offloaded is None:
             return Evictions(drop=orphans + tuple(given_up))
         room = self.offloaded.take_in(given_up, idle)
