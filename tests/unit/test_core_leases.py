@@ -8,11 +8,15 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import SessionEnded, Tick
+from pdmesh.core.events import InstanceJoined, SessionEnded, Tick
+from pdmesh.core.instances.kept_chains import NO_GRANULE
+from pdmesh.core.instances.last_uses import UseLog
 from pdmesh.core.sessions import leases as module
+from pdmesh.core.sessions import sessions as sessions_module
 from pdmesh.core.sessions.leases import Leases
+from pdmesh.core.sessions.sessions import Sessions
 from pdmesh.kv_layout import GRANULE_TOKENS
-from pdmesh.model import InstanceId, PrefixHash, Request, SessionKey, SessionName
+from pdmesh.model import MAX_LEASE_S, CacheUser, InstanceId, PrefixHash, Request, SessionKey, SessionName
 from pdmesh.policy.config import PolicyConfig
 from pdmesh_testing.core import CoreBench
 from pdmesh_testing.reuse import a_profile, a_prompt, hashes, serve
@@ -68,6 +72,50 @@ def test_a_lease_ends_with_its_session_and_with_the_next_lease(way: str) -> None
         serve(bench, a_turn("next", 2, name=1, lease_s=300.0, is_last=way == "last request"))
     fill(bench)
     assert num_cached(bench, 1, 5) == (2 if way == "shorter prompt" else 0)
+
+
+def test_a_lease_ends_when_its_session_is_ended_after_it_was_forgotten() -> None:
+    bench = a_bench()
+    serve(bench, a_turn("leased", 5, name=1, lease_s=3600.0))
+    bench.feed(Tick(), 301.0)
+    bench.core.sessions.expire()
+    key = SessionKey(bytes(15) + b"\1")
+    assert bench.core.sessions.find(key) is None
+    assert bench.core.sessions.leases
+    bench.feed(SessionEnded(key))
+    assert not bench.core.sessions.leases
+    assert not bench.core.sessions.close(key)
+
+
+@pytest.mark.parametrize("now_s", [10.0, 301.0])
+def test_no_registration_brings_back_a_session_that_ended(now_s: float) -> None:
+    """Though the instance's log of last uses names the session. A request does."""
+    bench, key = a_bench(), SessionKey(bytes(15) + b"\1")
+    serve(bench, a_turn("leased", 5, name=1, lease_s=3600.0))
+    bench.feed(SessionEnded(key))
+    bench.feed(Tick(), now_s)
+    bench.core.sessions.expire()
+    log, kept = UseLog(), hashes(5, 1)[::-1]
+    log.ended(CacheUser("", session=key, num_turns=3, lease_s=3600.0), kept, 5 * GRANULE_TOKENS + 1, 0.0)
+    joined = InstanceJoined(a_profile("m1"), (), kept=kept, jumps=((4, NO_GRANULE),), uses=log.report(kept, 5.0))
+    bench.feed(joined)
+    sessions = bench.core.sessions
+    assert not sessions.leases
+    assert all(each.is_ended for each in sessions.all)
+    serve(bench, a_turn("next", 5, name=1, lease_s=60.0))
+    assert len(sessions.leases) == 1
+    assert not sessions._ended_s
+
+
+def test_ends_of_sessions_are_remembered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 8)
+    sessions = Sessions()
+    for number in range(20):
+        sessions.close(SessionKey(number.to_bytes(16)))
+    assert [int.from_bytes(key) for key in sessions._ended_s] == list(range(12, 20))
+    sessions.now_s = MAX_LEASE_S
+    sessions.close(KEY)
+    assert list(sessions._ended_s) == [KEY]
 
 
 def test_leases_block_no_request() -> None:

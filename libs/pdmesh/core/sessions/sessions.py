@@ -76,6 +76,8 @@ class Sessions:
         self._num_pauses = 0
         #: Sessions that ended and have no live requests.
         self._num_ended = 0
+        #: Keys of sessions that ended, also of forgotten ones, in the order of their ends, with the times of these.
+        self._ended_s: dict[SessionKey, float] = {}
 
     def __len__(self) -> int:
         return self._num_sessions
@@ -157,6 +159,7 @@ class Sessions:
         session = self.find(name.key, request.tenant) or self._open(request.tenant, name.key, name.parent)
         if session is None:
             return None
+        self._ended_s.pop(name.key, None)
         own = self._tenants.setdefault(session.tenant, _OfTenant())
         if own.idle.pop(session.key, None) is not None and session.is_ended:
             self._num_ended -= 1
@@ -179,7 +182,7 @@ class Sessions:
             if session.member is not None:
                 self.working_set.end(session.member, request)
             if session.is_ended:
-                self.leases.end(session.key)
+                self._ended(session.key)
             elif request.session is not None and request.session.lease_s:
                 self.leases.grant(
                     session.key, session.tenant, request.chain, self.now_s + min(request.session.lease_s, MAX_LEASE_S)
@@ -198,15 +201,28 @@ class Sessions:
                 self.paused.append(session)
 
     def close(self, key: SessionKey) -> bool:
-        """End a session as its client asked; return whether it was known."""
-        session = self.find(key)
+        """End a session as its client asked, and its lease; return whether one of them was known.
+
+        A lease outlives its session. Reports of instances do not bring an ended session back.
+        """
+        session, has_lease = self.find(key), self.leases.num_granules(key) > 0
         if session is not None:
             self._num_ended += not (session.is_ended or session.num_live)
             session.is_ended = True
-            self.leases.end(key)
             if session.member is not None:
                 self.working_set.changed(session.member)
-        return session is not None
+        self._ended(key)
+        return session is not None or has_lease
+
+    def _ended(self, key: SessionKey) -> None:
+        """End a session's lease, and remember the session's end as long as an instance may report a lease."""
+        self.leases.end(key)
+        self._ended_s.pop(key, None)
+        self._ended_s[key] = self.now_s
+        while (first := next(iter(self._ended_s))) != key:
+            if len(self._ended_s) <= MAX_SESSIONS and self._ended_s[first] + MAX_LEASE_S > self.now_s:
+                break
+            del self._ended_s[first]
 
     # --- changes of schedulers ---
 
@@ -235,8 +251,10 @@ class Sessions:
         for use, chain in found:
             user, ended_s = use.user, self.now_s - use.ago_s
             key = user.session
-            session = None if key is None else self.find(key, user.tenant)
-            if key is None or (session is not None and (session.is_ended or not session.lacks(user, chain))):
+            if key is None or key in self._ended_s:
+                continue
+            session = self.find(key, user.tenant)
+            if session is not None and (session.is_ended or not session.lacks(user, chain)):
                 continue
             is_latest = (
                 self.leases.num_granules(key) <= len(chain) if session is None else session.precedes(use, ended_s)
