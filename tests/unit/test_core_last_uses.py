@@ -279,6 +279,33 @@ def test_a_running_turn_keeps_its_session_tenant_and_lease(is_first: bool) -> No
     assert num_cached(bench, 0, 5) == 0
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_running_turn_counts_once_if_its_gateway_submits_it_again(is_first: bool) -> None:
+    """A gateway submits a request again if no token of its answer came. It may come before the instance registers."""
+    user = CacheUser("t", 1, a_key(1), None, 5, 20.0)
+    resident = Resident(
+        request_id=RequestId("r"),
+        epoch=Epoch(0),
+        gateway_id=GATEWAY,
+        num_blocks=24,
+        num_context_tokens=700,
+        decoding=True,
+        max_total_tokens=768,
+        granules=hashes(5),
+        user=user,
+    )
+    joined = InstanceJoined(a_profile("m0"), (resident,), kept=hashes(5)[::-1], jumps=((4, NO_GRANULE),))
+    turn = replace(a_prompt("r", 690, output=70), tenant="t", session=SessionName(a_key(1)))
+    bench = a_bench(0)
+    events: list[Event] = [joined, RequestArrived(turn)]
+    for event, now_s in zip(events if is_first else reversed(events), (100.0, 100.1), strict=True):
+        bench.feed(event, now_s)
+    session = bench.core.sessions.find(a_key(1))
+    assert session is not None
+    assert (session.state, session.num_turns) == (SessionState.TURN, 5)
+    assert session.pause_s == pytest.approx(20.0)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_reports_survive_the_wire_and_name_each_granules_last_user(seed: int) -> None:
     rng = random.Random(seed)

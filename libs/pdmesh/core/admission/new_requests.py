@@ -67,10 +67,11 @@ class NewRequests:
         reused = reusable(request, mesh.reusable_depths(request), mesh.cache_index, mesh.by_number, bundle.reuse)
         num_reused = max(reused.depths.values(), default=0) * GRANULE_TOKENS
         rank = bundle.order.rank(request, num_reused, None, num_reused)
-        state = mesh.open(request, rank, work_us(request, choice.learner.model, num_reused), num_reused)
+        instance_id = self._reconciler.claim((request.request_id, request.epoch), request.gateway_id)
+        work = work_us(request, choice.learner.model, num_reused)
+        state = mesh.open(request, rank, work, num_reused, is_adopted=instance_id is not None)
         if request.epoch > 0:
             state.resume(now_s)
-        instance_id = self._reconciler.claim(state.key, request.gateway_id)
         if instance_id is not None:
             mesh.adopt(state, instance_id)
         elif self._is_full_for(state):
