@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pdmesh.core.events import GatewayEvent, InstanceEvent
 
 #: Raised when a peer of the last version could misread a message. Checked at registration.
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
