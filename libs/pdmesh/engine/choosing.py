@@ -10,6 +10,7 @@ import torch
 from pdmesh.engine.arithmetic_class import class_name, torch_kind
 from pdmesh.engine.attention import AttentionBackend, AttentionByPage, PartialBackend, TorchAttention
 from pdmesh.engine.compute import Cache, Compute, Loaded
+from pdmesh.engine.delta_net import delta_kernel
 from pdmesh.engine.forward import DirectForward
 from pdmesh.engine.kernels import Elementwise, Kernels, TorchKernels
 from pdmesh.engine.kv_cache import TORCH_DTYPES, TorchKvStore, with_pages
@@ -120,6 +121,10 @@ def choose_compute(loaded: Loaded, cache: Cache) -> Compute:
             kinds.append(masking.level.kind)
         kernels, name = native_kernels, f"native {library.level}"
         uses_torch = config.has_experts or config.has_sinks or config.mixes_by_torch
+        for net in {layer.delta for layer in config.layers if layer.delta}:
+            compiled = delta_kernel(net, TORCH_DTYPES[layout.dtype])
+            uses_torch |= compiled is None
+            kinds += [] if compiled is None else [compiled.level.kind]
         needs_torch = masking is None or uses_torch or not native_kernels.are_complete
     if needs_torch:
         kind = torch_kind(options.device, deterministic=options.deterministic)

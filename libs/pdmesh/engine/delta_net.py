@@ -151,6 +151,7 @@ def _heads(channels: Tensor, config: DeltaNet) -> tuple[Tensor, Tensor, Tensor]:
 class DeltaKernel:
     """`DeltaCompute` by one level's ``csrc/ordered/delta_net.cpp``. All levels give the same bits."""
 
+    level: CpuLevel
     function: Callable[..., None]
 
     def __call__(self, products: Tensor, states: Tensor, parts: Sequence[StatePart], layer: DeltaLayer) -> Tensor:
@@ -205,6 +206,12 @@ def fastest_delta_compute(dtype: torch.dtype) -> DeltaCompute:
     return next((kernel for kernel in found if kernel is not None), compute_by_torch)
 
 
+def delta_kernel(config: DeltaNet, dtype: torch.dtype) -> DeltaKernel | None:
+    """Return the compiled kernel that computes these layers here; None if the reference does."""
+    found = fastest_delta_compute(dtype)
+    return found if isinstance(found, DeltaKernel) and config.key_dim >= _NUM_LEAVES else None
+
+
 def load_delta_kernel(level: CpuLevel, dtype: str, folder: Path = FOLDER) -> DeltaKernel | None:
     """Load an ordered level's kernel, or return None if it was not compiled. The processor must have the level."""
     library = open_library(level, folder)
@@ -214,4 +221,4 @@ def load_delta_kernel(level: CpuLevel, dtype: str, folder: Path = FOLDER) -> Del
     pointers, ints = [_POINTER] * 6, [_INT] * 7
     function.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT, *pointers, *ints, ctypes.c_float, _INT]
     function.restype = None
-    return DeltaKernel(function)
+    return DeltaKernel(level, function)

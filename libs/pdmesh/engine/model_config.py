@@ -425,8 +425,8 @@ class ModelConfig(DecoderShape):
 
     @property
     def mixes_by_torch(self) -> bool:
-        """Whether torch computes a part of attention, or of what some layers have instead."""
-        return self.has_states or self.gates_attention or any(layer.latent for layer in self.layers)
+        """Whether torch computes a part of attention although kernels were compiled."""
+        return any(layer.latent for layer in self.layers)
 
     @property
     def has_experts(self) -> bool:

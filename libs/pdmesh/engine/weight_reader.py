@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pdmesh.engine.experts import Experts, Mlp
 from pdmesh.engine.grouped import GroupedWeight, join_rows
-from pdmesh.engine.kernels import by_value
 from pdmesh.engine.latent import Latent
 from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.linear import Linear, PlainLinear, Vocabulary, WeightMemory, fastest_linear, fastest_vocabulary
@@ -157,7 +156,7 @@ class WeightReader:
             output=self._linear(prefix, (names.delta_out,), [hidden], delta.num_values),
             delta=DeltaWeights(
                 taps if taps.is_meta else taps[:, channels].contiguous(),
-                by_value(torch.exp, vector(names.decay_log, num_heads)),
+                vector(names.decay_log, num_heads).double().exp().float(),  # the same on every processor
                 vector(names.decay_bias, num_heads),
                 Norm(vector(f"{names.delta_norm}.weight", norm_size), None),
                 bias if bias is None or bias.is_meta else bias[channels],

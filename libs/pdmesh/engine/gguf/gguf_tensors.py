@@ -87,7 +87,7 @@ class GgufTensors:
         stored = replace(self._find(name, place), shape=shape)
         values = self._values(stored, rows).view(-1, *shape[1:])
         if place.name.endswith(_DECAY):
-            values = (-values).log()
+            values = (-values).double().log().to(values.dtype)  # the same on every processor
         return values if (scale := self._scale(place)) is None else (values.float() * scale).to(values.dtype)
 
     def grouped(self, name: str, shape: tuple[int, ...], rows: IndexRange | None = None) -> GroupedWeight | None:
