@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from math import nan
 from statistics import fmean
 
 import pytest
@@ -14,7 +15,7 @@ from pdmesh.model import MeasuredStep, Role
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.latency_profile import self_measured
 from pdmesh.policy.packing import NOTHING, ChunkSizer
-from pdmesh.policy.refine import Refinement
+from pdmesh.policy.refine import Refinement, _solve_above
 from pdmesh_testing.modelled import modelled_profile
 
 #: The 82M-parameter Llama in bf16 on one core with AMX, from `pdmesh profile`.
@@ -110,6 +111,20 @@ def test_nonsense_is_left_out() -> None:
             assert not learnt.observe(shape, seconds)
     assert not learnt.observe(StepShape((), 0, 0), 1.0)
     assert not learnt.look()
+
+
+def test_a_step_of_an_impossible_duration_is_left_out() -> None:
+    shape = SHAPES[0]
+    learnt = Refinement(CPU)
+    assert not learnt.observe(shape, 1e308), "the quotient of time and prediction is infinite"
+    for _ in range(20):
+        learnt.observe(shape, 2 * CPU.step_s(shape))
+    learnt.look()
+    assert learnt.estimate.step_s(shape) == pytest.approx(2 * CPU.step_s(shape), rel=0.05)
+
+
+def test_solving_ends_when_no_value_is_a_number() -> None:
+    _solve_above([[1.0, 0.0], [0.0, 1.0]], [nan, nan], [0.02, 0.02])
 
 
 def test_coefficients_stay_positive_and_the_same_steps_give_the_same_bits() -> None:

@@ -87,9 +87,8 @@ class Refinement:
         values = features(shape, reads_longer=reads_longer)
         terms = [coefficient * value for coefficient, value in zip(self._prior, values, strict=True)]
         predicted_s = sum(factor * term for factor, term in zip(self._factors, terms, strict=True))
-        if not (isfinite(seconds) and seconds > 0 and predicted_s > 0):
+        if not (seconds > 0 and predicted_s > 0 and isfinite(ratio := seconds / predicted_s)):
             return False
-        ratio = seconds / predicted_s
         self._growth /= FORGETTING
         weight = self._growth * _OUTLIER / max(_OUTLIER, abs(ratio - 1))
         used = [(index, term / predicted_s) for index, term in enumerate(terms) if term]
@@ -160,7 +159,7 @@ def _solve_above(matrix: Sequence[Sequence[float]], right: Sequence[float], floo
         rows = [[float(i == j) for j in indices] if i in held else list(matrix[i]) for i in indices]
         values = _solve(rows, [floors[i] if i in held else right[i] for i in indices])
         worst = min(indices, key=lambda i: values[i] - floors[i])
-        if values[worst] >= floors[worst]:
+        if values[worst] >= floors[worst] or worst in held:
             return values
         held.add(worst)
 
