@@ -25,7 +25,7 @@ RECORDED = {
     "implementations of commands outside core": 29,
     "product lines": 93_710,
     "lines of product, lab, testing and kubernetes": 116_710,
-    "test lines": 75_600,
+    "test lines": 75_620,
     "benchmark lines": 9_000,
     "files over 500 lines": 21,
     "file names that occur more than once": 47,
