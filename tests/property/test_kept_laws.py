@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from pdmesh.core.instances.cache_index import CacheIndex
+from pdmesh.core.instances.kept_chains import NO_GRANULE, KeptChains
 from pdmesh.core.instances.prefix_cache import HeldGranules, PrefixCache
 from pdmesh.instance.cache import BlockCache, CachedPrefix
-from pdmesh.model import PrefixHash
+from pdmesh.model import CacheUser, LastUse, PrefixHash
 from pdmesh.plans import Evictions
 
 BLOCK_SIZE = 32  # four blocks for each granule
@@ -396,3 +397,41 @@ def test_one_walk_finds_what_cache_and_tier_keep_together() -> None:
     assert where.depths_with_tiers(chain, 4) == {1: 3, 2: 4}
     assert where.depths_with_tiers(chain, 2) == {1: 2, 2: 2}
     assert where.depths_with_tiers((), 0) == {}
+
+
+@pytest.mark.parametrize("num_tenants", [60, 66, 100, 300])
+def test_a_report_with_granules_of_many_tenants_can_be_evicted(num_tenants: int) -> None:
+    here = PrefixCache(CacheIndex(), 1, BLOCK_SIZE)
+    kept = tuple([PrefixHash(number.to_bytes(16)) for number in range(num_tenants)])
+    chains = KeptChains(kept, [(index, NO_GRANULE) for index in range(num_tenants)])
+    uses = [LastUse(CacheUser(f"t{number}"), 200, 1.0) for number in range(num_tenants)]
+    here.replace(kept, (), None, (), here.lines_of(chains, uses))
+    here.check_integrity("here", [])
+    assert here.make_room(num_tenants).drop == kept
+    here.check_integrity("here", [])
+
+
+def test_one_eviction_offloads_granules_of_many_tenants() -> None:
+    here = a_tiered(100)
+    for number in range(100):
+        keep(here, f"t{number}", [number])
+    assert len(here.make_room(100).offload) == 100
+    here.check_integrity("here", [])
+    for number in range(100):
+        keep(here, "later", [100 + number])
+    assert len(here.make_room(100).evict) == 100
+    here.check_integrity("here", [])
+
+
+def test_a_tenant_without_live_requests_is_not_forgotten_while_a_granule_of_its_line_is_in_use() -> None:
+    """The request that uses the granule has no known tenant."""
+    here = PrefixCache(CacheIndex(), 1, BLOCK_SIZE)
+    chain = keep(here, "first", [0])
+    held = here.begin(chain, 1)
+    for number in range(200):
+        keep(here, f"t{number}", [1 + number])
+        here.make_room(1)
+    here.end(held)
+    here.check_integrity("here", [])
+    assert here.make_room(1).drop == chain
+    assert len(here._idle._tenants) < 100

@@ -125,6 +125,8 @@ class CachedStates:
         States that it continued from, or computed, are spare if a longer state of the request replaces them, and no
         other request continued from them. The state behind a leased prompt is not, but replaces the ones before it.
         """
+        self._spare.forget_tenants()
+        self._lasting.forget_tenants()
         numbers = [number for number in (use.num_reused, *use.asked) if number]
         own = [chain[number - 1] for number in numbers]
         is_replaced = any(granule not in own for granule in reported)

@@ -22,7 +22,7 @@ from typing import Final
 
 from pdmesh.model import PrefixHash
 
-#: Tenants without granules and requests are forgotten when the number of lines exceeds twice the last number by this.
+#: Tenants without granules and requests are forgotten once the lines exceed twice the last number by this.
 _SPARE_LINES: Final = 64
 
 
@@ -105,12 +105,21 @@ class IdleGranules:
             return self.unknown
         line = self._tenants.get(tenant)
         if line is None:
-            if len(self._tenants) > 2 * self._num_known_lines + _SPARE_LINES:
-                self._tenants = {name: line for name, line in self._tenants.items() if len(line) or line.num_live}
-                self._num_known_lines = len(self._tenants)
             line = self._tenants[tenant] = IdleLine(tenant)
         line.share = share
         return line
+
+    def forget_tenants(self, in_use: Iterable[IdleLine] = ()) -> None:
+        """Forget tenants without granules and live requests, if there are many lines. Lines ``in_use`` stay.
+
+        Granules that are added to the line of a forgotten tenant are never evicted. So call this only before `line_of`.
+        """
+        if len(self._tenants) > 2 * self._num_known_lines + _SPARE_LINES:
+            stay = set(in_use)
+            self._tenants = {
+                name: line for name, line in self._tenants.items() if len(line) or line.num_live or line in stay
+            }
+            self._num_known_lines = len(self._tenants)
 
     def line_like(self, line: IdleLine, others: IdleGranules) -> IdleLine:
         """Return the line here that corresponds to ``line`` of ``others``."""

@@ -38,6 +38,7 @@ class OffloadedHere:
     def use(self, chain: Iterable[PrefixHash], line: IdleLine, of: IdleGranules) -> None:
         """Mark a live request's granules as in use by the tenant of ``line``, a line of the cache's granules ``of``."""
         idle, in_use = self._idle, self._in_use
+        idle.forget_tenants()
         for granule in chain:
             if granule in idle:
                 before = idle.remove(granule)
@@ -63,6 +64,7 @@ class OffloadedHere:
         are offloaded. Returns the dropped, offloaded and evicted granules, for the command.
         """
         idle = self._idle
+        idle.forget_tenants()
         fresh: dict[PrefixHash, IdleLine] = {}
         for granule, line in given_up.items():
             mine = idle.line_like(line, of)

@@ -154,6 +154,7 @@ class PrefixCache:
         if not self.granule_blocks or not chain:
             return NOTHING
         self.last_begun = self._where.number_request()
+        self._idle.forget_tenants(self._in_use.values())
         held = HeldGranules(chain, self._idle.line_of(tenant, share))
         held.line.num_live += 1
         held.num_computed = num_reused
