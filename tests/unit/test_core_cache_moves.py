@@ -13,6 +13,7 @@ from pdmesh.core.copies.cache_moves import AGAIN_S
 from pdmesh.core.copies.prefix_fetches import MAX_AT_ONCE
 from pdmesh.core.events import (
     DrainRequested,
+    Event,
     InstanceJoined,
     InstanceLost,
     InstanceSuspected,
@@ -26,7 +27,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.operator_events import OperationCancelled, OperationRequested, ResizeRequested
 from pdmesh.kv_layout import GRANULE_TOKENS
-from pdmesh.model import InstanceId, Request, Then
+from pdmesh.model import InstanceId, PrefixHash, Request, Then
 from pdmesh.operations import OperationId, OperationKind, OperationState, PoolCounts
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
@@ -294,6 +295,76 @@ def test_what_a_lost_instance_had_cached_is_copied_again_from_the_last_holder() 
     ]
     bench.land_all(bench.feed(InstanceLost(OTHER)))
     assert bench.num_cached(InstanceId("m2"), a_prompt("r", 1000)) == 7
+
+
+def apart(*others: str) -> Bench:
+    """Return a mesh where m0 has cached two prompts, and m1 and m2 one of them each."""
+    bench = Bench()
+    first, second = hashes(7)[::-1], hashes(5, 2)[::-1]
+    bench.feed(InstanceJoined(a_profile("m0", 256), (), kept=(*second, *first), jumps=((4, -1), (11, -1))))
+    bench.feed(InstanceJoined(a_profile("m1", 256), (), kept=first, jumps=((6, -1),)))
+    bench.feed(InstanceJoined(a_profile("m2", 256), (), kept=second, jumps=((4, -1),)))
+    for name in others:
+        bench.feed(InstanceJoined(a_profile(name, 256), ()))
+    return bench
+
+
+@pytest.mark.parametrize("why", [DrainRequested(OTHER), InstanceSuspected(OTHER)])
+def test_a_holder_that_may_not_send_does_not_hold_up_the_copies_of_others(why: Event) -> None:
+    bench = apart("m3")
+    bench.feed(why)
+    copies = bench.land_all(bench.feed(InstanceLost(HOLDER)))
+    assert [(copy.transfer.source_ids, copy.chain) for copy in copies] == [((InstanceId("m2"),), hashes(5, 2))]
+    assert not of(ExpectCopy, bench.feed(Tick(), 10.0))
+    if isinstance(why, InstanceSuspected):
+        copies = bench.land_all(bench.feed(InstanceSuspected(OTHER, suspected=False), 20.0))
+        assert [(copy.transfer.source_ids, copy.chain) for copy in copies] == [((OTHER,), hashes(7))]
+
+
+def test_a_copy_that_waits_for_its_receiver_begins_once_another_one_ends() -> None:
+    """The receiver may have four copies at once; the fifth prefix waits for one of them."""
+    bench = Bench()
+    prefixes = [hashes(2, name) for name in range(1, 7)]
+    kept = tuple([granule for prefix in prefixes for granule in reversed(prefix)])
+    jumps = tuple([(2 * number + 1, -1) for number in range(6)])
+    for name in ("m0", "m1"):
+        bench.feed(InstanceJoined(a_profile(name, 256), (), kept=kept, jumps=jumps))
+    bench.feed(InstanceJoined(a_profile("m2", 256), ()))
+    copies = of(ExpectCopy, bench.feed(InstanceLost(HOLDER)))
+    assert [copy.chain for copy in copies] == prefixes[:1:-1]
+    assert [copy.chain for copy in bench.land_all(bench.land(copies[0]))] == prefixes[1::-1]
+
+
+class Unread(tuple[PrefixHash, ...]):
+    """A prefix that must not be looked up."""
+
+    def __len__(self) -> int:
+        raise AssertionError("a prefix is looked up")
+
+
+def test_waiting_prefixes_are_looked_up_again_only_once_their_holder_may_send() -> None:
+    bench = two_holders("m2")
+    bench.feed(InstanceSuspected(OTHER))
+    bench.feed(InstanceLost(HOLDER))
+    moves = bench.core._operations._cache_moves
+    assert moves is not None
+    moves._aside = [lost._replace(prefix=Unread()) for lost in moves._aside]
+    assert len(moves._aside) == 2
+    bench.feed(Tick())
+    bench.feed(InstanceJoined(a_profile("m3", 256), ()))
+    with pytest.raises(AssertionError, match="is looked up"):
+        bench.feed(InstanceSuspected(OTHER, suspected=False))
+
+
+def test_waiting_prefixes_are_forgotten_at_their_limit() -> None:
+    bench = two_holders("m2")
+    bench.feed(DrainRequested(OTHER))
+    bench.feed(InstanceLost(HOLDER))
+    moves = bench.core._operations._cache_moves
+    assert moves is not None
+    assert len(moves._aside) == 2
+    bench.feed(Tick(), AGAIN_S)
+    assert not moves._aside
 
 
 @pytest.mark.parametrize("why", ["two left", "none left", "drained", "late", "nowhere"])

@@ -7,13 +7,15 @@ fetches (`pdmesh.core.copies.prefix_fetches`) that no request wants.
 
 With pools of prefill and decode instances, the KV of a prompt is mostly cached twice. After an instance was lost, the
 prefixes that it had cached, and that one other instance has, are copied again. So their sessions survive the next loss.
+Prefixes whose copies cannot begin yet are set aside, and do not hold up the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Final
+from math import inf
+from typing import Final, NamedTuple
 
 from pdmesh.core.copies.prefix_fetches import Fetches
 from pdmesh.core.instances.instance import InstanceState
@@ -35,6 +37,15 @@ class _No(Enum):
     YET = auto()
 
 
+class _Lost(NamedTuple):
+    """A prefix of a lost instance with this role, its time limit, and its holder, once that is known."""
+
+    prefix: Sequence[PrefixHash]
+    role: Role
+    until_s: float
+    source_id: InstanceId | None = None
+
+
 class CacheMoves:
     """Cached prefixes that leave instances."""
 
@@ -45,32 +56,66 @@ class CacheMoves:
         self._links = links
         #: Prefixes whose copies have not begun, by source; the next one is last.
         self._left: dict[InstanceId, list[Sequence[PrefixHash]]] = {}
-        #: Prefixes of lost instances, with the role of the instance and the time limit; the next one is last.
-        self._lost: list[tuple[Sequence[PrefixHash], Role, float]] = []
+        #: Prefixes of lost instances; the next one is last.
+        self._lost: list[_Lost] = []
+        #: Lost prefixes whose copies cannot begin yet, the first one first, and the earliest time limit.
+        self._aside: list[_Lost] = []
+        self._aside_until_s = inf
+        #: What `_may_begin` returned when they were set aside.
+        self._seen: tuple[int, list[tuple[bool, bool, bool]]] = (0, [])
 
     def lost(self, instance: InstanceState, now_s: float) -> None:
         """Copy again what a lost instance had cached, as far as one other instance has the prefix."""
         if not instance.draining:
             prefixes = self._mesh.sessions.latest_return_first(instance.recent.oldest_first)
-            self._lost += [(prefix, instance.role, now_s + AGAIN_S) for prefix in prefixes]
+            self._lost += [_Lost(prefix, instance.role, now_s + AGAIN_S) for prefix in prefixes]
 
     def copy_again(self, now_s: float) -> None:
         """Begin the copies of lost prefixes that may run now."""
+        if not self._lost and not self._aside:
+            return
+        if self._aside and (now_s >= self._aside_until_s or self._seen != self._may_begin()):
+            self._lost += reversed(self._aside)
+            self._aside.clear()
+        if not self._lost:
+            return
+        receivers = self._receivers()
         while self._lost:
-            prefix, role, until_s = self._lost[-1]
-            depths = self._mesh.cache_index.reusable_depths(prefix, len(prefix)) if now_s < until_s else {}
-            number = max(depths, default=None, key=lambda each: depths[each])
-            destination: InstanceState | _No = _No.NEEDED
-            if number is not None:
-                source, chain = self._mesh.by_number[number], tuple(prefix[: depths[number]])
-                if not self._fetches.may_send(source):
-                    return
-                destination = self._destination(source, chain, role)
-                if destination is _No.YET:
-                    return
-                if isinstance(destination, InstanceState):
-                    self._begin(chain, source, destination, until_s, now_s)
-            self._lost.pop()
+            lost = self._lost.pop()
+            if now_s >= lost.until_s:
+                continue
+            known = None if lost.source_id is None else self._mesh.instances.get(lost.source_id)
+            if not receivers or receivers == [known] or (known is not None and not self._fetches.may_send(known)):
+                self._aside.append(lost)
+                continue
+            source_id, destination = self._copy_again(lost, now_s)
+            if destination is _No.YET:
+                self._aside.append(lost._replace(source_id=source_id))
+            elif isinstance(destination, InstanceState):
+                receivers = self._receivers()
+        self._seen = self._may_begin()
+        self._aside_until_s = min([lost.until_s for lost in self._aside], default=inf)
+
+    def _copy_again(self, lost: _Lost, now_s: float) -> tuple[InstanceId | None, InstanceState | _No]:
+        """Begin the copy of a lost prefix if possible. Return the source, if there is one, and the destination."""
+        depths = self._mesh.cache_index.reusable_depths(lost.prefix, len(lost.prefix))
+        if not depths:
+            return None, _No.NEEDED
+        number = max(depths, key=lambda each: depths[each])
+        source, chain = self._mesh.by_number[number], tuple(lost.prefix[: depths[number]])
+        may_send = self._fetches.may_send(source)
+        destination = self._destination(source, chain, lost.role) if may_send else _No.YET
+        if isinstance(destination, InstanceState):
+            self._begin(chain, source, destination, lost.until_s, now_s)
+        return source.instance_id, destination
+
+    def _receivers(self) -> list[InstanceState]:
+        return [each for each in self._mesh.instances.values() if self._fetches.may_receive(each)]
+
+    def _may_begin(self) -> tuple[int, list[tuple[bool, bool, bool]]]:
+        """Return what decides whether a copy may begin: the number of ended fetches, and the instances' states."""
+        states = [(each.sends_cached, each.takes_new, bool(each.low)) for each in self._mesh.instances.values()]
+        return self._fetches.num_ended, states
 
     def advance(self, source: InstanceState, until_s: float, now_s: float) -> int:
         """Begin the copies that may run now. Return how many prefixes are left, or under way from or to the source.

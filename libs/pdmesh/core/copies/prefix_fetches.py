@@ -11,6 +11,7 @@ which bring granules from an instance's offload tier back to its cache (`pdmesh.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from math import inf
 from typing import NamedTuple
@@ -59,6 +60,10 @@ class Fetches:
         self.num_fetched_tokens = 0
         # Fetches by the first granule that each brings.
         self._coming: dict[PrefixHash, list[Fetch]] = {}
+        # Number of fetches from or to each instance.
+        self._num_of: dict[InstanceId, int] = {}
+        # Number of fetches that ended, landed or not.
+        self.num_ended = 0
 
     @property
     def next_deadline_s(self) -> float:
@@ -81,7 +86,7 @@ class Fetches:
 
     def num_of(self, instance_id: InstanceId) -> int:
         """Return how many fetches are under way from or to an instance."""
-        return sum([instance_id in (each.copy.source_id, each.copy.target_id) for each in self._all.values()])
+        return self._num_of.get(instance_id, 0)
 
     def brings(self, destination: InstanceState, granule: PrefixHash) -> bool:
         """Whether a fetch is under way to ``destination`` whose first new granule is ``granule``."""
@@ -120,6 +125,8 @@ class Fetches:
         )
         fetch = self._all[key] = Fetch(copy, wanted_by, arrives_s, until_s)
         self._coming.setdefault(fetch.first_granule, []).append(fetch)
+        for instance_id in {source.instance_id, destination.instance_id}:
+            self._num_of[instance_id] = self.num_of(instance_id) + 1
         loads = source is destination
         sides = [(destination, num_there)] if loads else [(source, num_granules), (destination, num_there)]
         for instance, num_reused in sides:
@@ -202,6 +209,11 @@ class Fetches:
 
     def _forget(self, fetch: Fetch) -> None:
         del self._all[fetch.copy.key]
+        self.num_ended += 1
+        for instance_id in {fetch.copy.source_id, fetch.copy.target_id}:
+            self._num_of[instance_id] -= 1
+            if not self._num_of[instance_id]:
+                del self._num_of[instance_id]
         coming = self._coming[fetch.first_granule]
         coming.remove(fetch)
         if not coming:
@@ -212,6 +224,8 @@ class Fetches:
         listed = [fetch for fetches in self._coming.values() for fetch in fetches]
         assert len(listed) == len(self._all), f"{len(listed)} fetches by granule, {len(self._all)} by key"
         assert all(self._all.get(fetch.copy.key) is fetch for fetch in listed), "a fetch is listed that is over"
+        sides = Counter([side for each in self._all.values() for side in {each.copy.source_id, each.copy.target_id}])
+        assert sides == self._num_of, f"fetches by instance: {self._num_of}, not {sides}"
         for instance in self._mesh.instances.values():
             for key, allocation in instance.allocations.items():
                 if allocation.kind is AllocationKind.FETCH:
