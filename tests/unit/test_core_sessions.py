@@ -17,7 +17,7 @@ from pdmesh.core.sessions import working_set
 from pdmesh.core.sessions.session_state import Session, SessionState
 from pdmesh.core.sessions.sessions import IDLE_S, MAX_CHILDREN, MAX_GENERATIONS, MAX_SESSIONS, Sessions
 from pdmesh.kv_layout import GRANULE_TOKENS
-from pdmesh.model import Epoch, PrefixHash, Request, SessionKey, SessionName
+from pdmesh.model import CacheUser, Epoch, LastUse, PrefixHash, Request, SessionKey, SessionName
 from pdmesh.policy.config import PolicyConfig
 from pdmesh_testing.core import CoreBench, a_request, of
 from pdmesh_testing.reuse import a_profile, a_prompt, hashes, serve
@@ -213,6 +213,16 @@ def test_live_sessions_are_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     sessions.expire()
     assert len(sessions) == 2
     sessions.check_integrity()
+
+
+def test_more_sessions_may_be_learnt_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each session is its tenant's only one."""
+    monkeypatch.setattr(module, "MAX_SESSIONS", 4)
+    sessions = Sessions()
+    users = [CacheUser(f"t{number}", session=a_key(number), num_turns=1) for number in range(6)]
+    sessions.learn([(LastUse(user, 200, 1.0), ()) for user in users])
+    sessions.check_integrity()
+    assert {session.tenant for session in sessions.all} == {"t2", "t3", "t4", "t5"}
 
 
 def test_any_order_of_requests_leaves_the_indexes_right() -> None:

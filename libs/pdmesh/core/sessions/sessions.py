@@ -277,8 +277,9 @@ class Sessions:
             if not session.num_live and session.pause_s is not None:
                 self.paused.append(session)
         for tenant in changed:
-            own = self._tenants[tenant]
-            own.idle = dict(sorted(own.idle.items(), key=lambda item: item[1].since_s))
+            # A later session may have taken the place of the tenant's only one.
+            if (own := self._tenants.get(tenant)) is not None:
+                own.idle = dict(sorted(own.idle.items(), key=lambda item: item[1].since_s))
 
     # --- bounds ---
 
