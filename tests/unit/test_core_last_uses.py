@@ -367,6 +367,8 @@ def test_wrong_reports_do_no_harm(seed: int) -> None:
 
 def test_chains_of_all_sessions_are_bounded() -> None:
     chains = KeptChains(hashes(50)[::-1], ((49, NO_GRANULE),))
-    uses = [LastUse(CacheUser("", 1, a_key(number), num_turns=2), 50 * GRANULE_TOKENS + 1, 1.0) for number in range(50)]
+    users = [CacheUser("", 1, a_key(number), num_turns=2) for number in range(50)]
+    uses = [LastUse(user, 50 * GRANULE_TOKENS + 1, 60.0 - number) for number, user in enumerate(users)]
     found = last_turns(chains, uses, 120)
-    assert [len(chain) for _, chain in found[:4]] == [50, 49, 0, 0]
+    assert [use for use, _ in found] == uses
+    assert [len(chain) for _, chain in found] == [0] * 35 + list(range(15, 0, -1)), "the newest uses have chains"

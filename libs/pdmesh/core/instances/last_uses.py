@@ -93,20 +93,24 @@ def last_turns(
 ) -> list[tuple[LastUse, PrefixHashes]]:
     """Return the last use by each session, with the cached beginning of its prompt, the earliest use first.
 
-    The beginnings have ``most`` granules together at most. Beyond, they are empty.
+    The beginnings have ``most`` granules together at most. Beyond, the beginnings of earlier uses are empty.
     """
-    found: list[tuple[LastUse, PrefixHashes]] = []
+    ends: list[tuple[LastUse, int]] = []
     seen: set[int] = set()
     for index, use in enumerate(uses):
         if use is None or use.user.session is None or id(use) in seen:
             continue
         seen.add(id(use))
+        ends.append((use, index))
+    ends.sort(key=_ago_s)
+    found: list[tuple[LastUse, PrefixHashes]] = []
+    for use, index in reversed(ends):
         most -= chains.depths[index]
         chain = chains.chain(index) if most >= 0 else ()
         found.append((use, chain[: (use.num_prompt_tokens - 1) // GRANULE_TOKENS]))
-    found.sort(key=_ago_s)
+    found.reverse()
     return found
 
 
-def _ago_s(found: tuple[LastUse, PrefixHashes]) -> float:
-    return -found[0].ago_s
+def _ago_s(end: tuple[LastUse, int]) -> float:
+    return -end[0].ago_s
