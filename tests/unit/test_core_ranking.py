@@ -145,3 +145,18 @@ def test_a_request_may_come_again_at_the_time_it_came_before() -> None:
     queue.remove(first)
     queue.add(again, 100.0)
     assert queue.head(order, 0.0) is again
+
+
+def test_turns_set_aside_are_sorted_when_they_are_looked_at_and_not_each_time() -> None:
+    rng, order, queue = random.Random(1), ShortFirst(long_prompt_tokens=1000), WaitingQueue()
+    turns = queue.turns_aside
+    since_s = [rng.random() for _ in range(100)]
+    for number, since in enumerate(since_s):
+        request = a_request(f"r{number}")
+        state = RequestState(request, order.rank(request, 0, None))
+        queue.add(state, 100.0)
+        queue.set_aside(state, since)
+        assert queue.turns_aside is turns
+    queue.sort_turns_aside()
+    assert [since for _, since in queue.turns_aside.values()] == sorted(since_s)
+    queue.check_integrity()

@@ -84,10 +84,11 @@ class Aside:
         working_set = mesh.sessions.working_set
         if working_set.num_changes == self._seen_changes and now_s < self.next_look_s:
             return
-        turns, index = mesh.queue.turns_aside, mesh.cache_index
         if now_s < self._divides_from_s:
             self.next_look_s = self._divides_from_s
             return
+        mesh.queue.sort_turns_aside()
+        turns, index = mesh.queue.turns_aside, mesh.cache_index
         working_set.expire(now_s)
         self._let_in_due(now_s)
         room = self._room

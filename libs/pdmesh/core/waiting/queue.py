@@ -31,8 +31,9 @@ class WaitingQueue:
         # Requests removed from their lines by `skip`, during one round of placing.
         self._skipped: list[RequestState] = []
         self._parked: dict[RequestKey, RequestState] = {}
-        #: Turns that are set aside, with the time since when, the longest waiting first.
+        #: Turns that are set aside, with the time since when; after `sort_turns_aside` the longest waiting first.
         self.turns_aside: dict[RequestKey, tuple[RequestState, float]] = {}
+        self._sorts_aside = False
         # The limit is the same for all, so the order of arrival is the order of deadlines. (An OrderedDict, unlike a
         # dict, finds its first entry at once after many deletions at the front.)
         self._deadlines: OrderedDict[RequestKey, tuple[float, RequestState]] = OrderedDict()
@@ -161,9 +162,14 @@ class WaitingQueue:
     def set_aside(self, state: RequestState, since_s: float) -> None:
         """Take a session's turn out of its line, which counts as set aside since ``since_s``."""
         self._leave_line(state)
-        is_last = not self.turns_aside or next(reversed(self.turns_aside.values()))[1] <= since_s
+        if self.turns_aside and next(reversed(self.turns_aside.values()))[1] > since_s:
+            self._sorts_aside = True
         self.turns_aside[state.key] = state, since_s
-        if not is_last:
+
+    def sort_turns_aside(self) -> None:
+        """Put the longest waiting turn first. Submissions after a change of schedulers come in any order."""
+        if self._sorts_aside:
+            self._sorts_aside = False
             self.turns_aside = dict(sorted(self.turns_aside.items(), key=lambda item: item[1][1]))
 
     def come_back(self, state: RequestState) -> float:
