@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import Command, ExpectCopy, RunStep, WakeAt
+from pdmesh.core.commands import Command, ExpectCopy, FreeKv, RunStep, WakeAt
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.copies.tier_loads import LEAD_SHARE, RETRY_S
 from pdmesh.core.events import (
@@ -178,6 +178,19 @@ def test_a_load_without_room_is_tried_again_until_the_session_is_late() -> None:
     (load,) = bench.tick(return_s - LEAD_S + RETRY_S)
     bench.land(load)
     assert bench.num_cached(1) == NUM_GRANULES
+
+
+def test_a_load_that_lands_after_its_limit_counts_as_loaded() -> None:
+    bench = Bench()
+    return_s = bench.turns(1)
+    bench.fill()
+    (load,) = bench.tick(return_s - LEAD_S)
+    what = load.request_id, load.epoch, load.transfer.transfer_id
+    bench.feed(KvExpected(INSTANCE, *what))
+    assert of(FreeKv, bench.feed(Tick(), return_s + PAUSE_S))
+    bench.feed(TransferLanded(INSTANCE, *what, 0, 0.0))
+    assert bench.core.sessions.num_loaded_tokens == NUM_GRANULES * GRANULE_TOKENS
+    assert bench.core.num_fetched_tokens == 0
 
 
 def test_a_load_that_fails_leaves_no_trace() -> None:

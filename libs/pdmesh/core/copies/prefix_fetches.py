@@ -40,11 +40,6 @@ class Fetch(NamedTuple):
     until_s: float
 
     @property
-    def loads(self) -> bool:
-        """Whether the granules come from the offload tier of the instance itself."""
-        return self.copy.source_id == self.copy.target_id
-
-    @property
     def first_granule(self) -> PrefixHash:
         """The first granule that it brings."""
         return self.copy.chain[self.copy.plan.num_reused_granules]
@@ -136,6 +131,7 @@ class Fetches:
                     AllocationKind.FETCH,
                     num_blocks,
                     transfer_id=copy.plan.transfer_id,
+                    loads=loads,
                     tenant=tenant,
                     share=share,
                 ),
@@ -154,11 +150,11 @@ class Fetches:
         if (fetch := self._all.get(key)) is not None:
             self._forget(fetch)
 
-    def count(self, key: RequestKey, allocation: Allocation) -> None:
+    def count(self, allocation: Allocation) -> None:
         """Count the tokens of a landed fetch, also one that was ended as too late: they are cached all the same."""
-        granules, fetch = allocation.granules, self._all.get(key)
+        granules = allocation.granules
         num_tokens = (len(granules.chain) - granules.num_computed) * GRANULE_TOKENS
-        if fetch is not None and fetch.loads:
+        if allocation.loads:
             self._mesh.sessions.num_loaded_tokens += num_tokens
         else:
             self.num_fetched_tokens += num_tokens

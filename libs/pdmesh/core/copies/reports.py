@@ -64,7 +64,7 @@ class TransferReports:
         allocation = mesh.allocation_of(event.instance_id, key)
         if allocation is not None and allocation.transfer_id == event.transfer_id:
             if allocation.kind is AllocationKind.FETCH:
-                self._fetches.count(key, allocation)
+                self._fetches.count(allocation)
             mesh.instances[event.instance_id].computed(key, MAX_REQUEST_TOKENS)
         if (copy := self._to(event)) is None:
             return

@@ -44,11 +44,11 @@ class Allocation:
 
     ``long_tokens``: length of the prompt if it is long, else 0. ``max_blocks``: upper limit of grants. ``num_tokens``:
     number of tokens in the last report; 0 before the first. ``transfer_id``: the transfer that brings the KV, or
-    brought it. ``granules``: granules of the prompt, cached as they are computed. ``tenant`` is None until it is known.
-    ``num_remote_tokens``: tokens of the context whose KV shard holders have; ``last_sent_members`` are these holders,
-    where an instance reported them, as it reported the ``user``. ``is_open``: the request may grow by more than the
-    mean. ``freeing``: FreeKv was sent. ``waits``: the prompt is computed, or has no promised room at its receiver, and
-    waits to move away.
+    brought it. ``loads``: from the instance's own offload tier. ``granules``: granules of the prompt, cached as they
+    are computed. ``tenant`` is None until it is known. ``num_remote_tokens``: tokens of the context whose KV shard
+    holders have; ``last_sent_members`` are these holders, where an instance reported them, as it reported the ``user``.
+    ``is_open``: the request may grow by more than the mean. ``freeing``: FreeKv was sent. ``waits``: the prompt is
+    computed, or has no promised room at its receiver, and waits to move away.
     """
 
     # Not a dataclass: mypyc would leave __init__ to the interpreter.
@@ -62,6 +62,7 @@ class Allocation:
         max_blocks: int = 0,
         num_tokens: int = 0,
         transfer_id: TransferId = NO_TRANSFER,
+        loads: bool = False,
         tenant: str | None = None,
         share: int = 1,
         num_remote_tokens: int = 0,
@@ -75,6 +76,7 @@ class Allocation:
         self.max_blocks = max(num_blocks, max_blocks)
         self.num_tokens = num_tokens
         self.transfer_id = transfer_id
+        self.loads = loads
         self.granules = NOTHING
         self.tenant, self.share = tenant, share
         self.num_remote_tokens = num_remote_tokens
