@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from pdmesh.core.commands import Command, ExpectCopy, FreeKv, RunStep, WakeAt
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.copies.tier_loads import LEAD_SHARE, RETRY_S
+from pdmesh.core.copies import tier_loads as module
+from pdmesh.core.copies.tier_loads import LEAD_SHARE, RETRY_SHARE
 from pdmesh.core.events import (
     KvExpected,
     KvReleased,
@@ -19,7 +21,7 @@ from pdmesh.core.events import (
     TransferLanded,
 )
 from pdmesh.kv_layout import GRANULE_TOKENS
-from pdmesh.model import InstanceId, Request, SessionKey, SessionName, Then
+from pdmesh.model import InstanceId, PrefixHash, Request, SessionKey, SessionName, Then
 from pdmesh.policy.config import PolicyConfig
 from pdmesh_testing.core import CoreBench, of
 from pdmesh_testing.reuse import a_profile, a_prompt, hashes, serve
@@ -29,6 +31,9 @@ INSTANCE = InstanceId("m0")
 #: The pause between two turns, and when KV is loaded: loading takes no time worth mentioning.
 PAUSE_S = 30.0
 LEAD_S = LEAD_SHARE * PAUSE_S
+
+#: When an attempt without room is repeated.
+RETRY_AFTER_S = RETRY_SHARE * PAUSE_S
 
 NUM_GRANULES = 5
 
@@ -175,9 +180,34 @@ def test_a_load_without_room_is_tried_again_until_the_session_is_late() -> None:
     bench.done(INSTANCE, step.plan)
     bench.finish(INSTANCE, held.request_id)
     bench.released(INSTANCE, held.request_id)
-    (load,) = bench.tick(return_s - LEAD_S + RETRY_S)
+    (load,) = bench.tick(return_s - LEAD_S + RETRY_AFTER_S)
     bench.land(load)
     assert bench.num_cached(1) == NUM_GRANULES
+
+
+class Bisected(tuple[PrefixHash, ...]):
+    """A chain that is looked up at its end and by bisection: all other granules must not be read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        assert index in (-1, 2, 0), "all granules are read"
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("why", ["no room", "too many sessions"])
+def test_without_room_for_a_load_its_chain_is_not_walked(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    return_s = bench.turns(1)
+    bench.fill()
+    if why == "no room":
+        bench.feed(RequestArrived(bench.filling(15)))
+    else:
+        monkeypatch.setattr(module, "MAX_COMPARED", 0)
+    session = bench.core.sessions.find(SessionKey((1).to_bytes(16)))
+    assert session is not None
+    assert session.member is not None
+    session.member.chain = Bisected(session.member.chain)
+    assert not bench.tick(return_s - LEAD_S)
+    assert bench.core._tier_loads.next_look_s == return_s - LEAD_S + RETRY_AFTER_S
 
 
 def test_a_load_that_lands_after_its_limit_counts_as_loaded() -> None:

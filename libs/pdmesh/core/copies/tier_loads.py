@@ -26,7 +26,8 @@ LEAD_S: Final = 0.2
 #: A load may take this many times as long as predicted.
 LATE: Final = 2.0
 
-#: Time until the next attempt if no KV was loaded.
+#: The next attempt follows after this share of the usual pause if no KV was loaded, and at least so long.
+RETRY_SHARE: Final = 1 / 16
 RETRY_S: Final = 0.5
 
 #: Most sessions whose expected returns are compared for one load. Beyond, loads take unused room only.
@@ -67,7 +68,8 @@ class TierLoads:
             if session is None or self._load(session, now_s):
                 continue
             if session.pause_s is not None and now_s < session.since_s + 2 * session.pause_s:
-                heappush(self._looks, (now_s + RETRY_S, session.key, session.tenant, session.since_s))
+                retry_s = now_s + max(RETRY_S, RETRY_SHARE * session.pause_s)
+                heappush(self._looks, (retry_s, session.key, session.tenant, session.since_s))
         self.next_look_s = self._looks[0][0] if self._looks else inf
 
     def _paused(self, look: tuple[float, SessionKey, str, float]) -> Session | None:
@@ -87,6 +89,8 @@ class TierLoads:
         holders = index.mask_of(chain[-1])
         if any(holders >> each.number & 1 and each.takes_prompts for each in self._mesh.instances.values()):
             return False
+        if not any(self._may_load(chain, each) for each in self._mesh.instances.values()):
+            return False
         cached, depths = index.depths(chain, len(chain)), index.depths_with_tiers(chain, len(chain))
         able = [self._mesh.by_number[number] for number in depths]
         able = [each for each in able if each.takes_prompts]
@@ -94,12 +98,28 @@ class TierLoads:
         able = [each for each in able if depths[each.number] > num_cached]
         if not able:
             return True
-        able = [each for each in able if self._fetches.may_receive(each)]
+        able = [each for each in able if self._may_load(chain, each)]
         instance = max(able, default=None, key=lambda each: depths[each.number])
         if instance is None or not self._make_room(session, instance, chain[: depths[instance.number]]):
             return False
         self._begin(chain[: depths[instance.number]], session, instance, now_s)
         return True
+
+    def _may_load(self, chain: PrefixHashes, instance: InstanceState) -> bool:
+        """Whether a load may have room, as far as this is known without a walk along the chain."""
+        kept = instance.kept
+        if kept.offloaded is None or not self._fetches.may_receive(instance):
+            return False
+        # With the last granule, the tier usually has all that the cache lacks; otherwise, the load may be short.
+        num_granules = len(chain) - kept.depth(chain, len(chain)) if chain[-1] in kept.offloaded else 1
+        return num_granules * kept.granule_blocks <= int(max(instance.room)) and (
+            instance.num_short_granules(num_granules) <= 0 or not self._has_many
+        )
+
+    @property
+    def _has_many(self) -> bool:
+        """Whether there are too many sessions to compare their expected returns."""
+        return self._mesh.sessions.working_set.num_members > MAX_COMPARED
 
     def _make_room(self, session: Session, instance: InstanceState, chain: PrefixHashes) -> bool:
         """Whether no other KV is needed in the room that a load takes. Then the KV that is needed is evicted last."""
@@ -111,7 +131,7 @@ class TierLoads:
         if num_short <= 0:
             return True
         sessions = self._mesh.sessions
-        if sessions.working_set.num_members > MAX_COMPARED:
+        if self._has_many:
             return False
         return_s = sessions.return_s(session)
         needed: dict[PrefixHash, PrefixHashes] = {chain[-1]: chain}
