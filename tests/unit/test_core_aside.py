@@ -311,3 +311,16 @@ def test_a_protected_chain_is_evicted_after_others() -> None:
     assert set(idle.take(8)) == {*hashes(4, 2), *hashes(4, 3)}
     idle.spare({chain[-1]: chain}, 4)
     assert set(idle.take(4)) == set(chain)
+
+
+def test_all_protected_chains_are_evicted_after_others_however_many_were_used_before_these() -> None:
+    idle = IdleGranules()
+    line = idle.line_of("t", 1)
+    for name in range(9):
+        idle.add_all([(granule, line) for granule in reversed(hashes(4, name))])
+    protected = {hashes(4, name)[-1]: hashes(4, name) for name in range(8)}
+    idle.spare(protected, 4)
+    idle.check_integrity("m0")
+    assert set(idle.take(4)) == set(hashes(4, 8))
+    idle.spare(protected, 4)
+    assert set(idle.take(4)) == set(hashes(4, 0))

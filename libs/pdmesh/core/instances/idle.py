@@ -29,8 +29,9 @@ _SPARE_LINES: Final = 64
 #: No granule is leased.
 NO_LEASES: Final[Mapping[PrefixHash, int]] = {}
 
-#: Number of times that protected chains are passed over for one eviction.
-_SPARED: Final = 4
+#: Number of granules of protected chains after which no more chains are passed over for one eviction. Passing over one
+#: takes 0.2 us.
+_SPARED: Final = 8192
 
 
 class IdleLine:
@@ -170,22 +171,29 @@ class IdleGranules:
                 self.add(granule, line)
 
     def spare(self, chains: Mapping[PrefixHash, Sequence[PrefixHash]], number: int) -> None:
-        """Count chains as used just now whose last granule is among the next ``number`` that a tenant would lose.
+        """Count chains as used just now that an eviction of ``number`` granules would reach.
 
-        ``chains`` are named by their last granules. This repeats at most `_SPARED` times, since all may be in these
-        chains.
+        ``chains`` are named by their last granules. With at least `_SPARED` granules of such chains, others are evicted
+        although they are named, since all granules may be in these chains.
         """
         for line in self._tenants.values():
-            for _ in range(_SPARED):
-                found = [granule for granule in islice(line.granules, number) if granule in chains]
-                for last in found:
-                    for granule in reversed(chains[last]):
-                        if granule in line.granules:
-                            self._uses.number += 1
-                            line.granules[granule] = self._uses.number
-                            line.granules.move_to_end(granule)
-                if not found:
+            found: list[Sequence[PrefixHash]] = []
+            spared: set[PrefixHash] = set()
+            num_left = number
+            for granule in line.granules:
+                if num_left <= 0 or len(spared) >= _SPARED:
                     break
+                if granule in chains:
+                    found.append(chains[granule])
+                    spared.update(chains[granule])
+                elif granule not in spared:
+                    num_left -= 1
+            for passed in found:
+                for granule in reversed(passed):
+                    if granule in line.granules:
+                        self._uses.number += 1
+                        line.granules[granule] = self._uses.number
+                        line.granules.move_to_end(granule)
 
     def take(self, number: int) -> dict[PrefixHash, IdleLine]:
         """Remove ``number`` granules, or all if there are fewer, by order of eviction. Return each with its line."""
