@@ -66,7 +66,7 @@ class GgufTensors:
             return ()
         found = self._find(name, place)
         sizes, found_sizes = ([size for size in each if size > 1] for each in (shape, found.shape))
-        if sizes != found_sizes and (len(shape) > 1 or prod(found.shape) != shape[0]):
+        if sizes != found_sizes and shape != (prod(found.shape),):
             raise ConfigError(f"{self._file}: tensor {name!r} has shape {found.shape}; its header needs {shape}")
         kind = TYPES[found.type_number]
         if len(shape) == 1 and kind.num_values > 1:
