@@ -3,8 +3,8 @@
     python -m pdmesh_testing.live_agents [--ratio 2] [--unnamed] [--seconds 200] [--simulated]
 
 Starts one mixed instance with the stand-in engine, whose cache holds the contexts of eight agents divided by ``ratio``.
-All lengths, and the engine's rate of prompt tokens, are divided by 32. So times are the same as in
-docs/results/papers.md. Without names, the cache is a plain LRU.
+All lengths, and the engine's rate of prompt tokens, are divided by 32. So prompts take the time that they take in
+docs/results/papers.md, but answers a 32nd of it. Without names, the cache is a plain LRU.
 """
 
 from __future__ import annotations

@@ -245,10 +245,8 @@ def test_a_wait_goes_on_and_is_the_longest() -> None:
     assert bench.core.sessions.working_set.longest_aside_s == 100.0
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_running_turn_keeps_its_session_tenant_and_lease(is_first: bool) -> None:
-    """Whether the instance registers first, or the gateway."""
-    resident = Resident(
+def a_resident(user: CacheUser) -> Resident:
+    return Resident(
         request_id=RequestId("r"),
         epoch=Epoch(0),
         gateway_id=GATEWAY,
@@ -257,10 +255,19 @@ def test_a_running_turn_keeps_its_session_tenant_and_lease(is_first: bool) -> No
         decoding=True,
         max_total_tokens=768,
         granules=hashes(5),
-        user=CacheUser("quiet", 2, a_key(1), a_key(7), 5, 2.5, 0, 60.0),
+        user=user,
     )
-    bench = a_bench(0)
-    joined = InstanceJoined(a_profile("m0"), (resident,), kept=hashes(5)[::-1], jumps=((4, NO_GRANULE),))
+
+
+def a_registration(resident: Resident) -> InstanceJoined:
+    return InstanceJoined(a_profile("m0"), (resident,), kept=hashes(5)[::-1], jumps=((4, NO_GRANULE),))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_running_turn_keeps_its_session_tenant_and_lease(is_first: bool) -> None:
+    """Whether the instance registers first, or the gateway."""
+    resident = a_resident(CacheUser("quiet", 2, a_key(1), a_key(7), 5, 2.5, 0, 60.0))
+    bench, joined = a_bench(0), a_registration(resident)
     events: list[Event] = [joined, GatewayJoined(GATEWAY, ((resident.request_id, resident.epoch),))]
     for event in events if is_first else reversed(events):
         bench.feed(event)
@@ -282,19 +289,7 @@ def test_a_running_turn_keeps_its_session_tenant_and_lease(is_first: bool) -> No
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_running_turn_counts_once_if_its_gateway_submits_it_again(is_first: bool) -> None:
     """A gateway submits a request again if no token of its answer came. It may come before the instance registers."""
-    user = CacheUser("t", 1, a_key(1), None, 5, 20.0)
-    resident = Resident(
-        request_id=RequestId("r"),
-        epoch=Epoch(0),
-        gateway_id=GATEWAY,
-        num_blocks=24,
-        num_context_tokens=700,
-        decoding=True,
-        max_total_tokens=768,
-        granules=hashes(5),
-        user=user,
-    )
-    joined = InstanceJoined(a_profile("m0"), (resident,), kept=hashes(5)[::-1], jumps=((4, NO_GRANULE),))
+    joined = a_registration(a_resident(CacheUser("t", 1, a_key(1), None, 5, 20.0)))
     turn = replace(a_prompt("r", 690, output=70), tenant="t", session=SessionName(a_key(1)))
     bench = a_bench(0)
     events: list[Event] = [joined, RequestArrived(turn)]

@@ -111,7 +111,7 @@ def test_no_registration_brings_back_a_session_that_ended(now_s: float) -> None:
 
 
 def test_ends_of_sessions_are_remembered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 8)
+    monkeypatch.setattr(sessions_module, "MAX_ENDED", 8)
     sessions = Sessions()
     for number in range(20):
         sessions.close(SessionKey(number.to_bytes(16)))

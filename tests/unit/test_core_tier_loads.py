@@ -21,7 +21,7 @@ from pdmesh.core.events import (
     TransferLanded,
 )
 from pdmesh.kv_layout import GRANULE_TOKENS
-from pdmesh.model import InstanceId, PrefixHash, Request, SessionKey, SessionName, Then
+from pdmesh.model import Epoch, InstanceId, PrefixHash, Request, RequestId, SessionKey, SessionName, Then, TransferId
 from pdmesh.policy.config import PolicyConfig
 from pdmesh_testing.core import CoreBench, of
 from pdmesh_testing.reuse import a_profile, a_prompt, hashes, serve
@@ -210,13 +210,19 @@ def test_without_room_for_a_load_its_chain_is_not_walked(why: str, monkeypatch: 
     assert bench.core._tier_loads.next_look_s == return_s - LEAD_S + RETRY_AFTER_S
 
 
-def test_a_load_that_lands_after_its_limit_counts_as_loaded() -> None:
+def an_expected_load() -> tuple[Bench, float, tuple[RequestId, Epoch, TransferId]]:
+    """Return a bench on which a load is under way, the time of the session's return, and the load's names."""
     bench = Bench()
     return_s = bench.turns(1)
     bench.fill()
     (load,) = bench.tick(return_s - LEAD_S)
     what = load.request_id, load.epoch, load.transfer.transfer_id
     bench.feed(KvExpected(INSTANCE, *what))
+    return bench, return_s, what
+
+
+def test_a_load_that_lands_after_its_limit_counts_as_loaded() -> None:
+    bench, return_s, what = an_expected_load()
     assert of(FreeKv, bench.feed(Tick(), return_s + PAUSE_S))
     bench.feed(TransferLanded(INSTANCE, *what, 0, 0.0))
     assert bench.core.sessions.num_loaded_tokens == NUM_GRANULES * GRANULE_TOKENS
@@ -224,12 +230,7 @@ def test_a_load_that_lands_after_its_limit_counts_as_loaded() -> None:
 
 
 def test_a_load_that_fails_leaves_no_trace() -> None:
-    bench = Bench()
-    return_s = bench.turns(1)
-    bench.fill()
-    (load,) = bench.tick(return_s - LEAD_S)
-    what = load.request_id, load.epoch, load.transfer.transfer_id
-    bench.feed(KvExpected(INSTANCE, *what))
+    bench, return_s, what = an_expected_load()
     bench.feed(TransferFailed(INSTANCE, *what, "the disk is gone"))
     bench.feed(KvReleased(INSTANCE, *what))
     bench.core.check_integrity()

@@ -7,7 +7,7 @@ forgotten. No request fails because of its session: beyond the limits it is serv
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from heapq import merge
 from itertools import takewhile
@@ -25,6 +25,9 @@ IDLE_S = 300.0
 #: Most sessions, of all tenants and of one.
 MAX_SESSIONS = 65_536
 MAX_OF_TENANT = 4_096
+
+#: Most ended sessions whose keys are remembered. A key takes about 200 bytes.
+MAX_ENDED = 8192
 
 #: Most child sessions of one session, and most generations below a session without a parent.
 MAX_CHILDREN = 64
@@ -77,7 +80,7 @@ class Sessions:
         #: Sessions that ended and have no live requests.
         self._num_ended = 0
         #: Keys of sessions that ended, also of forgotten ones, in the order of their ends, with the times of these.
-        self._ended_s: dict[SessionKey, float] = {}
+        self._ended_s: OrderedDict[SessionKey, float] = OrderedDict()
 
     def __len__(self) -> int:
         return self._num_sessions
@@ -220,7 +223,7 @@ class Sessions:
         self._ended_s.pop(key, None)
         self._ended_s[key] = self.now_s
         while (first := next(iter(self._ended_s))) != key:
-            if len(self._ended_s) <= MAX_SESSIONS and self._ended_s[first] + MAX_LEASE_S > self.now_s:
+            if len(self._ended_s) <= MAX_ENDED and self._ended_s[first] + MAX_LEASE_S > self.now_s:
                 break
             del self._ended_s[first]
 

@@ -176,7 +176,8 @@ def _glm4_moe(model: GgufModel) -> dict[str, Any]:
 def _latent(model: GgufModel) -> dict[str, Any]:
     """Return the fields of DeepSeek V3. Raise ConfigError for experts that it does not have.
 
-    Older files state a head's sizes as those of keys and values, newer ones the latents'.
+    Older files state the sizes of a head's keys and values under the usual keys. In newer files, these keys have the
+    latents' sizes, and the head's sizes have keys of their own.
     """
     rotated = model.of("rope.dimension_count")
     key, value = (
@@ -198,7 +199,7 @@ def _latent(model: GgufModel) -> dict[str, Any]:
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": key - rotated if are_positive(key, rotated) else None,
         "v_head_dim": value,
-        "partial_rotary_factor": 1.0,  # of the rotated part, whose size is stated
+        "partial_rotary_factor": 1.0,  # all of the rotated part, whose size is stated, is rotated
         "rope_parameters": rope,
     }
 
