@@ -638,6 +638,15 @@ def test_a_parallel_step_computes_slices_of_equal_time_at_once(num_members: int)
     )
 
 
+def test_a_prompt_whose_rest_fits_into_the_first_members_step_is_shared_by_all() -> None:
+    """The second member's step is then asked for 0 tokens, without decodes (a scheduler of CI fell, 2026-11-30)."""
+    policy = replace(PARALLEL, latency=replace(PARALLEL.latency, weights_s=16.0), prefill_step_s=8000.0)
+    commands = compute_all(bench_of(num_prefill=3, num_blocks=2048, policy=policy), "p1", "p2")
+    assert sum(chunk.num_tokens for _, chunk in chunks_of(commands)) == 3001
+    (only,) = parallel_steps_of(commands)
+    assert {name for name, _ in only} == {"p0", "p1", "p2"}
+
+
 @pytest.mark.parametrize("num_members", [2, 4])
 def test_only_gangs_that_begin_or_end_together_are_in_the_same_layer(num_members: int) -> None:
     helper_ids = [f"p{i}" for i in range(1, num_members)]

@@ -123,7 +123,7 @@ def test_each_kind_of_step_has_its_constant_and_mixed_ones_interfere() -> None:
 def test_one_more_chunk_costs_the_same_bits(model: LinearLatencyModel, num_decodes: int) -> None:
     for chunks in ((), (ChunkShape(100, 7),), (ChunkShape(100, 7), ChunkShape(33, 0))):
         with_chunk_s = model.with_chunk_s(StepShape(chunks, num_decodes, 50 * num_decodes), 900)
-        for num_tokens in (1, 32, 777):
+        for num_tokens in (0, 1, 32, 777):
             shape = StepShape((*chunks, ChunkShape(num_tokens, 900)), num_decodes, 50 * num_decodes)
             assert with_chunk_s(num_tokens) == model.step_s(shape)
 

@@ -149,20 +149,22 @@ class LinearLatencyModel:
         before_s = self._apart_s(beside)
         token_s, d_s = self.b_s + self.c_s * num_history_tokens, self.d_s
         mixing_s, num_before, num_decodes = self.interference_s, beside.num_tokens, beside.num_decodes
-        if not (mixing_s and num_decodes):
-            if not self.weights_s:
-                return lambda num_tokens: before_s + num_tokens * (token_s + d_s * num_tokens)
-            mixing_s = 0.0
-        return lambda num_tokens: (
-            before_s
-            + num_tokens * (token_s + d_s * num_tokens)
-            + mixing_s * _mixing(num_before + num_tokens, num_decodes)
-            + self.idle_s(num_before + num_tokens, num_decodes)
-        )
+        if mixing_s and num_decodes:
+            return lambda num_tokens: (
+                before_s
+                + num_tokens * (token_s + d_s * num_tokens)
+                + mixing_s * _mixing(num_before + num_tokens, num_decodes)
+                + self.idle_s(num_before + num_tokens, num_decodes)
+            )
+        if self.weights_s:
+            return lambda num_tokens: (
+                before_s + num_tokens * (token_s + d_s * num_tokens) + self.idle_s(num_before + num_tokens, num_decodes)
+            )
+        return lambda num_tokens: before_s + num_tokens * (token_s + d_s * num_tokens)
 
 
 def _mixing(num_tokens: int, num_decodes: float) -> float:
-    """Return L·D/(L + D): 0 for a step of one kind, and largest for equal parts."""
+    """Return L·D/(L + D): 0 for a step of one kind, and largest for equal parts. Not defined for an empty step."""
     return num_tokens * num_decodes / (num_tokens + num_decodes)
 
 
