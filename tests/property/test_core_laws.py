@@ -164,6 +164,7 @@ class MeshMachine(RuleBasedStateMachine):
         num_classes=st.sampled_from((1, 1, 2)),
         num_stages=st.sampled_from((1, 1, 2, 3)),
         num_revisions=st.sampled_from((1, 1, 2)),
+        weights_s=st.sampled_from((0.0, 0.0, 6.0)),
     )
     def begin(
         self,
@@ -176,6 +177,7 @@ class MeshMachine(RuleBasedStateMachine):
         num_classes: int = 1,
         num_stages: int = 1,
         num_revisions: int = 1,
+        weights_s: float = 0.0,
     ) -> None:
         self.now_s = 0.0
         self.num_revisions, self.revision = num_revisions, 0
@@ -186,7 +188,8 @@ class MeshMachine(RuleBasedStateMachine):
         self.policy = replace(
             POLICY,
             chunk_tokens=POLICY.chunk_tokens * self.scale,
-            latency=replace(POLICY.latency, b_s=POLICY.latency.b_s / self.scale),
+            latency=replace(POLICY.latency, b_s=POLICY.latency.b_s / self.scale, weights_s=weights_s),
+            prefill_step_s=4 * weights_s or POLICY.prefill_step_s,
             long_prompt_tokens=POLICY.long_prompt_tokens * self.scale,
             sequence_parallel=schedule,
             group_size=2 if self.has_groups else 1,
@@ -657,8 +660,9 @@ class MeshMachine(RuleBasedStateMachine):
         self.allocated.discard(instance_id)
 
     def waits_for_weights(self, request: Request) -> bool:
-        """Whether others may pass a request, since other weights began it than new requests get."""
-        return request.weights not in ("", self.core.new_weights)
+        """Whether others may pass a request: other weights began it than new ones get, or none can decode it now."""
+        new_weights = self.core.new_weights
+        return request.weights not in ("", new_weights) or (new_weights is None and not request.ends_with_prompt)
 
     def check_overtakes_nobody(self, placed: Request) -> None:
         """By the bundle's order, its lanes and its ties, of all of its tenant that wait.
@@ -1504,4 +1508,19 @@ def test_what_decodes_where_it_is_computed_waits_for_no_backend_whatever_its_sou
     mesh.rush_hour(num_rounds=1, num_short=0, with_long=True)
     mesh.something_breaks(data=data, gateway=GATEWAYS[0], what="instance reconnects")
     mesh.rush_hour(num_rounds=1, num_short=0, with_long=False)
+    mesh.teardown()
+
+
+def test_what_no_weights_can_decode_may_be_passed_by_what_ends_with_its_prompt() -> None:
+    """An example of 2026-11-30 in which the laws took the former for overtaken."""
+    mesh = MeshMachine()
+    full = KvReservation.FULL
+    mesh.begin(
+        shape="1P+1D", bundle="fcfs", reservation=full, reckless=False, schedule=Schedule.PIPELINED, num_revisions=2
+    )
+    mesh.weights_are_replaced()
+    mesh.another_process_takes_the_place(data=cast("st.DataObject", Drawn(1)))
+    for output in (2, 1):
+        mesh.request_arrives(prompt=8, output=output, gateway=GATEWAYS[0], priority=0, slo_ttft_s=None)
+    assert list(mesh.waiting) == [("r0001", 0)]
     mesh.teardown()
