@@ -125,6 +125,7 @@ def test_all_are_replaced_in_turn_beside_another_one_where_there_is_one_of_a_kin
             ["+prefill-1", "+decode-1", "prefill-0", "decode-0", "-prefill-1", "-decode-1"],
         ),
         (("mixed-0", "mixed-1"), ["mixed-0", "mixed-1"]),
+        (("prefill-0", "prefill-1", "mixed-0"), ["prefill-0", "prefill-1", "+decode-0", "mixed-0", "-decode-0"]),
     ],
 )
 def test_new_weights_serve_before_the_last_pair_of_old_ones_leaves(names: tuple[str, ...], did: list[str]) -> None:

@@ -235,14 +235,19 @@ class RollingRestarts:
     def _next(self, requested: RollingRequested) -> RollingPart | None:
         """Return the next part: replace a process, or add or remove a temporary instance. None if nothing is left.
 
-        A temporary instance is added before a process that the mesh cannot serve without, unless ``force`` is set.
+        A temporary instance is added before a process that the mesh cannot serve without, unless ``force`` is set. It
+        leaves when no process is left of its role, and the new weights do not lack that role without it.
         """
         instances = self._mesh.instances
         left = () if requested.ends_as is not None else requested.left
         there = {each: instances[InstanceId(each.name)] for each in left if each.name in instances}
+        lasting = [each for each in instances.values() if each.instance_id not in requested.beside]
         roles = {instances[each].role for each in requested.beside if each in instances}
-        if requested.beside and roles.isdisjoint(instance.role for instance in there.values()):
-            return RollingPart(operation_id=_name(requested, "fewer", requested.beside[0]))
+        needed = {instance.role for instance in there.values()}
+        if there and (role := role_that_new_weights_lack(lasting)) is not None:
+            needed.add(role)
+        if requested.beside and roles.isdisjoint(needed):
+            return RollingPart(operation_id=self._new_name(requested, "fewer", requested.beside[0]))
         if not left:
             return None
         process, lacking = left[0], role_that_new_weights_lack(instances.values())
@@ -251,8 +256,16 @@ class RollingRestarts:
             process = next((each for each in there if not self._is_last(there[each])), process)
         if process in there and not requested.force and self._is_last(there[process]):
             role = lacking or there[process].role
-            return RollingPart(operation_id=_name(requested, "more", role), grows=role)
+            return RollingPart(operation_id=self._new_name(requested, "more", role), grows=role)
         return RollingPart(operation_id=_name(requested, process.name), restarts=process)
+
+    def _new_name(self, requested: RollingRequested, *parts: str) -> OperationId:
+        """Return an id that no recorded operation has, since the pools may change twice in the same way."""
+        name, number = _name(requested, *parts), 1
+        while self._records.get(name) is not None:
+            number += 1
+            name = _name(requested, *parts, str(number))
+        return name
 
     @staticmethod
     def _has_too_many(requested: RollingRequested, part: RollingPart) -> bool:
@@ -297,8 +310,11 @@ class RollingRestarts:
         elif part.grows is None:
             # A failed shrink is not tried again.
             requested = replace(requested, beside=())
-        elif done and (grown := self._pools.desired) is not None:
-            requested = replace(requested, beside=(*requested.beside, *(each.instance_id for each in grown.starts)))
+        elif done:
+            # Without a started instance, the same part would be next, and without end.
+            grown = self._pools.desired
+            started = () if grown is None else tuple(each.instance_id for each in grown.starts)
+            requested, done = replace(requested, beside=(*requested.beside, *started)), bool(started)
         is_last = part.restarts is None and part.grows is None
         # A part that was cancelled with the restart counts as done.
         if not done and (is_last or requested.ends_as is None):
