@@ -232,6 +232,7 @@ class ModelledInstance:
         """
         dropped = tuple([key for key, sequence in self.sequences.items() if sequence.decodes_nowhere])
         self.do(self.machine.drop_all_but_decoding())
+        self._turn()
         self.pieces.cut_off(self.instance_id)
         self.commands.clear()
         self.events.clear()

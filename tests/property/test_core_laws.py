@@ -568,20 +568,22 @@ class MeshMachine(RuleBasedStateMachine):
         self.granted_blocks[command.instance_id, key] = command.num_blocks
 
     def check_retraction(self, key: RequestKey) -> None:
-        """Somebody older, on the same instance, goes before it."""
+        """Somebody older, on the same instance or about to release its KV there, goes before it."""
         assert self.config.kv_reservation is KvReservation.ON_DEMAND
         victim = self.arrivals.get(key)
         decode_id = self.receiver_of.get(key, self.leader_of.get(key))
         if victim is None or decode_id is None:
             return
+        instance = self.mesh.instances[decode_id]
+        leaving = {(event.request_id, event.epoch) for event in instance.events if isinstance(event, KvReleased)}
         others = [
             other
             for other, request in self.arrivals.items()
             if other not in self.ended
-            and self.receiver_of.get(other, self.leader_of.get(other)) == decode_id
+            and (self.receiver_of.get(other, self.leader_of.get(other)) == decode_id or other in leaving)
             and order_of(request) < order_of(victim)
         ]
-        adopted = set(self.mesh.instances[decode_id].sequences) - self.arrivals.keys()
+        adopted = set(instance.sequences) - self.arrivals.keys()
         assert others or adopted, f"{key} was retracted, and is the oldest on {decode_id}"
 
     def check_may_reject(self, command: Reject) -> None:
@@ -669,7 +671,8 @@ class MeshMachine(RuleBasedStateMachine):
 
         A policy may let a prompt wait for its turn behind long ones, and with it its lane.
         """
-        order = self.chosen.order
+        bundle = self.core._choice.bundle  # made for the stages of the present instances
+        order = bundle.order
         waiting = {
             key: request
             for key, request in self.waiting.items()
@@ -683,9 +686,9 @@ class MeshMachine(RuleBasedStateMachine):
         line = [head for _, head in first]
         for head in line[: line.index(key_of(placed))]:
             may_wait = (
-                self.chosen.is_long(self.waiting[head])
-                or self.chosen.name == LETS_SHORT_WAIT
-                or (self.chosen.name in LET_SHORT_WAIT_BESIDE_GROUPS and self.has_groups)
+                bundle.is_long(self.waiting[head])
+                or bundle.name == LETS_SHORT_WAIT
+                or (bundle.name in LET_SHORT_WAIT_BESIDE_GROUPS and self.has_groups)
             )
             assert may_wait, f"{head} is overtaken"
 
@@ -1351,6 +1354,8 @@ class MeshMachine(RuleBasedStateMachine):
         for instance_id in sorted(set(self.profiles) - set(self.mesh.instances)):
             self.mesh.instances[instance_id] = self.new_instance(instance_id)
             self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
+        for instance in self.told_to_stop:
+            self.start_again(instance)
         for instance_id, instance in self.mesh.instances.items():
             instance.machine.holding.admits = True
             instance.do(instance.machine.end_copies())
