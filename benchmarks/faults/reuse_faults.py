@@ -50,9 +50,9 @@ from benchmarks.harness.report import Limits, heading
 from pdmesh.cli.state_folder import MeshRecord
 from pdmesh.engine.files import load_model_config
 from pdmesh.errors import PdmeshError
+from pdmesh.kv_layout import cache_bytes
 from pdmesh.model import Role
 from pdmesh.operations import OperationKind
-from pdmesh.worker.engines import cache_bytes
 from pdmesh_testing.checkpoints import CheckpointShape
 from pdmesh_testing.mesh import RunningMesh, running_mesh
 from pdmesh_testing.operating import operator_of

@@ -159,3 +159,8 @@ class KvLayout:
         The block is the first one seen from the end of the last full granule: another request may continue there.
         """
         return self.first_seen_block(num_tokens // GRANULE_TOKENS * GRANULE_TOKENS)
+
+
+def cache_bytes(layout: KvLayout, num_blocks: int, num_frames: int) -> int:
+    """Return the bytes of a cache of ``num_blocks``, and ``num_frames`` of windowed layers (`pdmesh.kv.frames`)."""
+    return num_blocks * layout.bytes_per_block + (num_frames + 1 - num_blocks) * layout.bytes_per_frame

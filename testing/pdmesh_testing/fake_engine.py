@@ -176,8 +176,6 @@ class _FakeStep:
     hidden: list[Words]
     #: Answers of shard holders to each slice, (layers, 2, tokens, lanes).
     elsewhere: list[Words]
-    #: Rows and pages of each slice in layers with states.
-    slices: tuple[StateSlice, ...]
     #: Seconds that the step should have taken so far, but has not.
     owed_s: float = 0.0
 
@@ -244,7 +242,6 @@ class FakeEngine:
         step = _FakeStep(
             hidden=[np.zeros(part.num_tokens, dtype=np.uint32) for part in batch],
             elsewhere=[self._no_kv(part.sequence.num_remote_tokens) for part in batch],
-            slices=state_slices(batch, self.kv.layout.block_size, self.kv.frames) if self._has_states else (),
         )
         number, num_stages, stage = self._turns.enter(), self._turns.num_stages, 0
         try:
@@ -265,13 +262,14 @@ class FakeEngine:
         num_layers = self.kv.layout.num_layers
         layer_s = 0.0 if self._step_s is None else self._step_s(batch) / num_layers
         layers = range(*share.layers(num_layers))
+        slices = state_slices(batch, self.kv.layout.block_size, self.kv.frames) if self._has_states else ()
         for layer in layers:
             if self._gate is not None:
                 self._gate.wait()
             queries: list[np.uint32] = []
             has_kv = self._checks_kv and layer not in self._state_layers
             if self._checks_kv and not has_kv:
-                step.hidden = [self._fold(layer, *each) for each in zip(batch, step.slices, step.hidden, strict=True)]
+                step.hidden = [self._fold(layer, *each) for each in zip(batch, slices, step.hidden, strict=True)]
             if has_kv:
                 queries = [self._write(layer, *each) for each in zip(batch, step.hidden, strict=True)]
                 for part, query in zip(batch, queries, strict=True):

@@ -81,9 +81,9 @@ class ThreadRanks:
         except OSError as error:
             raise InstanceUnavailable("another rank of the instance ended") from error
 
-    def open_cache(self, num_bytes: int, num_blocks: int) -> Tensor:
+    def open_cache(self, num_bytes: int, num_blocks: int, num_frames: int | None) -> Tensor:
         self.memory = torch.zeros(num_bytes, dtype=torch.uint8)
-        self.tell(OpenCache(num_blocks))
+        self.tell(OpenCache(num_blocks, num_frames))
         return self.memory
 
     def check_ready(self, leader: Ready) -> None:
@@ -119,9 +119,9 @@ class ThreadStages:
                 for key, _ in selector.select():
                     yield key.data, read_report(self._connections[key.data * self._num_ranks])
 
-    def open_cache(self, num_bytes: int, num_blocks: int) -> Tensor:
+    def open_cache(self, num_bytes: int, num_blocks: int, num_frames: int | None) -> Tensor:
         self.memory = torch.zeros(num_bytes, dtype=torch.uint8)
-        self.tell(OpenCache(num_blocks))
+        self.tell(OpenCache(num_blocks, num_frames))
         return self.memory
 
     def ready(self) -> Ready:
@@ -185,7 +185,7 @@ def _staged_engine(
             model = load_model(checkpoint, _cpu(options), share, None if share.is_whole else groups[number])
             command = read_command(leader)
             assert isinstance(command, OpenCache)
-            compute = model.compute(command.num_blocks, stages.memory)
+            compute = model.compute(command.num_blocks, stages.memory, command.num_frames)
             assert isinstance(compute.forward, DirectForward)
             weights = weights_identity(checkpoint)
             leader.sendall(frame(Ready(compute.arithmetic, compute.name, compute.reason, weights)))
@@ -227,7 +227,9 @@ def _running(threads: Sequence[threading.Thread], end: Callable[[], object]) -> 
 
 
 def _cpu(options: dict[str, Any]) -> ComputeOptions:
-    return ComputeOptions(**{**options, "device": torch.device("cpu")})
+    frees_windows = "max_frames" in options
+    options = {name: value for name, value in options.items() if name != "max_frames"}
+    return ComputeOptions(**{**options, "device": torch.device("cpu"), "frees_windows": frees_windows})
 
 
 def _follow(

@@ -17,14 +17,25 @@ import pytest
 
 from pdmesh.cli.process_id import process_id
 from pdmesh.config import InstanceDegrees
+from pdmesh.engine.files import load_model_config
+from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import PdmeshError
 from pdmesh.model import Role
 from pdmesh.operations import OperationKind
 from pdmesh_testing.checkpoints import TINY, write_checkpoint
-from pdmesh_testing.exactness import Reference, complete, mismatches, random_prompts, reference, streamed_while
+from pdmesh_testing.exactness import (
+    Reference,
+    complete,
+    engine_reference,
+    mismatches,
+    random_prompts,
+    reference,
+    streamed_while,
+)
 from pdmesh_testing.mesh import RunningMesh, running_mesh
 from pdmesh_testing.operating import operator_of
 from pdmesh_testing.spread_meshes import until_ended
+from pdmesh_testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -177,6 +188,44 @@ async def test_decodes_of_stages_move_and_their_instances_change_roles(checkpoin
         await answer_while_moving("decode-0", "prefill-1")
         await change("decode-1", Role.MIXED)
         await answer_while_moving("decode-0", "decode-1", "prefill-1")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "granitemoehybrid", "lfm2"])
+async def test_states_and_convolutions_pass_stages_of_which_one_is_lost(model_type: str, tmp_path: Path) -> None:
+    """Prefill and decode have two stages each. A killed stage changes no stream."""
+    options = model_variants()[model_type][0]
+    checkpoint = write_transformers_checkpoint(tmp_path / "model", model_type, seed=1, **options)
+    prompts = random_prompts([1, 100, 128, 129, 300, 700], load_model_config(checkpoint).vocab_size, seed=5)
+    engine = TorchEngine(
+        checkpoint,
+        num_blocks=8,
+        block_size=128,
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        deterministic=True,
+        ordered=True,
+    )
+    references = [engine_reference(engine, prompt, 100) for prompt in prompts]
+    settings = {
+        "PREFILL_PIPELINE_PARALLEL_SIZE": "2",
+        "DECODE_PIPELINE_PARALLEL_SIZE": "2",
+        "WORKER_DTYPE": "float32",
+        "WORKER_DETERMINISTIC": "true",
+        "WORKER_MAX_MODEL_LEN": "1024",
+        "POLICY_CHUNK_TOKENS": "50",
+    }
+    with running_mesh(tmp_path, model=checkpoint, decode=2, settings=settings) as mesh:
+        async with mesh.client() as client:
+            assert await mismatches(client, mesh.model, references * 2, concurrency=6, tolerance=0.0) == []
+            killed = next(row for row in mesh.status().instances if row.role is Role.DECODE)
+            pid = killed.rank_pids[-1]
+            got = await streamed_while(
+                client, mesh.model, references, lambda: os.kill(pid, signal.SIGKILL), num_begun=len(references)
+            )
+        assert got == [list(each.token_ids) for each in references]
+        await until_ended(killed.rank_pids)
+        await anyio.to_thread.run_sync(lambda: mesh.wait_until_idle(60.0))
 
 
 def test_a_mesh_that_is_stopped_leaves_no_rank(checkpoint: Path, tmp_path: Path) -> None:

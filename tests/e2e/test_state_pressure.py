@@ -10,7 +10,8 @@ import pytest
 from pdmesh.config import WorkerConfig
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.worker.engines import cache_bytes, cache_size_of
+from pdmesh.kv_layout import cache_bytes
+from pdmesh.worker.engines import cache_size_of
 from pdmesh.worker.state_frames import num_held_frames, state_room
 from pdmesh_testing.exactness import engine_reference, mismatches, random_prompts
 from pdmesh_testing.mesh import running_mesh

@@ -18,6 +18,8 @@ from pdmesh.engine.ranks.rank_commands import Abandon, Step
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import InstanceUnavailable
 from pdmesh.model import SamplingParams
+from pdmesh.policy.latency import ChunkShape, StepShape
+from pdmesh.worker.measuring import step_s
 from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
 from pdmesh_testing.ranks import ranked_engine
 from pdmesh_testing.stepping import SteppedRequest, block_table, generate, new_sequence, separate_tables, step
@@ -105,17 +107,25 @@ def test_every_architecture_is_divided(model_type: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "num_ranks", "num_stages"),
-    [("gemma4_text", 2, 1), ("gemma4_text", 2, 2), ("lfm2", 1, 2), ("qwen3_5_text", 1, 2)],
+    ("model_type", "num_ranks", "num_stages", "options"),
+    [
+        *[("gemma4_text", 2, 1, {}), ("gemma4_text", 2, 2, {}), ("lfm2", 1, 2, {}), ("qwen3_5_text", 1, 2, {})],
+        *[(model_type, 1, 2, {"max_frames": 9}) for model_type in ("lfm2", "gemma3_text", "granitemoehybrid")],
+        ("qwen3_5_text", 1, 4, {"max_frames": 9}),
+    ],
 )
-def test_layers_that_differ_are_divided(model_type: str, num_ranks: int, num_stages: int, tmp_path: Path) -> None:
-    """Two ranks share the one key-value head of Gemma 4's layers without a window."""
+def test_layers_that_differ_are_divided(
+    model_type: str, num_ranks: int, num_stages: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Two ranks share the one key-value head of Gemma 4's layers without a window. Stages share frames."""
     checkpoint = write_transformers_checkpoint(tmp_path, model_type, seed=1, **model_variants()[model_type][0])
     found: list[object] = []
     for ranks, stages in ((1, 1), (num_ranks, num_stages)):
         with ranked_engine(
-            checkpoint, ranks, num_stages=stages, num_blocks=32, dtype="float32", deterministic=True
+            checkpoint, ranks, num_stages=stages, num_blocks=32, dtype="float32", deterministic=True, **options
         ) as engine:
+            assert (engine.kv.frames is not None) == ("max_frames" in options)
+            step_s(engine, StepShape((ChunkShape(9, 40),), 1, 50))  # timing needs no states before
             requests = [generate(engine, prompt_of(length), 4, params=ALL, chunk_tokens=17) for length in (60, 3)]
             found.append([(request.output_ids, request.results) for request in requests])
     assert found[1] == found[0]

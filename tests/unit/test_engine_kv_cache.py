@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pdmesh.engine.kv_cache import TorchKvStore
+from pdmesh.engine.kv_cache import TorchKvStore, memory_bytes
 from pdmesh.kv_layout import IndexRange, KvLayout, PageShape
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=5, dtype="bfloat16")
@@ -63,6 +63,22 @@ def test_layers_with_other_heads_have_pages_of_their_own() -> None:
 def test_windows_count_the_bytes_of_their_own_layers() -> None:
     layout = replace(LAYOUT, pages=(PageShape(3, 4), PageShape(1, 32)), window=8, windowed_layers=(1,))
     assert (layout.bytes_per_block, layout.bytes_per_frame) == (880, 640)
+
+
+def test_processes_that_share_a_cache_share_the_frames_of_blocks() -> None:
+    layout = replace(LAYOUT, window=8, windowed_layers=(1,))
+    memory = torch.zeros(memory_bytes(layout, 7, 3), dtype=torch.uint8)
+    leader, stage = (TorchKvStore(layout, 7, memory, 3) for _ in range(2))
+    assert leader.frames is not None
+    assert stage.frames is not None
+    assert [len(layer) for layer in stage.layers] == [7, 4]
+    leader.frames.of_block[:] = [3, 3, 3, 3, 3, 2, 3]
+    assert stage.frames.of_block[5] == 2
+    stage.layers[0][6], stage.layers[1][2] = 2.0, 1.0
+    for layer, block_id in ((0, 6), (1, 5)):
+        out = bytearray(240)
+        leader.gather(layer, [block_id], memoryview(out))
+        assert (torch.frombuffer(out, dtype=torch.bfloat16) == 2.0 - layer).all()
 
 
 def test_no_block_outside_the_cache_is_touched() -> None:

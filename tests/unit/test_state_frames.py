@@ -10,8 +10,8 @@ import pytest
 
 from pdmesh.config import WorkerConfig
 from pdmesh.engine.files import load_model_config
-from pdmesh.kv_layout import KvLayout
-from pdmesh.worker.engines import cache_bytes, cache_size_of
+from pdmesh.kv_layout import KvLayout, cache_bytes
+from pdmesh.worker.engines import cache_size_of
 from pdmesh.worker.state_frames import CacheSize, num_held_frames, state_room
 
 #: Sizes of Qwen3-Next-80B-A3B.

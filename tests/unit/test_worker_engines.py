@@ -13,12 +13,11 @@ import pytest
 from pdmesh.cli.preflight import check_settings
 from pdmesh.config import HOST_KV_CACHE_BYTES, InstanceDegrees, MeshConfig, PoolConfig, WorkerConfig
 from pdmesh.errors import ConfigError
-from pdmesh.kv_layout import GRANULE_TOKENS, KvLayout, num_blocks_for
+from pdmesh.kv_layout import GRANULE_TOKENS, KvLayout, cache_bytes, num_blocks_for
 from pdmesh.policy.latency import PROFILES, ChunkShape, StepShape
 from pdmesh.worker.engines import (
     EngineFacts,
     build_engine,
-    cache_bytes,
     cache_size_of,
     check_ranks_can_compute,
     engine_facts,
@@ -142,8 +141,9 @@ def test_what_a_model_with_states_needs_is_said_at_start(tmp_path: Path, setting
 
 
 def test_one_pool_of_ranks_keeps_a_mesh_from_it() -> None:
-    """KV moves between the pools, and ranks hold all of it."""
+    """KV moves between the pools, and ranks that share layers hold all of it."""
     assert not frees_behind_windows(MeshConfig(prefill=PoolConfig(tensor_parallel_size=2)))
+    assert frees_behind_windows(MeshConfig(prefill=PoolConfig(pipeline_parallel_size=2)))
 
 
 TERMS = "a_s=0.006, b_s=1.5e-4, decode_a_s=0.004, decode_s=2e-4, mixed_a_s=0.006, interference_s=1e-4"

@@ -33,6 +33,7 @@ from pdmesh.kv.frames import WindowFrames
 from pdmesh.kv_layout import GRANULE_TOKENS, KvLayout, num_blocks_for
 from pdmesh.model import Epoch, Role, SamplingParams, TransferId
 from pdmesh_testing.memory_transport import MemoryFabric, MemoryTransport
+from pdmesh_testing.ranks import ranked_engine
 from pdmesh_testing.reuse import FETCH, a_generation, granules_of, output, run, tell_of_fetch
 from pdmesh_testing.stepping import generate
 from pdmesh_testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
@@ -114,22 +115,32 @@ def answers(checkpoint: Path) -> Answers:
 
 @asynccontextmanager
 async def instances(
-    checkpoint: Path, engines: list[TorchEngine], *roles: Role, max_frames: int = 64
+    checkpoint: Path,
+    engines: list[TorchEngine],
+    *roles: Role,
+    max_frames: int = 64,
+    num_stages: Sequence[int] = (1, 1),
 ) -> AsyncGenerator[list[RunningInstance]]:
     """Instances that hold ``max_frames`` blocks in layers with a window, of which everything is NaN at first."""
     fabric = MemoryFabric()
 
     @asynccontextmanager
     async def instance(role: Role, number: int) -> AsyncGenerator[RunningInstance]:
-        engine = TorchEngine(checkpoint, num_blocks=NUM_BLOCKS, block_size=BLOCK, num_threads=1, max_frames=max_frames)
-        for layer in engine.kv.layers:
-            layer[:-1] = torch.nan  # what is left is always zeros
-        engines.append(engine)
+        stages, options = num_stages[number], {"block_size": BLOCK, "max_frames": max_frames}
+        with ranked_engine(checkpoint, 1, num_stages=stages, num_blocks=NUM_BLOCKS, **options) as engine:
+            for layer in engine.kv.layers:
+                layer[:-1] = torch.nan  # what is left is always zeros
+            engines.append(engine)
+            async with running(engine, role, number) as each:
+                yield each
+
+    @asynccontextmanager
+    async def running(engine: TorchEngine, role: Role, number: int) -> AsyncGenerator[RunningInstance]:
         async with (
             MemoryTransport(CONFIG, fabric) as transport,
-            running_instance(engine, transport, role=role, config=CONFIG, instance_id=f"{role}-{number}") as running,
+            running_instance(engine, transport, role=role, config=CONFIG, instance_id=f"{role}-{number}") as each,
         ):
-            yield running
+            yield each
 
     async with instance(roles[0], 0) as first:
         if len(roles) == 1:
@@ -390,3 +401,92 @@ async def test_a_plan_waits_for_frames_of_what_is_being_sent(
         for instance in (prefill, decode):
             await instance.until(lambda: instance.pool.num_held == 0)  # noqa: B023
             instance.assert_all_free()
+
+
+# --- stages ---
+
+STAGED = pytest.mark.parametrize(
+    "checkpoint", ["gemma3_text", "granitemoehybrid", "lfm2", "qwen3_5_text"], indirect=True
+)
+
+
+@STAGED
+@pytest.mark.parametrize("num_stages", [2, 3])
+async def test_stages_read_frames_that_the_leader_gives(
+    checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine], num_stages: int
+) -> None:
+    """Chunks are in several stages while frames are freed. One request is freed as it is computed, and resumed."""
+    rng = random.Random(num_stages)
+    prompts = {f"r{number}": prompt_of(rng.randrange(1, 300), number) for number in range(6)}
+    async with instances(checkpoint, nan_in_free_frames, Role.MIXED, max_frames=80, num_stages=[num_stages]) as (
+        instance,
+    ):
+        left = {}
+        for name, prompt in prompts.items():
+            generation = make_generation(name, prompt, params(30))
+            instance.admit(generation, kv_moves=False)
+            left[name] = chunk_plans(generation, [rng.randrange(1, 60) for _ in range(300)])
+        while left:
+            name = rng.choice(list(left))
+            instance.run([left[name].pop(0)], with_decodes=rng.random() < 0.5)
+            left = {name: chunks for name, chunks in left.items() if chunks}
+        await instance.until(lambda: len(instance.tokens_of("r1")) > 3)
+        instance.free("r1")
+        await instance.reported(KvReleased, "r1")
+        drawn = ids(instance, "r1")
+        resumed = make_generation("r1", [*prompts["r1"], *drawn], params(30 - len(drawn)), epoch=1)
+        instance.admit(resumed, kv_moves=False)
+        for chunk in chunk_plans(resumed, [20]):
+            instance.run([chunk], with_decodes=True)
+        await instance.reported(KvReleased, "r1", count=2)
+        for name, prompt in prompts.items():
+            await instance.reported(KvReleased, name)
+            later = [token.token_id for token in instance.tokens_of(name, 1)]
+            assert [*ids(instance, name), *later] == answers.of(prompt, 30)
+        assert not any(isinstance(report, RequestDropped) for report in instance.reports)
+        instance.assert_all_free()
+        assert frames_of(instance).num_held == 0
+
+
+@STAGED
+@pytest.mark.parametrize("num_stages", [(2, 1), (1, 3), (3, 2)], ids=str)
+async def test_what_is_seen_moves_between_instances_of_stages(
+    checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine], num_stages: tuple[int, int]
+) -> None:
+    """A prompt is handed over from stage to stage, and the stream moves back and forth."""
+    prompt = prompt_of(300)
+    generation = make_generation("r", prompt, params(120))
+    async with instances(checkpoint, nan_in_free_frames, Role.MIXED, Role.MIXED, num_stages=num_stages) as (
+        source,
+        target,
+    ):
+        one, other = source, target
+        await hand_over(generation, source, target, [50])
+        await source.reported(KvReleased, "r")
+        for number in range(2):
+            source, target = target, source
+            before = len(source.tokens_of("r"))
+            await source.until(lambda: len(source.tokens_of("r")) > before + 5)  # noqa: B023
+            source.move("r", target, num_blocks_for(420, BLOCK), number=number + 2)
+            await source.reported(KvReleased, "r", count=number // 2 + 1 + (source is one))
+        await target.reported(RequestFinished, "r")
+        drawn = {token.index: token.token_id for each in (one, other) for token in each.tokens_of("r")}
+        assert [drawn[index] for index in range(120)] == answers.of(prompt, 120)
+        for instance in (one, other):
+            await instance.until(lambda: instance.pool.num_held == 0)  # noqa: B023
+            instance.assert_all_free()
+
+
+@pytest.mark.parametrize("checkpoint", ["gemma3_text"], indirect=True)
+async def test_a_chunk_waits_for_frames_of_chunks_in_other_stages(
+    checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine]
+) -> None:
+    """Frames for a window and one chunk of 64 tokens, and three follow each other: no prompt is dropped."""
+    prompt = prompt_of(400)
+    generation = make_generation("r", prompt, params(20))
+    async with instances(checkpoint, nan_in_free_frames, Role.MIXED, max_frames=12, num_stages=[2]) as (instance,):
+        instance.admit(generation, kv_moves=False)
+        for chunk in chunk_plans(generation, [64]):
+            instance.run([chunk])
+        await instance.reported(KvReleased, "r")
+        assert ids(instance, "r") == answers.of(prompt, 20)

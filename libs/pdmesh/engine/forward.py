@@ -140,13 +140,18 @@ class DirectForward:
     def step(
         self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], on_layer: LayerHook | None
     ) -> Iterator[StepOutput]:
-        inputs, plan = self.inputs(batch), self.attention.plan(spans)
-        if self._frames is not None:
-            seen = [replace(span, block_table=self._seen(span, self._frames)) for span in spans]
-            inputs = replace(inputs, windowed=self._frame_places(batch, inputs, self._frames))
-            plan = _WindowedPlan(plan, self.attention.plan(seen))
+        inputs, plan = self.planned(batch, spans)
         yield HiddenOutput(self.decoder, self.decoder.forward(inputs, self.caches, plan, on_layer))
         self.settle()
+
+    def planned(self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan]) -> tuple[StepInputs, AttentionPlan]:
+        """Return a step's tokens on the device, and its attention."""
+        inputs, plan = self.inputs(batch), self.attention.plan(spans)
+        if self._frames is None:
+            return inputs, plan
+        seen = [replace(span, block_table=self._seen(span, self._frames)) for span in spans]
+        inputs = replace(inputs, windowed=self._frame_places(batch, inputs, self._frames))
+        return inputs, _WindowedPlan(plan, self.attention.plan(seen))
 
     def inputs(self, batch: Sequence[SequenceSlice]) -> StepInputs:
         """Return a step's tokens on the device."""

@@ -17,7 +17,10 @@ from torch import Tensor
 from pdmesh.kv.frames import FrameMap
 from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
-from pdmesh.kv_layout import KvLayout, PageShape
+from pdmesh.kv_layout import KvLayout, PageShape, cache_bytes
+
+#: Bytes of the number of a block's frame.
+_FRAME_BYTES = 8
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -28,7 +31,7 @@ class TorchKvStore(HostKvStore):
     def __init__(
         self, layout: KvLayout, num_blocks: int, memory: Tensor | None = None, num_frames: int | None = None
     ) -> None:
-        """``memory`` has the bytes of the cache, zeros, if other processes compute on it, too.
+        """``memory`` has the `memory_bytes` of the cache, zeros, if other processes compute on it, too.
 
         ``num_frames`` is the number of frames of layers with a window; None means one for each block.
         """
@@ -37,15 +40,15 @@ class TorchKvStore(HostKvStore):
         self._frames: FrameMap | None = None
         self._windowed = frozenset(layout.windowed_layers)
         if self._windowed:
-            assert memory is None, "ranks hold the KV of all tokens"
-            self._frames = FrameMap.shared_out(num_blocks, num_blocks if num_frames is None else num_frames)
+            shared = None if memory is None else memory[-_FRAME_BYTES * num_blocks :].view(torch.int64).numpy()
+            self._frames = FrameMap.shared_out(num_blocks, num_blocks if num_frames is None else num_frames, shared)
         dtype = TORCH_DTYPES[layout.dtype]
         shapes = [(self._num_pages(n), *page_shape(layout, n)) for n in range(layout.num_layers)]
         if memory is None:
             self.layers = [_zeros(shape, dtype) for shape in shapes]
         else:
-            sizes = [num_blocks * layout.page_bytes(n) for n in range(layout.num_layers)]
-            parts: Sequence[Tensor] = memory.split(sizes)  # type: ignore[no-untyped-call]
+            sizes = [self._num_pages(n) * layout.page_bytes(n) for n in range(layout.num_layers)]
+            parts: Sequence[Tensor] = memory[: sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]
             self.layers = [part.view(dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
         self._bytes = [layer.view(len(layer), -1).view(torch.uint8).numpy() for layer in self.layers]
 
@@ -88,6 +91,15 @@ class TorchKvStore(HostKvStore):
             raise IndexError(f"block ids {list(block_ids)} reach outside the cache's {self._num_blocks} blocks")
         index = np.asarray(block_ids, dtype=np.int64)
         return index if self._frames is None or layer not in self._windowed else self._frames.of_block[index]
+
+
+def memory_bytes(layout: KvLayout, num_blocks: int, num_frames: int | None) -> int:
+    """Return the bytes of a cache that several processes compute on: all pages, then the frame of each block."""
+    if not layout.windowed_layers:
+        return num_blocks * layout.bytes_per_block
+    num_frames = num_blocks if num_frames is None else num_frames
+    num_bytes = cache_bytes(layout, num_blocks, num_frames)
+    return _FRAME_BYTES * (-(-num_bytes // _FRAME_BYTES) + num_blocks)
 
 
 def with_pages(layout: KvLayout, page: PageShape) -> KvLayout:

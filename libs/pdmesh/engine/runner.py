@@ -30,7 +30,7 @@ from pdmesh.engine.forward import DirectForward, Forward, StepOutput, drawn_rows
 from pdmesh.engine.grammar_state import GrammarState
 from pdmesh.engine.identity import unchanged_weights
 from pdmesh.engine.json_bounds import JsonBounds
-from pdmesh.engine.kv_cache import TorchKvStore
+from pdmesh.engine.kv_cache import TorchKvStore, memory_bytes
 from pdmesh.engine.lending import Cores, LentDecoder
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.model_loading import LoadedModel, decided_dtype, load_model, plan_model
@@ -76,7 +76,7 @@ class TorchEngine:
 
     ``range_tokens`` divides contexts into ranges, whose attention is merged (`pdmesh.engine.ranged_attention`); 0 means
     no division. ``max_frames`` limits the blocks in memory of layers with a window (`pdmesh.kv.frames`). None means no
-    limit, as on a device, with other ranks and with ranges.
+    limit, as on a device, with followers and with ranges.
 
     ``followers`` are the other ranks, which compute together with this one. ``stages`` are ranks that compute instead
     of this one.
@@ -129,11 +129,7 @@ class TorchEngine:
             ordered=ordered,
             lora=lora,
             range_tokens=range_tokens,
-            frees_windows=max_frames is not None
-            and followers is None
-            and stages is None
-            and on_cpu
-            and not range_tokens,
+            frees_windows=max_frames is not None and followers is None and on_cpu and not range_tokens,
         )
         model = None
         plan_model(checkpoint_dir, options)  # refuses options before the weights are read
@@ -152,17 +148,17 @@ class TorchEngine:
         if not isinstance(num_blocks, int):
             num_blocks, most_frames = num_blocks(layout, _free_bytes(self._device))
             max_frames = None if max_frames is None else most_frames
-        cache_bytes = num_blocks * layout.bytes_per_block
+        num_frames = min(num_blocks, max_frames) if max_frames is not None and layout.window else None
+        size = memory_bytes(layout, num_blocks, num_frames), num_blocks, num_frames
         asked = AskedRows.of(planned.config, layout, range_tokens)
         self._forward: Forward | Pipeline
         if stages is not None:
-            self._kv: PagedStore = TorchKvStore(layout, num_blocks, stages.open_cache(cache_bytes, num_blocks))
+            self._kv: PagedStore = TorchKvStore(layout, num_blocks, stages.open_cache(*size), num_frames)
             ready = stages.ready()
             self._forward = Pipeline(stages, asked, block_size=layout.block_size)
         else:
             assert model is not None
-            memory = None if followers is None else followers.open_cache(cache_bytes, num_blocks)
-            num_frames = min(num_blocks, max_frames) if max_frames is not None and layout.window else None
+            memory = None if followers is None else followers.open_cache(*size)
             compute = model.compute(num_blocks, memory, num_frames)
             ready = Ready(compute.arithmetic, compute.name, compute.reason, weights)
             self._kv, self._forward = compute.kv, compute.forward

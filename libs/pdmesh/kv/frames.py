@@ -30,9 +30,14 @@ class FrameMap:
     of_block: npt.NDArray[np.int64]
 
     @classmethod
-    def shared_out(cls, num_blocks: int, num_frames: int) -> FrameMap:
-        """Return a map in which each block has a frame, for a user of at most ``num_frames`` blocks at once."""
-        return cls(num_frames, np.arange(num_blocks, dtype=np.int64) % num_frames)
+    def shared_out(cls, num_blocks: int, num_frames: int, memory: npt.NDArray[np.int64] | None = None) -> FrameMap:
+        """Return a map in which each block has a frame, for a user of at most ``num_frames`` blocks at once.
+
+        The map is in ``memory`` if other processes read it, too.
+        """
+        of_block = np.empty(num_blocks, dtype=np.int64) if memory is None else memory
+        of_block[:] = np.arange(num_blocks) % num_frames
+        return cls(num_frames, of_block)
 
     @property
     def zeros(self) -> int:

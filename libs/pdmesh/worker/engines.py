@@ -20,9 +20,9 @@ from pdmesh.engine.ranks.share import check_divisible, check_stages
 from pdmesh.errors import ConfigError
 from pdmesh.extensions import extension
 from pdmesh.host import free_host_bytes
-from pdmesh.kv_layout import GRANULE_TOKENS, KvLayout, num_blocks_for
+from pdmesh.kv_layout import GRANULE_TOKENS, KvLayout, cache_bytes, num_blocks_for
 from pdmesh.model import MeasuredStep, Role
-from pdmesh.worker.state_frames import CacheSize, divided, num_held_frames, state_room
+from pdmesh.worker.state_frames import CacheSize, divided, num_held_frames, num_steps_under_way, state_room
 
 # Importing torch takes seconds, and numpy a third of a second.
 if TYPE_CHECKING:
@@ -119,7 +119,9 @@ def build_engine(
         raise _on_a_device(worker)
     return TorchEngine(
         directory,
-        num_blocks=partial(_num_blocks, worker, max_model_len=max_model_len, max_frames=max_frames or 0),
+        num_blocks=partial(
+            _num_blocks, worker, max_model_len=max_model_len, max_frames=max_frames or 0, num_stages=num_stages
+        ),
         max_frames=max_frames,
         device=worker.device,
         num_threads=num_threads,
@@ -154,19 +156,30 @@ def preload(config: MeshConfig) -> PreloadedModel | None:
 
 
 def _num_blocks(
-    worker: WorkerConfig, layout: KvLayout, free_bytes: int | None, *, max_model_len: int, max_frames: int
+    worker: WorkerConfig,
+    layout: KvLayout,
+    free_bytes: int | None,
+    *,
+    max_model_len: int,
+    max_frames: int,
+    num_stages: int,
 ) -> CacheSize:
     of = partial(
-        cache_size_of, worker, free_bytes=free_bytes, max_model_len=max_model_len, host_bytes=free_host_bytes()
+        cache_size_of,
+        worker,
+        free_bytes=free_bytes,
+        max_model_len=max_model_len,
+        host_bytes=free_host_bytes(),
+        num_stages=num_stages,
     )
     size = of(layout, max_frames=max_frames if layout.window else 0)
     num_blocks, num_frames = size
     if layout.has_states:
-        room = state_room(layout, size, worker.max_num_seqs, worker.cached_states_share)
+        room = state_room(layout, size, worker.max_num_seqs, worker.cached_states_share, num_stages)
         log.info(
             "the cache has states beside KV",
             num_tokens=num_blocks * layout.block_size,
-            num_states_of_requests=num_held_frames(layout, room.num_seats),
+            num_states_of_requests=num_held_frames(layout, room.num_seats, num_stages),
             num_cached_states=room.num_cached,
             bytes_per_state=layout.bytes_per_frame,
         )
@@ -193,11 +206,6 @@ def _num_blocks(
             max_model_len=max_model_len,
         )
     return size
-
-
-def cache_bytes(layout: KvLayout, num_blocks: int, num_frames: int) -> int:
-    """Return the bytes of a cache of ``num_blocks``, and ``num_frames`` of windowed layers (`pdmesh.kv.frames`)."""
-    return num_blocks * layout.bytes_per_block + (num_frames + 1 - num_blocks) * layout.bytes_per_frame
 
 
 def _ranks_of(ranks: Followers | Stages | None, num_stages: int) -> dict[str, Any]:
@@ -235,7 +243,11 @@ def load_rank(config: MeshConfig, num_threads: int, group: RankGroup) -> tuple[L
     torch.set_num_threads(num_threads)
     share, directory = group.share, resolve_model(str(config.model))
     block_size = block_size_of(config.worker, load_model_config(directory))
-    options = ComputeOptions(device=torch.device("cpu"), **_compute_options(config.worker, block_size))
+    options = ComputeOptions(
+        device=torch.device("cpu"),
+        frees_windows=frees_behind_windows(config),
+        **_compute_options(config.worker, block_size),
+    )
     with unchanged_weights(directory, lora=options.lora, has_random_weights=options.has_random_weights) as weights:
         return load_model(directory, options, share, None if share.is_whole else group), weights
 
@@ -260,14 +272,14 @@ def _compute_options(worker: WorkerConfig, block_size: int) -> dict[str, Any]:
 def frees_behind_windows(config: MeshConfig) -> bool:
     """Whether instances free KV that layers with a window no longer see. The answer holds for the whole mesh.
 
-    Such KV is kept on a device, with several ranks in an instance, and with an offload tier. Where contexts are spread
-    it is kept, too, because a range is held in all layers.
+    Such KV is kept on a device, where several ranks compute a layer, and with an offload tier. Where contexts are
+    spread it is kept, too, because a range is held in all layers.
     """
     worker = config.worker
     return (
         worker.free_behind_windows
         and not worker.max_kv_tokens_per_instance
-        and all(config.degrees_of(role).num_ranks == 1 for role in Role)
+        and all(config.degrees_of(role).tensor == 1 for role in Role)
         and not (worker.kv_offload_host_bytes or worker.kv_offload_disk_bytes)
         and device_name(config) == "cpu"
     )
@@ -277,12 +289,13 @@ def max_frames_of(config: MeshConfig, layout: KvLayout, max_model_len: int) -> i
     """Return the most blocks that layers with a window hold at once.
 
     The sum of the windows of all decoding requests, half as much for requests that are computed, sent or resumable,
-    and the largest chunk. The memory decides how many states there are.
+    and the largest chunk of each step. The memory decides how many states there are.
     """
     worker, policy, block_size = config.worker, config.policy, layout.block_size
     num_seen = num_blocks_for(layout.window + GRANULE_TOKENS, block_size) + 2
     chunk_tokens = min(max_model_len, max(policy.max_chunk_tokens, policy.chunk_tokens))
-    return (3 * worker.max_num_seqs // 2 + 1) * num_seen + num_blocks_for(chunk_tokens, block_size)
+    num_steps = num_steps_under_way(max(config.degrees_of(role).stages for role in Role))
+    return (3 * worker.max_num_seqs // 2 + 1) * num_seen + num_steps * num_blocks_for(chunk_tokens, block_size)
 
 
 def block_size_of(worker: WorkerConfig, model: DecoderShape) -> int:
@@ -300,7 +313,8 @@ def check_states(config: MeshConfig, model: DecoderShape) -> None:
         raise ConfigError(f"worker.speculation is {worker.speculation}, but {name} verifies no drafts so far: set off")
     if not frees_behind_windows(config):
         raise ConfigError(
-            f"{name} needs worker.free_behind_windows, one rank, a CPU and no offload tier: every block has its states"
+            f"{name} needs worker.free_behind_windows, tensor_parallel_size 1, a CPU and no offload tier: every block "
+            "has its states"
         )
     if (block_size := block_size_of(worker, model)) < GRANULE_TOKENS:
         raise ConfigError(
@@ -424,6 +438,7 @@ def cache_size_of(
     max_model_len: int,
     host_bytes: int | None = None,
     max_frames: int = 0,
+    num_stages: int = 1,
 ) -> CacheSize:
     """Return the size of the KV cache: by the configured size, else by the free memory, else a default.
 
@@ -452,6 +467,7 @@ def cache_size_of(
             max_num_seqs=worker.max_num_seqs,
             most_blocks=most_blocks,
             cached_share=worker.cached_states_share,
+            num_stages=num_stages,
         )
     elif num_blocks > max_frames > 0:
         rest = kv_cache_bytes - (max_frames + 1) * bytes_per_frame

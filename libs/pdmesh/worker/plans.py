@@ -254,7 +254,10 @@ class Plans:
         return self.grammars.is_ready(request.generation.params.grammar)
 
     def _waits_for_frames(self, plan: StepPlan) -> bool:
-        """Whether a plan needs more frames than are free, while some request holds frames that it will free."""
+        """Whether a plan needs more frames than are free, while some request holds frames that it will free.
+
+        With several stages, prompts in steps under way will free frames, too.
+        """
         requests = ((self._sequences.get(part.request_id, part.epoch), part) for part in plan.chunks)
         num_wanted = sum(
             self._windows.num_to_take(request.held, part.start + part.num_tokens)
@@ -262,7 +265,7 @@ class Plans:
             if request is not None
         )
         return num_wanted > self._windows.num_available and any(
-            request.phase in _GIVING_BACK and request.held.places for request in self._sequences
+            (request.phase in _GIVING_BACK or request.in_step) and request.held.places for request in self._sequences
         )
 
     def _take_frames(self, request: LocalRequest, num_tokens: int) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from pdmesh.config_sources import load_config
 from pdmesh.engine.compute import Compute
 from pdmesh.engine.forward import DirectForward
+from pdmesh.engine.kv_cache import memory_bytes
 from pdmesh.engine.model_loading import LoadedModel
 from pdmesh.engine.ranks.channel import StageChannel
 from pdmesh.engine.ranks.following import Follower
@@ -64,8 +65,8 @@ def main() -> int:
         command = read_command(leader)
         if not isinstance(command, OpenCache):
             return 0
-        num_bytes = command.num_blocks * model.layout.bytes_per_block
-        compute = model.compute(command.num_blocks, map_memory(start.cache_fd, num_bytes))
+        num_bytes = memory_bytes(model.layout, command.num_blocks, command.num_frames)
+        compute = model.compute(command.num_blocks, map_memory(start.cache_fd, num_bytes), command.num_frames)
         asked = AskedRows.of(model.config, model.layout, config.worker.max_kv_tokens_per_instance)
         follower = _follower(start, model, compute, group, leader, memory, asked)
         leader.sendall(frame(Ready(compute.arithmetic, compute.name, compute.reason, weights)))

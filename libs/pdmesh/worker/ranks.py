@@ -92,14 +92,14 @@ class RankProcesses:
         except OSError as error:
             raise InstanceUnavailable(self.why_lost() or "another rank of the instance is gone") from error
 
-    def open_cache(self, num_bytes: int, num_blocks: int) -> Tensor:
+    def open_cache(self, num_bytes: int, num_blocks: int, num_frames: int | None) -> Tensor:
         try:
             os.ftruncate(self._cache_fd, num_bytes)
         except OSError as error:
             raise ConfigError(f"ranks cannot share {num_bytes} bytes of KV cache: {error.strerror}") from error
         from pdmesh.engine.ranks.rank_memory import map_memory
 
-        self.tell(OpenCache(num_blocks))
+        self.tell(OpenCache(num_blocks, num_frames))
         return map_memory(self._cache_fd, num_bytes)
 
     def answers(self) -> Iterator[tuple[str, Ready]]:

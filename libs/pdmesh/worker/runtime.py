@@ -151,7 +151,8 @@ async def serve_instance(
     pool = BlockPool(engine.kv.num_blocks)
     range_tokens = config.worker.max_kv_tokens_per_instance
     size = CacheSize(engine.kv.num_blocks, 0 if engine.kv.frames is None else engine.kv.frames.num_frames)
-    room = state_room(engine.kv.layout, size, config.worker.max_num_seqs, config.worker.cached_states_share)
+    share = config.worker.cached_states_share
+    room = state_room(engine.kv.layout, size, config.worker.max_num_seqs, share, engine.num_stages)
 
     def on_outcome(outcome: TransferOutcome) -> None:
         instance.on_outcome(outcome)

@@ -27,16 +27,24 @@ class StateRoom(NamedTuple):
     num_cached: int
 
 
-def num_held_frames(layout: KvLayout, max_num_seqs: int) -> int:
+def num_steps_under_way(num_stages: int) -> int:
+    """Return the most steps at once: with several stages, one in each of them, and one that waits."""
+    return num_stages + 1 if num_stages > 1 else 1
+
+
+def num_held_frames(layout: KvLayout, max_num_seqs: int, num_stages: int = 1) -> int:
     """Return the most frames that requests hold at once while ``max_num_seqs`` decode.
 
     A request holds the state behind its last granule, and the states behind the blocks after it. Half as many requests
-    are computed, sent or received meanwhile, and a step of two prompts holds twice as many.
+    are computed, sent or received meanwhile, and each step of two prompts holds twice as many.
     """
-    return (3 * max_num_seqs // 2 + 3) * (num_blocks_for(GRANULE_TOKENS, layout.block_size) + 1)
+    num_requests = 3 * max_num_seqs // 2 + 1 + 2 * num_steps_under_way(num_stages)
+    return num_requests * (num_blocks_for(GRANULE_TOKENS, layout.block_size) + 1)
 
 
-def state_room(layout: KvLayout, size: CacheSize, max_num_seqs: int, cached_share: float) -> StateRoom:
+def state_room(
+    layout: KvLayout, size: CacheSize, max_num_seqs: int, cached_share: float, num_stages: int = 1
+) -> StateRoom:
     """Return what the frames of a cache have room for: ``max_num_seqs`` seats at most, and 1 at least."""
     if not layout.has_states:
         return StateRoom(max_num_seqs, 0)
@@ -44,10 +52,12 @@ def state_room(layout: KvLayout, size: CacheSize, max_num_seqs: int, cached_shar
     if size.num_frames >= size.num_blocks:
         return StateRoom(max_num_seqs, num_cached)
     num_held = size.num_frames - num_cached
-    return StateRoom(_num_seats(layout, num_held, max_num_seqs), num_cached)
+    return StateRoom(_num_seats(layout, num_held, max_num_seqs, num_stages), num_cached)
 
 
-def divided(layout: KvLayout, num_bytes: int, *, max_num_seqs: int, most_blocks: int, cached_share: float) -> CacheSize:
+def divided(
+    layout: KvLayout, num_bytes: int, *, max_num_seqs: int, most_blocks: int, cached_share: float, num_stages: int = 1
+) -> CacheSize:
     """Divide ``num_bytes`` of a cache into frames and blocks, at most ``most_blocks``.
 
     Requests take at most half of the cache for their frames. Cached states take ``cached_share`` of the rest, or less
@@ -55,8 +65,8 @@ def divided(layout: KvLayout, num_bytes: int, *, max_num_seqs: int, most_blocks:
     """
     frame_bytes = layout.bytes_per_frame
     kv_bytes = layout.bytes_per_block - frame_bytes
-    seats = _num_seats(layout, int(num_bytes * _MOST_FOR_REQUESTS) // frame_bytes, max_num_seqs)
-    num_held = min(num_held_frames(layout, seats), max(1, num_bytes // layout.bytes_per_block - 2))
+    seats = _num_seats(layout, int(num_bytes * _MOST_FOR_REQUESTS) // frame_bytes, max_num_seqs, num_stages)
+    num_held = min(num_held_frames(layout, seats, num_stages), max(1, num_bytes // layout.bytes_per_block - 2))
     rest = max(0, num_bytes - (num_held + 1) * frame_bytes)
     num_blocks = most_blocks
     if kv_bytes:
@@ -80,6 +90,7 @@ def _num_cached(layout: KvLayout, num_blocks: int, cached_share: float) -> int:
     return min(num_granules, max(1, num_cached))
 
 
-def _num_seats(layout: KvLayout, num_frames: int, max_num_seqs: int) -> int:
-    fitting = (number for number in range(max_num_seqs, 1, -1) if num_held_frames(layout, number) <= num_frames)
+def _num_seats(layout: KvLayout, num_frames: int, max_num_seqs: int, num_stages: int) -> int:
+    possible = range(max_num_seqs, 1, -1)
+    fitting = (number for number in possible if num_held_frames(layout, number, num_stages) <= num_frames)
     return next(fitting, 1)

@@ -29,8 +29,8 @@ class Followers(Protocol):
         """Send a command to each of the other ranks."""
         ...
 
-    def open_cache(self, num_bytes: int, num_blocks: int) -> Tensor:
-        """Return the bytes of the KV cache, zeros that all ranks share, after each rank has mapped it."""
+    def open_cache(self, num_bytes: int, num_blocks: int, num_frames: int | None) -> Tensor:
+        """Return the bytes of the KV cache, zeros that all ranks share, and have each rank map it."""
         ...
 
     def check_ready(self, leader: Ready) -> None:

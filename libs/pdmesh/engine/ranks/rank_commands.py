@@ -25,9 +25,9 @@ from pdmesh.model import RequestId, SamplingParams
 _LENGTH = struct.Struct("<I")
 
 #: Numbers of a slice: key of the sequence, first position, prompt tokens, first tokens whose KV is remote, first
-#: blocks freed since the last step, known blocks left. The widths are fixed: msgpack's integers grow with their values,
-#: so a step would grow with the context.
-_SLICE_NUMBERS = struct.Struct("<qiiiii")
+#: blocks freed since the last step, known blocks left, whether the step is only timed. The widths are fixed: msgpack's
+#: integers grow with their values, so a step would grow with the context.
+_SLICE_NUMBERS = struct.Struct("<qiiiii?")
 
 #: Largest frame between processes of one instance. A table of a million blocks takes a hundredth of it.
 _MAX_FRAME_BYTES = 1 << 30
@@ -102,9 +102,10 @@ class EndStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class OpenCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Map the KV cache of ``num_blocks`` blocks."""
+    """Map the KV cache of ``num_blocks`` blocks; layers with a window have ``num_frames``, None: one a block."""
 
     num_blocks: int
+    num_frames: int | None
 
 
 Command = Step | StageStep | Go | Abandon | Answers | Score | Embed | EndStep | OpenCache
@@ -258,8 +259,9 @@ class Deltas:
         num_known -= num_given_back
         num_blocks = max(num_known, num_blocks_for(part.start + part.num_tokens - num_elsewhere, block_size))
         self._known[id(sequence)] = _Known(key, num_blocks, num_elsewhere)
+        numbers = key, part.start, sequence.num_prompt_tokens, num_elsewhere, num_given_back, num_known
         return SliceDelta(
-            _SLICE_NUMBERS.pack(key, part.start, sequence.num_prompt_tokens, num_elsewhere, num_given_back, num_known),
+            _SLICE_NUMBERS.pack(*numbers, sequence.is_timing),
             part.token_ids.tobytes(),
             array.array("i", sequence.block_table[num_known:num_blocks]).tobytes(),
         )
@@ -295,7 +297,7 @@ class Replicas:
         return [self._slice(delta, partial(elsewhere_of, index)) for index, delta in enumerate(step.slices)]
 
     def _slice(self, delta: SliceDelta, elsewhere_of: Callable[[int], RemoteKv]) -> SequenceSlice:
-        key, start, num_prompt_tokens, num_remote_tokens, num_given_back, num_known = _SLICE_NUMBERS.unpack(
+        key, start, num_prompt_tokens, num_remote_tokens, num_given_back, num_known, is_timing = _SLICE_NUMBERS.unpack(
             delta.numbers
         )
         sequence = self._sequences.get(key)
@@ -305,6 +307,7 @@ class Replicas:
                 params=SamplingParams(max_tokens=1),
                 token_ids=array.array("i"),
                 num_prompt_tokens=num_prompt_tokens,
+                is_timing=is_timing,
             )
         sequence.elsewhere = elsewhere_of(num_remote_tokens) if num_remote_tokens else None
         del sequence.block_table[:num_given_back]

@@ -124,7 +124,7 @@ class StageFollower(RankFollower):
     def _through(self, batch: Sequence[SequenceSlice], before: Carried | None, on_layer: LayerHook | None) -> Carried:
         """Compute the layers here from the state of the layers before. None means that the step's tokens enter here."""
         forward, transformer = self._forward, self._transformer
-        inputs, plan = forward.inputs(batch), forward.attention.plan(step_spans(batch))
+        inputs, plan = forward.planned(batch, step_spans(batch))
         if before is None:
             before = Carried(transformer.embed_tokens(inputs), None)
         return transformer.through(before, inputs, forward.caches, plan, on_layer)
