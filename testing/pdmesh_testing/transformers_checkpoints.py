@@ -121,6 +121,20 @@ _VARIANTS: dict[str, list[dict[str, Any]]] = {
         }
     ],
     "mixtral": [{"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24}],
+    "nemotron_h": [
+        {
+            "layers_block_type": [
+                "linear_attention",
+                "linear_attention",
+                "moe",
+                "full_attention",
+                "mlp",
+                "linear_attention",
+            ],
+            "n_group": 3,
+            "topk_group": 2,
+        }
+    ],
     "olmoe": [{"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True}],
     "qwen3_moe": [
         {
@@ -208,6 +222,22 @@ _NEEDED: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**_DELTA_NET, **_GATED_EXPERTS},
     "qwen3_next": {**_DELTA_NET, **_GATED_EXPERTS},
     "ministral": {"head_dim": 24},
+    # Steps of prompts have a lower limit in transformers, but not in other implementations or steps of decodes.
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "routed_scaling_factor": 1.5,
+        "moe_shared_expert_intermediate_size": 24,
+        "head_dim": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "time_step_min": 1e-9,
+        "time_step_floor": 1e-9,
+    },
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16},
 }
 

@@ -167,7 +167,7 @@ def test_kv_that_was_computed_or_drawn_before_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type", ["granitemoehybrid", "lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5_text"])
 def test_an_answer_that_is_resumed_has_the_same_bits_where_layers_have_states(
     model_type: str, dtype: str, tmp_path: Path
 ) -> None:

@@ -81,7 +81,7 @@ def test_bits_do_not_depend_on_ranks_and_stages(
 
 #: Architectures with convolutions, states or latents: several ranks are refused.
 UNDIVIDED = {
-    *("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid"),
+    *("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "nemotron_h"),
     *("deepseek_v3", "glm4_moe_lite"),
 }
 

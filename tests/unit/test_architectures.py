@@ -19,6 +19,7 @@ import torch
 from _pytest.mark import ParameterSet
 from safetensors.torch import load_file, save_file
 
+from pdmesh.engine.architectures import parse_model_config
 from pdmesh.engine.compute import ComputeOptions
 from pdmesh.engine.experts import Experts
 from pdmesh.engine.files import load_model_config
@@ -41,6 +42,7 @@ from pdmesh_testing.reference import GreedyStep
 from pdmesh_testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
 from pdmesh_testing.transformers_checkpoints import (
     model_variants,
+    transformers_config,
     write_transformers_checkpoint,
     write_wrapped_checkpoint,
 )
@@ -262,3 +264,24 @@ def test_latents_keep_their_shape_of_pages_and_queries_of_another_width_are_refu
     plan = _NativePlan(NativeAttention(None, layout, 1.0), *torch.empty(2, 0))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"queries have 8 values a head, but keys {width}"):
         plan.attend(torch.zeros(1, num_heads, 8), torch.zeros(1, 2, num_heads, 16, width))
+
+
+def test_parts_of_nemotron_are_those_of_its_letters_and_others_are_refused() -> None:
+    options = model_variants()["nemotron_h"][0]
+    raw = json.loads(transformers_config("nemotron_h", **options).to_json_string())
+    listed = parse_model_config(raw, "config.json")
+    without = {name: value for name, value in raw.items() if name != "layers_block_type"}
+    assert parse_model_config({**without, "hybrid_override_pattern": "MME*-M"}, "config.json") == listed
+    assert [(layer.has_mlp, layer.delta is None, layer.experts is None) for layer in listed.layers] == [
+        (False, False, True), (True, False, False), (True, True, True), (False, False, True)
+    ]  # fmt: skip
+    for wrong, found in (
+        ({"layers_block_type": ["moe", "linear_attention"]}, "part 0 .* follows no attention and no state"),
+        ({"layers_block_type": ["full_attention", "mlp", "moe"]}, "part 2 .* follows no attention and no state"),
+        ({"layers_block_type": ["full_attention", "conv"]}, "layers_block_type must list"),
+        ({"layers_block_type": {"moe": 1}}, "layers_block_type must list"),
+        ({"moe_latent_size": 16}, "moe_latent_size is not supported"),
+        ({"time_step_limit": [0.01, 0.1]}, "time_step_limit"),
+    ):
+        with pytest.raises(ConfigError, match=found):
+            parse_model_config({**raw, **wrong}, "config.json")

@@ -35,7 +35,9 @@ PROMPT = [number * 37 % 300 for number in range(30)]
 SHAPE = CheckpointShape(hidden_size=80, intermediate_size=112)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "granitemoehybrid", "minimax_m2", "qwen3_next"])
+@pytest.mark.parametrize(
+    "model_type", ["deepseek_v3", "glm4_moe", "granitemoehybrid", "minimax_m2", "nemotron_h", "qwen3_next"]
+)
 def test_reordered_weights_of_fp8_are_what_they_stand_for(tmp_path: Path, model_type: str) -> None:
     options = model_variants()[model_type][-1]
     source = write_transformers_checkpoint(tmp_path / "source", model_type, **options)

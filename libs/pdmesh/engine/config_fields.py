@@ -20,6 +20,8 @@ _MAX_EXPERTS = 1024
 _MAX_HEADS = _MAX_HEAD_DIM = 4096
 _MAX_TAPS = 64
 _MAX_CHANNELS = 1 << 20
+#: Spellings of a ``time_step_limit`` that limits nothing.
+NO_LIMITS = (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 

@@ -187,5 +187,7 @@ def _activated(rows: Tensor, activation: Activation) -> Tensor:
             return functional.gelu(rows, approximate="tanh")
         case Activation.GELU:
             return functional.gelu(rows)
+        case Activation.RELU2:
+            return functional.relu(rows).square()
         case Activation.CLAMPED_SWISH:
             raise ValueError("a clamped activation has gates")

@@ -115,13 +115,14 @@ class QkNorm(StrEnum):
 class Activation(StrEnum):
     """Activation between the two products of an MLP. Values are transformers' names.
 
-    CLAMPED_SWISH is gpt-oss's: values are clamped to a limit, and 1 is added to the ups.
+    CLAMPED_SWISH is gpt-oss's: values are clamped to a limit, and 1 is added to the ups. RELU2 is a squared ReLU.
     """
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
     GELU = "gelu"
     CLAMPED_SWISH = "clamped swish"
+    RELU2 = "relu2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +179,9 @@ class LayerConfig:
     ``conv`` is a convolution instead of attention. Its pages hold the inputs of each token: the first half of the
     channels as keys, the other as values. Its ``window`` is the number of taps. ``delta`` is a gated delta net instead
     of attention, whose pages hold states. Its ``window`` is `STATE_WINDOW`. ``latent`` is attention over latents.
+
+    ``has_mlp``: an MLP or experts follow. ``stored_as`` are the numbers of the mixer and of the MLP in files if they
+    are layers of their own there.
     """
 
     rope: RopeConfig | None
@@ -190,6 +194,12 @@ class LayerConfig:
     conv: ShortConv | None = None
     delta: DeltaNet | None = None
     latent: Latent | None = None
+    has_mlp: bool = True
+    stored_as: tuple[int, int] | None = None
+
+    @property
+    def has_dense_mlp(self) -> bool:
+        return self.has_mlp and (self.experts is None or self.experts.is_beside_mlp)
 
     @property
     def attends(self) -> bool:
@@ -319,7 +329,7 @@ class DecoderShape:
                 others += layer.latent.num_weights(self.hidden_size, self.num_heads)
             else:
                 columns += (2 * self.num_heads + num_projections * page.num_kv_heads) * page.head_dim
-            if layer.experts is None or layer.experts.is_beside_mlp:
+            if layer.has_dense_mlp:
                 columns += num_matrices * self.inner_size(layer)
             if layer.experts is not None:
                 experts = layer.experts
@@ -411,9 +421,7 @@ class ModelConfig(DecoderShape):
     @property
     def inner_sizes(self) -> frozenset[int]:
         """Sizes of the layers' MLPs, of one expert and of shared ones."""
-        dense = {
-            self.inner_size(layer) for layer in self.layers if layer.experts is None or layer.experts.is_beside_mlp
-        }
+        dense = {self.inner_size(layer) for layer in self.layers if layer.has_dense_mlp}
         experts = {layer.experts for layer in self.layers if layer.experts}
         shared = {each.shared_size for each in experts if each.shared_size}
         return frozenset(dense | shared | {each.intermediate_size for each in experts})

@@ -289,8 +289,9 @@ class Transformer:
         """
         layer = self._weights.layers[number]
         delta = self._added(self._delta(attended.flatten(1), layer.mixer.output), layer.attention_output_norm)
-        hidden, normed = self._add_norm(hidden, delta, layer.mlp_norm)
-        delta = self._added(self._feed_forward(layer, hidden, normed), layer.mlp_output_norm)
+        if layer.mlp is not None:
+            hidden, normed = self._add_norm(hidden, delta, layer.mlp_norm)
+            delta = self._added(self._feed_forward(layer.mlp, layer, hidden, normed), layer.mlp_output_norm)
         if layer.own_input is not None and own_input is not None:
             hidden = hidden + delta
             delta = self._from_own_input(layer.own_input, hidden, own_input)
@@ -298,11 +299,11 @@ class Transformer:
             hidden, delta = hidden * layer.scale, delta * layer.scale
         return hidden, delta
 
-    def _feed_forward(self, layer: LayerWeights, hidden: Tensor, normed: Tensor) -> Tensor:
+    def _feed_forward(self, mlp: Mlp | Experts, layer: LayerWeights, hidden: Tensor, normed: Tensor) -> Tensor:
         """Return the results of a layer's MLP, of its experts, or of both."""
-        if isinstance(layer.mlp, Experts):
-            return mix_experts(layer.mlp, normed, self._linear, self._mlp).to(self.hidden_dtype)
-        given, beside = self._mlp(normed, layer.mlp), layer.experts_beside
+        if isinstance(mlp, Experts):
+            return mix_experts(mlp, normed, self._linear, self._mlp).to(self.hidden_dtype)
+        given, beside = self._mlp(normed, mlp), layer.experts_beside
         if beside is None:
             return given
         _, routed = self.kernels.add_norm(hidden, None, *beside.router_norm)

@@ -85,8 +85,7 @@ class WeightReader:
             embedding=embedding,
             positions=positions,
             layers=tuple(
-                self._layer(names.layer.format(number), config.layers[number])
-                for number in range(*share.layers(config.num_layers))
+                self._layer(number, config.layers[number]) for number in range(*share.layers(config.num_layers))
             ),
             norm=self._norm(names.norm, config.hidden_size),
             lm_head=(
@@ -110,23 +109,25 @@ class WeightReader:
         projection = self._linear(prefix, (name,), [num_values], config.hidden_size)
         return LayerInputs(table, projection, self._norm(names.layer_input_norm, sizes.size))
 
-    def _layer(self, prefix: str, layer: LayerConfig) -> LayerWeights:
+    def _layer(self, number: int, layer: LayerConfig) -> LayerWeights:
         config, names = self.config, self.config.names
+        prefix, after = (names.layer.format(each) for each in layer.stored_as or (number, number))
 
-        def norm(name: str | None) -> Norm | None:
+        def norm(prefix: str, name: str | None) -> Norm | None:
             return None if name is None else self._norm(f"{prefix}.{name}", config.hidden_size)
 
+        mlp: Mlp | Experts | None = None
+        if layer.has_dense_mlp:
+            mlp = self._mlp(after, names.gate_up, names.down, config.inner_size(layer), has_bias=config.mlp_bias)
+        elif layer.experts is not None:
+            mlp = self._experts(after, layer.experts)
         return LayerWeights(
-            input_norm=norm(names.input_norm),
+            input_norm=norm(prefix, names.input_norm),
             mixer=self._mixer(prefix, layer),
-            attention_output_norm=norm(names.attention_output_norm),
-            mlp_norm=norm(names.mlp_norm),
-            mlp=(
-                self._mlp(prefix, names.gate_up, names.down, config.inner_size(layer), has_bias=config.mlp_bias)
-                if layer.experts is None or layer.experts.is_beside_mlp
-                else self._experts(prefix, layer.experts)
-            ),
-            mlp_output_norm=norm(names.mlp_output_norm),
+            attention_output_norm=norm(prefix, names.attention_output_norm),
+            mlp_norm=norm(after, names.mlp_norm) if mlp is not None else None,
+            mlp=mlp,
+            mlp_output_norm=norm(prefix, names.mlp_output_norm),
             experts_beside=self._experts_beside(prefix, layer.experts),
             own_input=self._layer_input(prefix, config.embedding_by_layer),
             scale=self._tensor(f"{prefix}.{names.layer_scale}", (1,), torch.float32) if config.scales_layers else None,

@@ -116,13 +116,13 @@ class Mixer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """Weights of one transformer layer. Absent norms are None. ``scale`` (1,) in fp32 multiplies the layer's result."""
+    """Weights of one transformer layer. An absent norm or MLP is None. ``scale`` (1,) in fp32 multiplies the result."""
 
     input_norm: Norm | None
     mixer: Mixer
     attention_output_norm: Norm | None
     mlp_norm: Norm | None
-    mlp: Mlp | Experts
+    mlp: Mlp | Experts | None
     mlp_output_norm: Norm | None
     experts_beside: ExpertsBeside | None = None
     own_input: LayerInput | None = None

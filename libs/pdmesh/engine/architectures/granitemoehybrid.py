@@ -6,15 +6,13 @@ from dataclasses import replace
 
 from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.architectures.granite import granite
-from pdmesh.engine.config_fields import Fields, check_delta_net, experts_of
+from pdmesh.engine.config_fields import NO_LIMITS, Fields, check_delta_net, experts_of
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.state_sizes import DeltaNet
 from pdmesh.engine.tensor_names import TensorNames
 from pdmesh.kv_layout import STATE_WINDOW
 
 _NAME = "GraniteMoeHybridForCausalLM"
-#: Spellings of a field that limits nothing.
-_NO_LIMITS = (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
 _KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
 
 _NAMES = TensorNames(
@@ -84,7 +82,7 @@ def _state_space(fields: Fields, config: ModelConfig) -> DeltaNet:
     if delta.num_values != num_values:
         raise fields.error(f"mamba_n_heads and mamba_d_head make {delta.num_values}, but mamba_expand {num_values}")
     limits = fields.raw.get("time_step_limit")
-    if fields.boolean("mamba_proj_bias") or limits not in _NO_LIMITS:
+    if fields.boolean("mamba_proj_bias") or limits not in NO_LIMITS:
         raise fields.error("mamba_proj_bias and time_step_limit are not supported: remove them")
     return check_delta_net(fields, delta)
 
