@@ -10,6 +10,7 @@ from pdmesh.core.commands import ExpectCopy, RunStep, StopInstance, WakeAt
 from pdmesh.core.events import Event, InstanceJoined, InstanceLost, Tick
 from pdmesh.core.operator_events import (
     ActuatorLost,
+    BundleChangeRequested,
     FailedStart,
     OperationCancelled,
     OperationRequested,
@@ -137,6 +138,28 @@ def test_new_weights_serve_before_the_last_pair_of_old_ones_leaves(names: tuple[
     assert machine.bench.operation("x").state is OperationState.DONE
     assert machine.did == [*did, "gateway", "scheduler"]
     assert {each.weights for each in machine.bench.core.revisions} == {"new"}
+
+
+def test_the_only_prefill_instance_that_may_decode_restarts_beside_a_decode_instance() -> None:
+    machine = Machine("prefill-0", "prefill-1")
+    machine.bench.feed(BundleChangeRequested("pdmesh"))
+    fixed, drain = (
+        OperationRequested(
+            operation_id=OperationId(kind), kind=kind, instance_id=InstanceId(name), timeout_s=0.0, role=role
+        )
+        for kind, name, role in (
+            (OperationKind.ROLE, "prefill-1", Role.PREFILL),
+            (OperationKind.DRAIN, "prefill-0", None),
+        )
+    )
+    machine.bench.feed(fixed)
+    machine.bench.feed(drain)
+    assert "the last that can prefill and decode" in machine.bench.operation("drain").detail
+    machine.bench.feed(ROLLING)
+    while machine.act():
+        assert machine.bench.core.unready_reason is None, machine.did
+    assert machine.bench.operation("x").state is OperationState.DONE
+    assert machine.did == ["prefill-1", "+decode-0", "prefill-0", "-decode-0", "gateway", "scheduler"]
 
 
 def test_weights_that_change_again_and_again_end_a_restart() -> None:

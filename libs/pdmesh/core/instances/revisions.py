@@ -69,6 +69,12 @@ def can_serve(instances: Collection[InstanceState]) -> bool:
     return any(instance.decodes_locally for instance in instances) or have_pair(instances)
 
 
+def is_needed(instance: InstanceState, others: Collection[InstanceState]) -> bool:
+    """Return whether the others, without the instance, lose their last pair or can serve no request any more."""
+    everything = [instance, *others]
+    return (have_pair(everything) and not have_pair(others)) or (can_serve(everything) and not can_serve(others))
+
+
 def weights_for_new(instances: Collection[InstanceState]) -> str | None:
     """Return the newest identity whose usable instances can serve a request; None if there is none.
 

@@ -18,7 +18,7 @@ from pdmesh.core.copies.cache_moves import CacheMoves
 from pdmesh.core.copies.receivers import replace_receiver
 from pdmesh.core.instances.allocations import HAVE_SEATS, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
-from pdmesh.core.instances.revisions import can_serve, have_pair, pairs_as
+from pdmesh.core.instances.revisions import can_serve, have_pair, is_needed, pairs_as
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import ActuatorReported, FailedStart, OperationRequested
 from pdmesh.core.operators.actuators import Actuators
@@ -315,8 +315,9 @@ class Operations:
             return None
         if requested.role is not None and pairs_as(instance, requested.role, others):
             return None
-        if not have_pair(others) and (have_pair([instance, *others]) or requested.kind is OperationKind.ROLE):
-            kind = "prefill and decode" if instance.role is Role.MIXED else str(instance.role)
+        if is_needed(instance, others) or (requested.kind is OperationKind.ROLE and not have_pair(others)):
+            is_alone = not have_pair([instance, *others]) and requested.kind is not OperationKind.ROLE
+            kind = "prefill and decode" if instance.role is Role.MIXED or is_alone else str(instance.role)
             if can_serve(others):
                 loss, then = "prefill instances would decode beside their prompts", ""
             else:

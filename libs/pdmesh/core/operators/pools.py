@@ -159,6 +159,8 @@ class Pools:
         )
         self._records.add(resize)
         if not requested.again:
+            # Pools without the temporary instances of a rolling restart are as they were before the restart.
+            why_not = None if requested.leaves else requested.pools.why_not
             prefixes = self._actuators.prefixes()
             plan = plan_pools(
                 self._mesh.instances.values(),
@@ -168,7 +170,7 @@ class Pools:
                 self._actuators.leaves_last,
             )
             resize.requested = requested = replace(requested, flips=plan.flips, starts=plan.starts, leaves=plan.leaves)
-            if (refusal := self._refusal(resize)) is not None:
+            if (refusal := why_not or self._refusal(resize)) is not None:
                 self._end(resize, OperationState.REFUSED, refusal, now_s)
                 return
         resize.roles = {
@@ -271,8 +273,6 @@ class Pools:
 
     def _refusal(self, resize: _Resize) -> str | None:
         requested = resize.requested
-        if (why_not := requested.pools.why_not) is not None:
-            return why_not
         if (running := self._running) is not None:
             return (
                 f"operation {running.operation_id} (pool resize to {running.pools}) runs: wait for it, or "

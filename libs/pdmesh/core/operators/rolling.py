@@ -15,7 +15,7 @@ from math import inf
 from typing import Any
 
 from pdmesh.core.instances.instance import InstanceState
-from pdmesh.core.instances.revisions import have_pair, role_that_new_weights_lack
+from pdmesh.core.instances.revisions import is_needed, role_that_new_weights_lack
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import (
     OldProcess,
@@ -172,9 +172,9 @@ class RollingRestarts:
         return None
 
     def _is_last(self, instance: InstanceState) -> bool:
-        """Whether the usable instances can both prefill and decode, and could not without this one."""
-        usable = [each for each in self._mesh.instances.values() if each.is_usable]
-        return have_pair(usable) and not have_pair([each for each in usable if each is not instance])
+        """Whether the usable instances can serve, and could not without this one, or only by decodes beside prompts."""
+        others = [each for each in self._mesh.instances.values() if each.is_usable and each is not instance]
+        return instance.is_usable and is_needed(instance, others)
 
     # --- progress ---
 
