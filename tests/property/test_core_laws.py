@@ -598,8 +598,8 @@ class MeshMachine(RuleBasedStateMachine):
         overtaken = [other for key, other in self.plans.items() if key[0] == instance_id]
         assert overtaken, "nothing to overtake"
         assert not any(other.urgent for other in overtaken), "two urgent plans"
-        in_flight = {chunk.request_id for other in overtaken for chunk in other.chunks}
-        assert in_flight.isdisjoint(chunk.request_id for chunk in plan.chunks), "overtakes itself"
+        in_flight = {(chunk.request_id, chunk.epoch) for other in overtaken for chunk in other.chunks}
+        assert in_flight.isdisjoint((chunk.request_id, chunk.epoch) for chunk in plan.chunks), "overtakes itself"
 
     def check_phase(self, instance_id: InstanceId, plan: StepPlan) -> None:
         """Where prompts have phases of their own, chunks hold the decodes, and a plan without chunks ends that."""
