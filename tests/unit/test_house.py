@@ -25,7 +25,7 @@ RECORDED = {
     "implementations of commands outside core": 29,
     "product lines": 94_030,
     "lines of product, lab, testing and kubernetes": 117_060,
-    "test lines": 76_040,
+    "test lines": 76_070,
     "benchmark lines": 9_000,
     "files over 500 lines": 21,
     "file names that occur more than once": 47,
