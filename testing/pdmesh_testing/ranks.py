@@ -240,7 +240,7 @@ def _follow(
         model = load_model(checkpoint, _cpu(options), group.share, group)
         command = read_command(leader)
         if isinstance(command, OpenCache):
-            compute = model.compute(command.num_blocks, memory())
+            compute = model.compute(command.num_blocks, memory(), command.num_frames)
             leader.sendall(frame(Ready(compute.arithmetic)))
             asked = AskedRows.of(model.config, model.layout, options.get("range_tokens", 0))
             Follower(compute.forward, group, partial(read_command, leader), asked).run()

@@ -190,9 +190,14 @@ async def test_decodes_of_stages_move_and_their_instances_change_roles(checkpoin
         await answer_while_moving("decode-0", "decode-1", "prefill-1")
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "granitemoehybrid", "lfm2"])
-async def test_states_and_convolutions_pass_stages_of_which_one_is_lost(model_type: str, tmp_path: Path) -> None:
-    """Prefill and decode have two stages each. A killed stage changes no stream."""
+@pytest.mark.parametrize(
+    ("model_type", "setting"),
+    [*[(each, "PIPELINE") for each in ("qwen3_5_text", "granitemoehybrid", "lfm2")], ("lfm2", "TENSOR")],
+)
+async def test_states_and_convolutions_pass_ranks_of_which_one_is_lost(
+    model_type: str, setting: str, tmp_path: Path
+) -> None:
+    """Prefill and decode have two stages or ranks each. A killed one changes no stream."""
     options = model_variants()[model_type][0]
     checkpoint = write_transformers_checkpoint(tmp_path / "model", model_type, seed=1, **options)
     prompts = random_prompts([1, 100, 128, 129, 300, 700], load_model_config(checkpoint).vocab_size, seed=5)
@@ -208,8 +213,8 @@ async def test_states_and_convolutions_pass_stages_of_which_one_is_lost(model_ty
     )
     references = [engine_reference(engine, prompt, 100) for prompt in prompts]
     settings = {
-        "PREFILL_PIPELINE_PARALLEL_SIZE": "2",
-        "DECODE_PIPELINE_PARALLEL_SIZE": "2",
+        f"PREFILL_{setting}_PARALLEL_SIZE": "2",
+        f"DECODE_{setting}_PARALLEL_SIZE": "2",
         "WORKER_DTYPE": "float32",
         "WORKER_DETERMINISTIC": "true",
         "WORKER_MAX_MODEL_LEN": "1024",

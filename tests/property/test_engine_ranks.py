@@ -79,14 +79,14 @@ def test_bits_do_not_depend_on_ranks_and_stages(
     assert all(each == found[0] for each in found)
 
 
-#: Architectures with convolutions, states or latents: several ranks are refused.
+#: Architectures with states or latents: several ranks are refused.
 UNDIVIDED = {
-    *("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "nemotron_h"),
+    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "nemotron_h"),
     *("deepseek_v3", "glm4_moe_lite"),
 }
 
 #: Architectures whose experts, in the small checkpoints, are too narrow for the arithmetic of one rank on two.
-NARROW = {"qwen3_moe", "glm4_moe"}
+NARROW = {"qwen3_moe", "glm4_moe", "lfm2_moe"}
 
 
 @pytest.mark.slow
@@ -110,7 +110,12 @@ def test_every_architecture_is_divided(model_type: str, tmp_path: Path) -> None:
     ("model_type", "num_ranks", "num_stages", "options"),
     [
         *[("gemma4_text", 2, 1, {}), ("gemma4_text", 2, 2, {}), ("lfm2", 1, 2, {}), ("qwen3_5_text", 1, 2, {})],
-        *[(model_type, 1, 2, {"max_frames": 9}) for model_type in ("lfm2", "gemma3_text", "granitemoehybrid")],
+        *[("lfm2", 2, 1, {}), ("lfm2", 2, 2, {}), ("lfm2", 2, 2, {"max_frames": 9})],
+        ("gemma3_text", 2, 1, {"max_frames": 9}),
+        *[
+            (model_type, 1, 2, {"max_frames": 9})
+            for model_type in ("lfm2", "gemma3_text", "granitemoehybrid", "nemotron_h")
+        ],
         ("qwen3_5_text", 1, 4, {"max_frames": 9}),
     ],
 )

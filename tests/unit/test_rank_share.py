@@ -1,5 +1,7 @@
 """How a model is divided among ranks."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,19 +11,17 @@ from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.ranks.share import RankShare, check_divisible, check_stages
 from pdmesh.errors import ConfigError
 
-_PARSED = parse_model_config(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 1000,
-        "hidden_size": 96,
-        "intermediate_size": 344,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    },
-    "config.json",
-)
+RAW: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 96,
+    "intermediate_size": 344,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+_PARSED = parse_model_config(RAW, "config.json")
 assert isinstance(_PARSED, ModelConfig)
 MODEL = _PARSED
 
@@ -64,6 +64,30 @@ def test_each_query_head_is_with_its_key_value_head(num_ranks: int) -> None:
 def test_what_cannot_be_divided_is_one_sentence(model: ModelConfig, num_ranks: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         check_divisible(model, num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("raw", "num_ranks", "says"),
+    [
+        ({"architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "full_attention"]}, 2, None),
+        ({"architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "full_attention"]}, 4, "among 1, 2 ranks"),
+        (
+            {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["linear_attention", "full_attention"]},
+            2,
+            "states and latents of a Qwen3_5ForCausalLM are not divided: set it to 1",
+        ),
+    ],
+)
+def test_each_channel_of_a_convolution_is_on_one_rank(raw: dict[str, Any], num_ranks: int, says: str | None) -> None:
+    """Four ranks could share two key-value heads, but not a convolution's pages of two heads."""
+    model = parse_model_config({**RAW, **raw}, "config.json")
+    if says is not None:
+        with pytest.raises(ConfigError, match=says):
+            check_divisible(model, num_ranks)
+        return
+    check_divisible(model, num_ranks)
+    shares = [RankShare(rank, num_ranks) for rank in range(num_ranks)]
+    assert [channel for share in shares for channel in range(*share.half_channels(96))] == list(range(48))
 
 
 @given(num_layers=st.integers(1, 130), num_stages=st.integers(1, 64))

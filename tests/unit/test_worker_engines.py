@@ -140,10 +140,9 @@ def test_what_a_model_with_states_needs_is_said_at_start(tmp_path: Path, setting
         assert engine.kv.layout.block_size == 128
 
 
-def test_one_pool_of_ranks_keeps_a_mesh_from_it() -> None:
-    """KV moves between the pools, and ranks that share layers hold all of it."""
-    assert not frees_behind_windows(MeshConfig(prefill=PoolConfig(tensor_parallel_size=2)))
-    assert frees_behind_windows(MeshConfig(prefill=PoolConfig(pipeline_parallel_size=2)))
+def test_ranks_and_stages_free_kv_behind_windows() -> None:
+    degrees = PoolConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert frees_behind_windows(MeshConfig(prefill=degrees))
 
 
 TERMS = "a_s=0.006, b_s=1.5e-4, decode_a_s=0.004, decode_s=2e-4, mixed_a_s=0.006, interference_s=1e-4"

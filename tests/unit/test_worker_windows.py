@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import cast
 
@@ -120,6 +121,7 @@ async def instances(
     *roles: Role,
     max_frames: int = 64,
     num_stages: Sequence[int] = (1, 1),
+    num_ranks: int = 1,
 ) -> AsyncGenerator[list[RunningInstance]]:
     """Instances that hold ``max_frames`` blocks in layers with a window, of which everything is NaN at first."""
     fabric = MemoryFabric()
@@ -127,7 +129,7 @@ async def instances(
     @asynccontextmanager
     async def instance(role: Role, number: int) -> AsyncGenerator[RunningInstance]:
         stages, options = num_stages[number], {"block_size": BLOCK, "max_frames": max_frames}
-        with ranked_engine(checkpoint, 1, num_stages=stages, num_blocks=NUM_BLOCKS, **options) as engine:
+        with ranked_engine(checkpoint, num_ranks, num_stages=stages, num_blocks=NUM_BLOCKS, **options) as engine:
             for layer in engine.kv.layers:
                 layer[:-1] = torch.nan  # what is left is always zeros
             engines.append(engine)
@@ -410,17 +412,23 @@ STAGED = pytest.mark.parametrize(
 )
 
 
-@STAGED
-@pytest.mark.parametrize("num_stages", [2, 3])
-async def test_stages_read_frames_that_the_leader_gives(
-    checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine], num_stages: int
+@pytest.mark.parametrize(
+    ("checkpoint", "num_ranks", "num_stages"),
+    [
+        *product(["gemma3_text", "granitemoehybrid", "lfm2", "qwen3_5_text"], [1], [2, 3]),
+        *product(["gemma3_text", "lfm2"], [2], [1, 2]),
+    ],
+    indirect=["checkpoint"],
+)
+async def test_ranks_and_stages_read_frames_that_the_leader_gives(
+    checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine], num_ranks: int, num_stages: int
 ) -> None:
     """Chunks are in several stages while frames are freed. One request is freed as it is computed, and resumed."""
-    rng = random.Random(num_stages)
+    rng = random.Random(f"{num_ranks} {num_stages}")
     prompts = {f"r{number}": prompt_of(rng.randrange(1, 300), number) for number in range(6)}
-    async with instances(checkpoint, nan_in_free_frames, Role.MIXED, max_frames=80, num_stages=[num_stages]) as (
-        instance,
-    ):
+    async with instances(
+        checkpoint, nan_in_free_frames, Role.MIXED, max_frames=80, num_stages=[num_stages], num_ranks=num_ranks
+    ) as (instance,):
         left = {}
         for name, prompt in prompts.items():
             generation = make_generation(name, prompt, params(30))

@@ -76,7 +76,7 @@ class TorchEngine:
 
     ``range_tokens`` divides contexts into ranges, whose attention is merged (`pdmesh.engine.ranged_attention`); 0 means
     no division. ``max_frames`` limits the blocks in memory of layers with a window (`pdmesh.kv.frames`). None means no
-    limit, as on a device, with followers and with ranges.
+    limit, as on a device and with ranges.
 
     ``followers`` are the other ranks, which compute together with this one. ``stages`` are ranks that compute instead
     of this one.
@@ -129,7 +129,7 @@ class TorchEngine:
             ordered=ordered,
             lora=lora,
             range_tokens=range_tokens,
-            frees_windows=max_frames is not None and followers is None and on_cpu and not range_tokens,
+            frees_windows=max_frames is not None and on_cpu and not range_tokens,
         )
         model = None
         plan_model(checkpoint_dir, options)  # refuses options before the weights are read

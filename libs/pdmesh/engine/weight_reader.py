@@ -19,7 +19,7 @@ from pdmesh.engine.linear import Linear, PlainLinear, Vocabulary, WeightMemory, 
 from pdmesh.engine.model_config import ExpertsConfig, LayerConfig, LayerEmbedding, ModelConfig, QkNorm, ShortConv
 from pdmesh.engine.packed import joined_linear, packed_linear
 from pdmesh.engine.ranks.group import RankGroup
-from pdmesh.engine.ranks.rank_linear import GatheredHeads, GatheredLinear, GatheredVocabulary
+from pdmesh.engine.ranks.rank_linear import GatheredHeads, GatheredLinear, GatheredVocabulary, own_of_halves
 from pdmesh.engine.ranks.share import RankShare
 from pdmesh.engine.rope import gated_order, rotation_order
 from pdmesh.engine.state_sizes import DeltaNet
@@ -238,13 +238,14 @@ class WeightReader:
         return keys, values
 
     def _conv(self, prefix: str, conv: ShortConv) -> Mixer:
-        names, hidden = self.config.names, self.config.hidden_size
-        factors = self._taps(f"{prefix}.{names.conv}", hidden, conv.num_taps)
-        bias = self._tensor(f"{prefix}.{names.conv}.bias", (hidden,), torch.float32) if conv.has_bias else None
+        names, hidden, share, has_bias = self.config.names, self.config.hidden_size, self.share, conv.has_bias
+        half, own = hidden // 2, share.half_channels(hidden)
+        factors = own_of_halves(self._taps(f"{prefix}.{names.conv}", hidden, conv.num_taps), own)
+        bias = self._tensor(f"{prefix}.{names.conv}.bias", (hidden,), torch.float32) if has_bias else None
         return Mixer(
-            qkv=self._linear(prefix, (names.conv_in,), [3 * hidden], hidden, has_bias=conv.has_bias),
-            output=self._linear(prefix, (names.conv_out,), [hidden], hidden, has_bias=conv.has_bias),
-            taps=ConvTaps(factors, bias),
+            qkv=self._linear(prefix, (names.conv_in,), [half] * 6, hidden, own=[own] * 6, has_bias=has_bias),
+            output=self._gathered(prefix, names.conv_out, [2 * own.size] * share.num_ranks, 2, has_bias=has_bias),
+            taps=ConvTaps(factors, None if bias is None else own_of_halves(bias, own)),
         )
 
     def _experts_beside(self, prefix: str, experts: ExpertsConfig | None) -> ExpertsBeside | None:
@@ -308,14 +309,13 @@ class WeightReader:
         names = self.config.names
         return self._mlp(prefix, names.shared_gate_up, names.shared_down, size, has_bias=False) if size else None
 
-    def _gathered(self, prefix: str, name: str, inputs: Sequence[int], *, has_bias: bool) -> Linear:
-        """Return a projection to the hidden states; ``inputs`` has the number of inputs on each rank."""
-        num_outputs = self.config.hidden_size
-        own = [self.share.outputs(num_outputs)]
+    def _gathered(self, prefix: str, name: str, inputs: Sequence[int], groups: int = 1, *, has_bias: bool) -> Linear:
+        """Return a projection to the hidden states; ``inputs`` has each rank's number, in ``groups``."""
+        num_outputs, own = self.config.hidden_size, [self.share.outputs(self.config.hidden_size)]
         linear = self._linear(prefix, (name,), [num_outputs], sum(inputs), own=own, has_bias=has_bias)
         if self.group is None:
             return linear
-        return GatheredLinear(linear, self.group, inputs, self.share.widths(num_outputs))
+        return GatheredLinear(linear, self.group, inputs, self.share.widths(num_outputs), groups)
 
     def _qkv_order(self, layer: LayerConfig, num_kv: int) -> Order:
         """Return the source of each row of this rank's fused queries, keys and values, or None for the stored order.

@@ -272,14 +272,13 @@ def _compute_options(worker: WorkerConfig, block_size: int) -> dict[str, Any]:
 def frees_behind_windows(config: MeshConfig) -> bool:
     """Whether instances free KV that layers with a window no longer see. The answer holds for the whole mesh.
 
-    Such KV is kept on a device, where several ranks compute a layer, and with an offload tier. Where contexts are
-    spread it is kept, too, because a range is held in all layers.
+    Such KV is kept on a device and with an offload tier. Where contexts are spread it is kept, too, because a range is
+    held in all layers.
     """
     worker = config.worker
     return (
         worker.free_behind_windows
         and not worker.max_kv_tokens_per_instance
-        and all(config.degrees_of(role).tensor == 1 for role in Role)
         and not (worker.kv_offload_host_bytes or worker.kv_offload_disk_bytes)
         and device_name(config) == "cpu"
     )
@@ -313,8 +312,7 @@ def check_states(config: MeshConfig, model: DecoderShape) -> None:
         raise ConfigError(f"worker.speculation is {worker.speculation}, but {name} verifies no drafts so far: set off")
     if not frees_behind_windows(config):
         raise ConfigError(
-            f"{name} needs worker.free_behind_windows, tensor_parallel_size 1, a CPU and no offload tier: every block "
-            "has its states"
+            f"{name} needs worker.free_behind_windows, a CPU and no offload tier: every block has its states"
         )
     if (block_size := block_size_of(worker, model)) < GRANULE_TOKENS:
         raise ConfigError(

@@ -19,20 +19,25 @@ class GatheredLinear:
 
     All inputs are gathered first, so that each output is summed as on one rank. Adding partial sums instead, with one
     exchange, would change the last bits, and differently for each number of ranks. ``inputs`` and ``outputs`` are by
-    rank.
+    rank. Each rank has an equal part of each of ``num_input_groups`` groups of inputs, if there are several.
     """
 
     own: Linear
     group: RankGroup
     inputs: Sequence[int]
     outputs: Sequence[int]
+    num_input_groups: int = 1
 
     @property
     def row_by_row(self) -> bool:
         return self.own.row_by_row
 
     def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
-        return self.group.gather(self.own(self.group.gather(rows, self.inputs), wide=wide), self.outputs)
+        gathered = self.group.gather(rows, self.inputs)
+        if self.num_input_groups > 1:
+            by_rank = gathered.view(len(gathered), len(self.inputs), self.num_input_groups, -1)
+            gathered = by_rank.transpose(1, 2).flatten(1)
+        return self.group.gather(self.own(gathered, wide=wide), self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +92,8 @@ class GatheredHeads:
     def own_of(self, heads: Tensor) -> Tensor:
         """Return this rank's heads (num_tokens, own heads, head_dim) of all heads."""
         return heads[:, slice(*self.heads[self.group.share.rank])]
+
+
+def own_of_halves(channels: Tensor, own: IndexRange) -> Tensor:
+    """Return the ``own`` part of each half of channels (..., channels), one behind the other."""
+    return channels.view(*channels.shape[:-1], 2, -1)[..., slice(*own)].flatten(-2)

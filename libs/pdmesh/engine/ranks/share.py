@@ -21,10 +21,11 @@ _PANEL_OUTPUTS = 32
 def check_divisible(model: DecoderShape, num_ranks: int) -> None:
     """Raise ConfigError unless ``num_ranks`` ranks can share the model."""
     counts = sorted({model.page(layer).num_kv_heads for layer in model.layers if layer.attends})
+    convolved = {model.page(layer).num_kv_heads for layer in model.layers if layer.conv is not None}
 
     def fits(number: int) -> bool:
         divides = all(kv_heads % number == 0 or number % kv_heads == 0 for kv_heads in counts)
-        return divides and model.num_heads % number == 0
+        return divides and model.num_heads % number == 0 and all(heads % number == 0 for heads in convolved)
 
     if not fits(num_ranks):
         possible = [str(number) for number in range(1, model.num_heads + 1) if fits(number)]
@@ -32,10 +33,10 @@ def check_divisible(model: DecoderShape, num_ranks: int) -> None:
             f"tensor_parallel_size is {num_ranks}, but the model has {model.num_heads} attention heads and "
             f"{' or '.join(map(str, counts))} key-value heads, which divide among {', '.join(possible)} ranks"
         )
-    if num_ranks > 1 and not all(layer.attends and layer.latent is None for layer in model.layers):
+    if num_ranks > 1 and not all(layer.delta is None and layer.latent is None for layer in model.layers):
         raise ConfigError(
-            f"tensor_parallel_size is {num_ranks}, but convolutions, states and latents of a "
-            f"{model.architecture} are not divided: set it to 1"
+            f"tensor_parallel_size is {num_ranks}, but states and latents of a {model.architecture} are not divided: "
+            "set it to 1"
         )
     if num_ranks > 1 and isinstance(model, ModelConfig) and model.gates_attention:
         raise ConfigError(
@@ -146,6 +147,10 @@ class RankShare:
     def page_of(self, page: PageShape) -> PageShape:
         """Return the rank's part of a layer's pages."""
         return page._replace(num_kv_heads=self.kv_heads_of(page.num_kv_heads).size)
+
+    def half_channels(self, num_channels: int) -> IndexRange:
+        """Return the rank's channels of a convolution in each half of ``num_channels``."""
+        return _equal_part(num_channels // 2, self.rank, self.num_ranks)
 
     def outputs(self, num_outputs: int) -> IndexRange:
         """Return the rank's outputs of a layer with ``num_outputs``."""
