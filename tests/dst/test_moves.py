@@ -11,6 +11,7 @@ import pytest
 from pdmesh.core.commands import Command, Hold, Restart
 from pdmesh.core.events import Event, TransferFailed, TransferSent
 from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.kv_layout import GRANULE_TOKENS
 from pdmesh.model import Role
 from pdmesh_testing.dst.plan import MAX_MODEL_LEN, SCHEDULER, Ask, Fault, FaultKind, Plan
 from pdmesh_testing.dst.run import run
@@ -88,6 +89,15 @@ def test_what_moves_to_and_fro_is_the_stream_of_an_undisturbed_run(seen: Counter
     assert result.broken is None
     assert seen["sent"] >= 20
     assert not seen["restarted"]
+
+
+def test_states_move_to_and_fro_while_decodes_end_a_granule(seen: Counter[str]) -> None:
+    plan = a_plan(0)
+    prompt = tuple(range(GRANULE_TOKENS - 8))
+    asks = tuple(replace(ask, prompt=prompt[number:], max_tokens=40, n=1) for number, ask in enumerate(plan.asks))
+    result = run(replace(plan, asks=asks, max_model_len=2 * GRANULE_TOKENS, num_frames=plan.num_blocks))
+    assert result.broken is None
+    assert seen["sent"]
 
 
 @pytest.mark.parametrize("seed", slow_beyond(2, range(6)))

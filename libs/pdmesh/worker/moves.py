@@ -76,6 +76,7 @@ class MovingDecodes:
         """Send the rest of a frozen request: the last KV, the new tokens and the next token."""
         token_ids, sender = request.sequence.token_ids, request.move
         assert sender is not None, f"{request.request_id} does not move"
+        assert request.held.first <= sender.first_held, f"{request.request_id} freed frames as it moved"
         num_kv_tokens = len(token_ids) - 1
         sender.freeze(
             num_kv_tokens=num_kv_tokens,

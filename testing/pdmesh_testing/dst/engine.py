@@ -13,21 +13,26 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import anyio
+import numpy as np
 
 from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult, StepFlight
+from pdmesh.engine.states import StateSlice
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.offload.copies import CopyThread, TierCopy
 from pdmesh.kv_layout import KvLayout
 from pdmesh.threads import CallThreads
 from pdmesh.worker.threads import EngineThread
 from pdmesh_testing.dst.process import running_process
-from pdmesh_testing.fake_engine import FakeEngine, FakeKvStore
+from pdmesh_testing.fake_engine import FakeEngine, FakeKvStore, Words
 
 T = TypeVar("T")
 
 #: Seconds of a step: for itself, and for each token of it.
 STEP_S = 0.03
 TOKEN_S = 0.001
+
+#: Longest slice whose states are computed twice.
+MAX_TOKENS_AGAIN = 4
 
 
 class _Store(FakeKvStore):
@@ -64,6 +69,17 @@ class SimulatedEngine(FakeEngine):
         results = super().execute(batch, on_layer=on_layer, flight=flight)
         self.batches.clear()
         return results
+
+    def _fold(self, layer: int, part: SequenceSlice, rows: StateSlice, hidden: Words) -> Words:
+        """Advance a sequence's state as the base class does, and short slices twice: a step may be computed again.
+
+        Raise AssertionError if the second result differs, and RuntimeError if the state before ``part`` is gone.
+        """
+        folded = super()._fold(layer, part, rows, hidden)
+        if part.num_tokens <= MAX_TOKENS_AGAIN:
+            again = super()._fold(layer, part, rows, hidden)
+            assert np.array_equal(again, folded), f"{part.sequence.request_id}: another state when computed again"
+        return folded
 
 
 class _Wait(NamedTuple):
