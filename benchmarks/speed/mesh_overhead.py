@@ -1,6 +1,7 @@
 """What the mesh itself adds to the time to first token, and how much of a KV transfer is not hidden behind compute.
 
-A 1P+1D mesh with the 82M-parameter model of ``pdmesh_testing.checkpoints``, idle but for one request at a time.
+A 1P+1D mesh with the 82M-parameter model of ``pdmesh_testing.checkpoints`` or another one, idle but for one request at
+a time.
 
 * Overhead: time to first token of a 16-token prompt, seen by a streaming HTTP client, less the duration of the step
   that computed it (from the request's own record).
@@ -8,7 +9,7 @@ A 1P+1D mesh with the 82M-parameter model of ``pdmesh_testing.checkpoints``, idl
   receiver's acknowledgement, over the sum of the chunks' durations.
 
     python -m benchmarks.speed.mesh_overhead [--requests 100] [--tokens 1000 2000 4000 8000] [--repeats 5]
-        [--hosts | --ranks 4 1]
+        [--hosts | --ranks 4 1] [--model MODEL]
 
 With ``--ranks`` the two instances have so many ranks, each a part of the heads; KV goes from the ones to the others.
 With ``--hosts`` the two instances are on two hosts (`pdmesh_testing.hosts`; it takes root), and KV goes over UCX.
@@ -139,16 +140,18 @@ def main() -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", action="store_true", help="the two instances are on two hosts")
     where.add_argument("--ranks", type=int, nargs=2, default=[1, 1], help="of the prefill and of the decode instance")
+    parser.add_argument("--model", type=Path, help="folder or GGUF file instead of the 82M-parameter model")
     arguments, limits = parser.parse_args(), Limits()
     rng = random.Random(0)
+    subject = "Llama 82M bf16" if arguments.model is None else arguments.model.name
 
     def prompt(num_tokens: int) -> list[int]:
         return [rng.randrange(LLAMA_82M.vocab_size) for _ in range(num_tokens)]
 
-    print(heading("Cost of disaggregation, Llama 82M bf16, 1P+1D, {} and {} ranks".format(*arguments.ranks)))
+    print(heading("Cost of disaggregation, {}, 1P+1D, {} and {} ranks".format(subject, *arguments.ranks)))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        checkpoint = write_checkpoint(folder / "model", shape=LLAMA_82M, dtype="bfloat16")
+        checkpoint = arguments.model or write_checkpoint(folder / "model", shape=LLAMA_82M, dtype="bfloat16")
         running = on_hosts(folder, checkpoint) if arguments.hosts else here(folder, checkpoint, arguments.ranks)
         with running as (mesh, client):
             for i in range(5):
