@@ -1,7 +1,6 @@
 """What the mesh itself adds to the time to first token, and how much of a KV transfer is not hidden behind compute.
 
-A 1P+1D mesh with the 82M-parameter model of ``pdmesh_testing.checkpoints`` or another one, idle but for one request at
-a time.
+A 1P+1D mesh of ``LLAMA_82M`` (`pdmesh_testing.checkpoints`) or of ``--model``, idle but for one request at a time.
 
 * Overhead: time to first token of a 16-token prompt, seen by a streaming HTTP client, less the duration of the step
   that computed it (from the request's own record).
@@ -141,13 +140,12 @@ def main() -> None:
     where.add_argument("--hosts", action="store_true", help="the two instances are on two hosts")
     where.add_argument("--ranks", type=int, nargs=2, default=[1, 1], help="of the prefill and of the decode instance")
     parser.add_argument("--model", type=Path, help="folder or GGUF file instead of the 82M-parameter model")
-    arguments, limits = parser.parse_args(), Limits()
-    rng = random.Random(0)
-    subject = "Llama 82M bf16" if arguments.model is None else arguments.model.name
+    arguments, limits, rng = parser.parse_args(), Limits(), random.Random(0)
 
     def prompt(num_tokens: int) -> list[int]:
         return [rng.randrange(LLAMA_82M.vocab_size) for _ in range(num_tokens)]
 
+    subject = arguments.model or "Llama 82M bf16"
     print(heading("Cost of disaggregation, {}, 1P+1D, {} and {} ranks".format(subject, *arguments.ranks)))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -173,8 +171,7 @@ def main() -> None:
             elif max(arguments.ranks) > 1:
                 target = TARGET_EXPOSED_SHARE_OF_RANKS
             for num_tokens in arguments.tokens:
-                shares: list[float] = []
-                sizes: list[float] = []
+                shares, sizes = list[float](), list[float]()
                 for i in range(arguments.repeats):
                     request_id = f"long-{num_tokens}-{i}"
                     ask(client, mesh, prompt(num_tokens), request_id)
