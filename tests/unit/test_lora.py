@@ -58,7 +58,7 @@ def test_layers_that_are_not_adapted_stay_packed(tmp_path: Path) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is set, which is not supported"),
         ({"peft_type": "IA3"}, "the adapter is of type 'IA3'; only LORA is supported"),
         ({"bias": "all"}, "biases or transposed weights are adapted"),
-        ({"r": 5}, r"has shape \(4, 64\); config.json needs \(5, 64\)"),
+        ({"r": 5}, r"has shape \(4, 128\); config.json needs \(5, 128\)"),
         ({"r": 1 << 40}, "ranks up to 4096 are supported"),
     ],
     ids=str,
