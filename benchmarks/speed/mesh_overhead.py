@@ -139,7 +139,7 @@ def main() -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", action="store_true", help="the two instances are on two hosts")
     where.add_argument("--ranks", type=int, nargs=2, default=[1, 1], help="of the prefill and of the decode instance")
-    parser.add_argument("--model", type=Path, help="folder or GGUF file instead of the 82M-parameter model")
+    parser.add_argument("--model", type=Path, help="folder or GGUF file with 8,192 tokens or more")
     arguments, limits, rng = parser.parse_args(), Limits(), random.Random(0)
 
     def prompt(num_tokens: int) -> list[int]:

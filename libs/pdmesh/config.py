@@ -300,8 +300,9 @@ class WorkerConfig:
     kv_offload_dir: Annotated[Path | None, "directory on a disk for kv_offload_disk_bytes"] = None
     free_behind_windows: Annotated[
         bool,
-        "give up the KV of layers with a window behind it, where there is no device and no offload tier, and contexts "
-        "are not spread; then no groups compute long prompts. All instances of a mesh must have the same",
+        "free KV that layers with a window no longer see. KV is kept on a device, with an offload tier and where "
+        "contexts are spread. Where it is freed, no groups compute long prompts. All instances of a mesh must have the "
+        "same",
     ] = True
     max_model_len: Annotated[Count | None, TOP_TEN, "context length; default: the checkpoint's"] = None
     speculation: Annotated[

@@ -1435,7 +1435,9 @@ class MeshMachine(RuleBasedStateMachine):
         if not busy:
             waiting = [plan for instance in self.mesh.instances.values() for plan in instance.running]
             assert not waiting, f"{waiting} wait for each other"
-        if not busy and self.core.num_waiting and self.chosen.why_not(self.core.instances) is not None:
+        new_weights = self.core.new_weights
+        serving = [each.view for each in self.core._mesh.instances.values() if new_weights in (None, each.weights)]
+        if not busy and self.core.num_waiting and self.chosen.why_not(serving) is not None:
             self.operator_switches("fcfs")  # a pool that is empty has requests wait until somebody joins it
             busy = True
         if not busy and not any(instance.sequences for instance in self.mesh.instances.values()):

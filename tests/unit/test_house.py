@@ -27,7 +27,7 @@ RECORDED = {
     "lines of product, lab, testing and kubernetes": 117_090,
     "test lines": 76_120,
     "benchmark lines": 9_000,
-    "files over 500 lines": 21,
+    "files over 500 lines": 20,
     "file names that occur more than once": 47,
 }
 

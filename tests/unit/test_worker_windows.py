@@ -407,15 +407,13 @@ async def test_a_plan_waits_for_frames_of_what_is_being_sent(
 
 # --- stages ---
 
-STAGED = pytest.mark.parametrize(
-    "checkpoint", ["gemma3_text", "granitemoehybrid", "lfm2", "qwen3_5_text"], indirect=True
-)
+STAGED = ["gemma3_text", "granitemoehybrid", "lfm2", "qwen3_5_text"]
 
 
 @pytest.mark.parametrize(
     ("checkpoint", "num_ranks", "num_stages"),
     [
-        *product(["gemma3_text", "granitemoehybrid", "lfm2", "qwen3_5_text"], [1], [2, 3]),
+        *product(STAGED, [1], [2, 3]),
         *product(["gemma3_text", "lfm2"], [2], [1, 2]),
     ],
     indirect=["checkpoint"],
@@ -456,7 +454,7 @@ async def test_ranks_and_stages_read_frames_that_the_leader_gives(
         assert frames_of(instance).num_held == 0
 
 
-@STAGED
+@pytest.mark.parametrize("checkpoint", STAGED, indirect=True)
 @pytest.mark.parametrize("num_stages", [(2, 1), (1, 3), (3, 2)], ids=str)
 async def test_what_is_seen_moves_between_instances_of_stages(
     checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine], num_stages: tuple[int, int]

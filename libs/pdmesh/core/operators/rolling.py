@@ -318,7 +318,7 @@ class RollingRestarts:
         is_last = part.restarts is None and part.grows is None
         # A part that was cancelled with the restart counts as done.
         if not done and (is_last or requested.ends_as is None):
-            outcome = "not recorded" if record is None else f"{record.state}: {record.detail}"
+            outcome = "not recorded" if record is None else f"{record.state}: {record.detail}".rstrip(": ")
             what = f"the restart of {part.restarts.name}" if part.restarts else "the change of the pools"
             why = f"{what} was {outcome}"
             if is_last:

@@ -110,10 +110,9 @@ class Round:
 
     def _place_waiting(self) -> None:
         """Place waiting requests strictly in order: if there is no room for the head, no later request is placed."""
-        queue = self._mesh.queue
-        queue.call_all()
+        self._mesh.queue.call_all()
         self._place_in_order()
-        queue.restore_skipped()
+        self._mesh.queue.restore_skipped()
 
     def _place_in_order(self) -> None:
         queue, num_skipped = self._mesh.queue, 0
@@ -267,9 +266,8 @@ class Round:
     def _others_are_long(self) -> bool:
         """Whether a long prompt must queue behind others: for a group, or for a step that has a long prompt."""
         group_policy, least = self._bundle.group_policy, self._bundle.long_prompt_tokens
-        if group_policy is not None and group_policy.group_size > 1:
-            return True
-        return any(step_slot.step.longest_tokens >= least for step_slot in self._step_slots.values())
+        in_group = group_policy is not None and group_policy.group_size > 1
+        return in_group or any(step_slot.step.longest_tokens >= least for step_slot in self._step_slots.values())
 
     @property
     def _has_older_weights(self) -> bool:
