@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -20,8 +21,19 @@ from pdmesh.errors import PdmeshError
 LIMIT_S = 60.0
 
 
-#: Noon of this machine's day: lines of today have no date.
-NOON = datetime.now().astimezone().replace(hour=12, minute=0, second=0, microsecond=500_000)
+#: The time at which logs are shown: lines of this day have no date.
+NOON = datetime(2026, 11, 30, 12, 0, 0, 500_000).astimezone()
+
+
+class _AtNoon(datetime):
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> Self:
+        return cls.fromtimestamp(NOON.timestamp(), tz)
+
+
+@pytest.fixture(autouse=True)
+def at_noon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdmesh.cli.logs.datetime", _AtNoon)
 
 
 def event(second: int, text: str, *, num_days: int = 0, **more: object) -> str:

@@ -25,7 +25,7 @@ RECORDED = {
     "implementations of commands outside core": 29,
     "product lines": 94_040,
     "lines of product, lab, testing and kubernetes": 117_090,
-    "test lines": 76_120,
+    "test lines": 76_130,
     "benchmark lines": 9_000,
     "files over 500 lines": 20,
     "file names that occur more than once": 47,
